@@ -1,0 +1,46 @@
+# Every target does its own set-up: with Python 3.11 or newer and pip, a fresh clone needs nothing else.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format clean install
+
+help:  ## Print this list
+	@echo "t2r: turn a pretrained transformer into an RNN"
+	@echo
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+
+demo: $(INSTALLED)  ## See an RNN agree with attention, and outrun it
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED)  ## Run the tests, without the slow ones (ARGS="-k ops" passes options to pytest)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-all: $(INSTALLED)  ## Run every test
+	$(BIN)/python -m pytest -n 2 -m "slow or not slow" $(ARGS)
+
+lint: $(INSTALLED)  ## Check the code, change nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## Format the code and mend what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove all that make built, the environment too
+	rm -rf .venv .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+install: $(INSTALLED)  ## Make the environment in .venv (the others do this by themselves)
+
+# The stamp is written last, so an install that was interrupted is not taken for a finished one.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "t2r needs Python 3.11 or newer, and '$(PYTHON)' is not: say which, e.g. make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Setting up .venv (minutes the first time, seconds after that)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
