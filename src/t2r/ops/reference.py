@@ -1,0 +1,123 @@
+"""Linear attention twice, written to be read: as a T x T matrix, and one token at a time.
+
+These two are the judges of every other backend. They use plain autograd and no tricks; where they are slow
+or large, that is the price of being obviously right.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from t2r.ops.common import State, accumulator_dtype, cast_output, fold_groups, read, safe_denominator
+
+
+def quadratic(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: State | None = None,
+    mask: Tensor | None = None,
+    starts: Tensor | None = None,
+    causal: bool = True,
+    signed: bool = False,
+) -> tuple[Tensor, State]:
+    """Every query against every key: weights = q k^T, hidden where they may not look, then normalized."""
+    out_dtype, dtype = v.dtype, accumulator_dtype(q, k, v)
+    (batch, heads, queries, _), (key_heads, keys) = q.shape, k.shape[1:3]
+    q, k, v = fold_groups(q.to(dtype), key_heads), k.to(dtype), v.to(dtype)
+    past = State.zeros(k, v, signed) if state is None else state
+    if mask is not None:
+        k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
+
+    weights = q @ k.mT
+    total = q.detach().abs() @ k.detach().abs().mT if signed else None
+    num, den, seen = read(q, past)
+    keep = carry = None
+    if causal:
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril()[None]
+        if starts is not None:
+            document = starts.cumsum(1)
+            visible = visible & (document[:, :, None] == document[:, None, :])
+            # The given state belongs to document 0; only the last document lives on in the new one.
+            before = (document == 0).repeat(1, heads // key_heads)[:, None]
+            num, den = num * before[..., None], den * before
+            seen = None if seen is None else seen * before
+            keep = (document == document[:, -1:])[:, None, :, None]
+            carry = (document[:, -1] == 0)[:, None, None]
+        hidden = ~visible.repeat(1, heads // key_heads, 1)[:, None]
+        weights = weights.masked_fill(hidden, 0)
+        total = None if total is None else total.masked_fill(hidden, 0)
+
+    num, den = num + weights @ v, den + weights.sum(-1)
+    if total is not None:
+        assert seen is not None
+        total = seen.detach() + total.sum(-1)
+    safe, _, empty = safe_denominator(den, total)
+    out = (num / safe[..., None]).masked_fill(empty[..., None], 0)
+
+    if keep is not None and carry is not None:
+        k = k.masked_fill(~keep, 0)
+        past = State(
+            past.s * carry[..., None], past.z * carry, None if past.z_abs is None else past.z_abs * carry
+        )
+    new = State(
+        past.s + k.mT @ v,
+        past.z + k.sum(-2),
+        None if past.z_abs is None else past.z_abs + k.detach().abs().sum(-2),
+    )
+    return cast_output(out.reshape(batch, heads, queries, v.shape[-1]), out_dtype), new
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: State | None = None,
+    mask: Tensor | None = None,
+    starts: Tensor | None = None,
+    causal: bool = True,
+    signed: bool = False,
+) -> tuple[Tensor, State]:
+    """The recurrence of the paper: S += k v^T, z += k, out = q S / q z, for one position after another."""
+    out_dtype, dtype = v.dtype, accumulator_dtype(q, k, v)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    state = State.zeros(k, v, signed) if state is None else state
+    if mask is not None:
+        k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
+
+    outputs = []
+    for t in range(k.shape[2]):
+        if starts is not None:
+            state = forget(state, starts[:, t])
+        state = absorb(state, k[:, :, t : t + 1], v[:, :, t : t + 1])
+        if causal:
+            outputs.append(look(q[:, :, t : t + 1], state))
+    if causal:
+        out = torch.cat(outputs, dim=2) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])
+    else:
+        out = look(q, state)
+    return cast_output(out, out_dtype), state
+
+
+def forget(state: State, where: Tensor) -> State:
+    """Reset the state of the sequences where `where [batch]` is true."""
+    keep = ~where[:, None, None]
+    z_abs = None if state.z_abs is None else state.z_abs * keep
+    return State(state.s * keep[..., None], state.z * keep, z_abs)
+
+
+def absorb(state: State, k: Tensor, v: Tensor) -> State:
+    """Add keys and their values to the state."""
+    z_abs = None if state.z_abs is None else state.z_abs + k.detach().abs().sum(-2)
+    return State(state.s + k.mT @ v, state.z + k.sum(-2), z_abs)
+
+
+def look(q: Tensor, state: State) -> Tensor:
+    """Read the state with queries `[batch, heads, time, feature]`, normalized."""
+    num, den, total = read(fold_groups(q, state.s.shape[1]), state)
+    safe, _, empty = safe_denominator(den, total)
+    out = (num / safe[..., None]).masked_fill(empty[..., None], 0)
+    return out.reshape(*q.shape[:3], num.shape[-1])

@@ -1,0 +1,52 @@
+"""What all tests share: threads, seeds, hypothesis, and the real teachers."""
+
+import os
+from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is loaded; processes that tests start inherit it
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+from hypothesis import settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
+    torch.set_num_threads(1)
+
+# No deadline, because a shared machine may stall; no chance, because a failure must come again when asked to.
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state, whichever ran before it."""
+    torch.manual_seed(0)
+    return 0
+
+
+def _why_no_teachers() -> str | None:
+    folder = os.environ.get("T2R_TEACHERS")
+    if not folder:
+        return "T2R_TEACHERS does not name a folder of real teachers"
+    if not Path(folder).is_dir():
+        raise pytest.UsageError(
+            f"T2R_TEACHERS={folder} is not a folder: a test run must not pass by accident"
+        )
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if (reason := _why_no_teachers()) is not None:
+        for item in items:
+            if item.get_closest_marker("teachers"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def teachers() -> Path:
+    """The folder of real teachers, for tests marked `teachers`."""
+    if (reason := _why_no_teachers()) is not None:
+        pytest.skip(reason)
+    return Path(os.environ["T2R_TEACHERS"])
