@@ -1,0 +1,79 @@
+"""What this machine offers: versions, devices, and the backends that run here."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from t2r import __version__, ops
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LIBRARIES = ("torch", "transformers", "accelerate", "triton")
+LENGTHS = (1, 256, 8192)
+"""Where to ask what `auto` takes: a decoding step, a short prompt and a long one."""
+
+
+def describe() -> dict[str, Any]:
+    """All that a bug report should say of the machine, ready for JSON."""
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return {
+        "versions": {"t2r": __version__, "python": platform.python_version()}
+        | {name: _version(name) for name in LIBRARIES},
+        "devices": _devices(),
+        "backends": {
+            name: {"usable": reason is None, "reason": reason} for name, reason in ops.backends().items()
+        },
+        "auto": {
+            kind: {str(length): ops.choose(length, torch.device(kind)) for length in LENGTHS}
+            for kind in kinds
+        },
+    }
+
+
+def _version(library: str) -> str | None:
+    """Read from the installed metadata: importing a library to ask its version is slow, and can fail."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": {"cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "cuda": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "mps": torch.backends.mps.is_available(),
+    }
+
+
+def tables(facts: dict[str, Any]) -> "list[Table]":
+    """The same for people."""
+    from rich.table import Table
+
+    versions = Table(title="versions", show_header=False)
+    for name, number in facts["versions"].items():
+        versions.add_row(name, number or "not installed")
+
+    devices = Table(title="devices", show_header=False)
+    cpu = facts["devices"]["cpu"]
+    devices.add_row("cpu", f"{cpu['cores']} cores, torch uses {cpu['threads']} threads")
+    for i, gpu in enumerate(facts["devices"]["cuda"]):
+        devices.add_row(f"cuda:{i}", f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
+    if not facts["devices"]["cuda"]:
+        devices.add_row("cuda", "none")
+    devices.add_row("mps", "yes" if facts["devices"]["mps"] else "none")
+
+    backends = Table("backend", "runs here", "auto takes it for", title="backends")
+    for name, backend in facts["backends"].items():
+        chosen = [
+            f"{kind} at {', '.join(length for length, taken in choices.items() if taken == name)}"
+            for kind, choices in facts["auto"].items()
+            if name in choices.values()
+        ]
+        backends.add_row(name, "yes" if backend["usable"] else f"no: {backend['reason']}", "; ".join(chosen))
+    return [versions, devices, backends]

@@ -1,0 +1,125 @@
+"""The shape of the house, read off the syntax tree: imports go one way, and nothing names our machines."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "t2r"
+
+# Each may import those above it, and nothing beside or below it. `cli` may import anything.
+LAYERS = (
+    ("errors",),
+    ("config",),
+    ("ops",),
+    ("feature_maps", "cache"),
+    ("attention",),
+    ("adapters",),
+    ("surgery", "merge", "model_card"),
+    ("modeling",),
+    ("data",),
+    ("generation",),
+    ("evaluation",),
+    ("training",),
+    ("bench", "analysis", "environment"),
+    ("pipelines",),
+    ("cli",),
+)
+LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
+
+
+def parts_of(path: Path) -> tuple[str, ...]:
+    """src/t2r/ops/chunked.py -> ("ops", "chunked"); of a package, its own name."""
+    return tuple(p for p in path.relative_to(PACKAGE).with_suffix("").parts if p != "__init__")
+
+
+def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
+    """Every module a file imports, at any depth: inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            # `from t2r import ops` imports a part, not the public API.
+            yield from (f"t2r.{alias.name}" for alias in node.names) if module == "t2r" else [module]
+
+
+def violations(part: str, imported: Iterator[str]) -> list[str]:
+    """The imports that go the wrong way from a part of the package."""
+    wrong = []
+    for module in imported:
+        root, _, rest = module.partition(".")
+        if root == "transformers" and part == "ops":
+            wrong.append(module)
+        if root == "t2r" and part != "cli":
+            target = rest.split(".")[0]
+            allowed = target in (part, "__version__") or LEVEL.get(target, len(LAYERS)) < LEVEL[part]
+            if not allowed or (part == "config" and target != "errors"):
+                wrong.append(module)
+    return wrong
+
+
+# The door to the house leads into all of it.
+ENTRANCE = (PACKAGE / "__init__.py", PACKAGE / "_registration.py")
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in ENTRANCE]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    parts = parts_of(path)
+    assert parts[0] in LEVEL, (
+        f"{parts[0]} has no place yet: give it one in LAYERS and in docs/architecture.md"
+    )
+    package = ("t2r", *(parts if path.name == "__init__.py" else parts[:-1]))
+    wrong = violations(parts[0], imports(path.read_text(), package))
+    assert not wrong, f"{parts[0]} must not import {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "wrong"),
+    [
+        ("ops", "import transformers.cache_utils", ["transformers.cache_utils"]),
+        ("ops", "def f():\n    from t2r import attention, errors", ["t2r.attention"]),
+        ("cache", "from t2r.feature_maps import elu", ["t2r.feature_maps"]),
+        ("attention", "if TYPE_CHECKING:\n    from .surgery import install", ["t2r.surgery"]),
+        ("config", "import t2r.ops", ["t2r.ops"]),
+        ("surgery", "from t2r import T2RError", ["t2r.T2RError"]),
+        ("surgery", "import t2r", ["t2r"]),
+        ("bench", "from t2r import __version__, ops\nfrom t2r.bench import speed", []),
+        ("cli", "from t2r.pipelines import convert", []),
+    ],
+)
+def test_a_wrong_import_is_seen(part, source, wrong):
+    assert violations(part, imports(source, ("t2r",))) == wrong
+
+
+def repository_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_file_names_a_machine():
+    # Written in halves, or this file would find itself.
+    machine = ["/" + "work/", "/" + "root/", "/" + "opt/"]
+    neighbor = "../" + "shared"
+    found = []
+    for path in repository_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        name = str(path.relative_to(ROOT))
+        forbidden = machine if name in (".ci/run", "Makefile") else [*machine, neighbor]
+        found += [f"{name}: {string}" for string in forbidden if string in text]
+    assert not found

@@ -1,0 +1,39 @@
+"""The measurements measure what they say. How fast things are is not tested here: that is a result."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from rich.console import Console
+
+from t2r.bench import ops
+
+
+def test_peak_bytes_counts_what_is_held_at_one_time():
+    x = torch.ones(1 << 18)
+
+    def three_at_once_of_five() -> None:
+        a = x + 1
+        b = a + 1
+        del a
+        c = b + 1
+        d = c + 1
+        del b, c, d
+        x.exp()
+
+    peak = ops._peak_bytes(three_at_once_of_five, x.device)
+    assert peak == pytest.approx(3 * x.nbytes, rel=1e-3)  # scalars take a few bytes too
+
+
+def test_a_small_run(monkeypatch):
+    monkeypatch.setattr(ops, "GROWTH", (64, 128))
+    report = ops.run([32, 64], heads=2, feature_size=4, head_dim=8, repeats=1)
+    assert [row.length for row in report.rows] == [32, 64]
+    for row in report.rows:
+        assert min(row.softmax_forward, row.linear_forward, row.linear_training) > 0
+        assert row.memory_multiple > 1  # the output and three gradients are that much by themselves
+    assert report.growth > 0
+    json.dumps(asdict(report))
+    with Console(quiet=True) as console:
+        console.print(*ops.tables(report))
