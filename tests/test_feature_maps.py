@@ -390,8 +390,9 @@ def test_identity_like() -> None:
 @pytest.mark.parametrize("name", ["t2r", "hedgehog"])
 def test_identity_initialization_is_closer_to_softmax(name: str, size: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 4, 8, 64, 32, generator=generator)
-    q = q / math.sqrt(32)
+    # A trained head looks for something: each query has a key that it resembles, and its attention is peaked.
+    k, noise = torch.randn(2, 4, 8, 64, 32, generator=generator)
+    q = (k + noise / 2) / math.sqrt(32)
     softmax = (q @ k.mT).softmax(-1)
 
     def distance(init: str, **more: Any) -> float:
@@ -399,7 +400,7 @@ def test_identity_initialization_is_closer_to_softmax(name: str, size: int) -> N
         return (attention(*feature_map(q, k)) - softmax).norm(dim=-1).mean().item()
 
     assert distance("identity") < 0.99 * distance("paper")
-    assert distance("identity", shared=False) == pytest.approx(distance("identity"))
+    assert distance("identity", shared=False) < 0.99 * distance("paper", shared=False)
 
 
 # --- rfa --------------------------------------------------------------------------------------------------

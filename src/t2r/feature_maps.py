@@ -274,6 +274,10 @@ class AffineMap(FeatureMap):
         """The affine part for keys: weight `[key_heads, rows, head_dim]` and bias `[key_heads, rows]`."""
         return self.key_map.weight, self.key_map.bias
 
+    def drop_affine(self) -> None:
+        """After a merge: only `activate` is left, for features that come from the projections themselves."""
+        del self.key_map, self.query_map
+
     def queries(self, q: Tensor) -> Tensor:
         return self.activate((self.query_map or self.key_map)(q))
 
@@ -296,6 +300,11 @@ class AffineMap(FeatureMap):
             self.query_map.weight.copy_(weight)
             if self.query_map.bias is not None and bias is not None:
                 self.query_map.bias.copy_(bias)
+        if self.init == "identity":
+            self.undo_scale()
+
+    def undo_scale(self) -> None:
+        """Queries come divided by the root of the head's size: make good for it where the map minds."""
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -369,6 +378,13 @@ class HedgehogMap(AffineMap):
 
     def identity_rows(self, generator: torch.Generator) -> Tensor:
         return identity_like(self.key_heads, self.rows, self.head_dim, generator)
+
+    def undo_scale(self) -> None:
+        # A softmax of small numbers is flat, and attends to everything alike.
+        if self.query_map is None:
+            self.key_map.weight.mul_(self.head_dim**0.25)
+        else:
+            self.query_map.weight.mul_(self.head_dim**0.5)
 
 
 class EluMap(FeatureMap):

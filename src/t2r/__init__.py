@@ -1,0 +1,66 @@
+"""Turn a pretrained transformer into an RNN.
+
+`import t2r` is cheap: each public name is imported when it is first used, so that `t2r --help` never pays
+for torch. After it, transformers' Auto classes load what t2r has saved.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from t2r._registration import register_with_transformers
+
+__version__ = "0.1.0.dev0"
+
+# The public API: a name, and where it lives, as "module" or "module:attribute".
+_EXPORTS = {
+    "T2RCache": "t2r.cache:T2RCache",
+    "T2RConfig": "t2r.config:T2RConfig",
+    "T2RError": "t2r.errors:T2RError",
+    "T2RForCausalLM": "t2r.modeling:T2RForCausalLM",
+    "T2RForSeq2SeqLM": "t2r.modeling:T2RForSeq2SeqLM",
+    "exact_attention": "t2r.attention:exact_attention",
+    "feature_maps": "t2r.feature_maps",
+    "merge": "t2r.merging:merge",
+    "ops": "t2r.ops",
+    "swap": "t2r.modeling:swap",
+}
+
+__all__ = [
+    "T2RCache",
+    "T2RConfig",
+    "T2RError",
+    "T2RForCausalLM",
+    "T2RForSeq2SeqLM",
+    "__version__",
+    "exact_attention",
+    "feature_maps",
+    "merge",
+    "ops",
+    "swap",
+]
+
+if TYPE_CHECKING:
+    from t2r import feature_maps, ops
+    from t2r.attention import exact_attention
+    from t2r.cache import T2RCache
+    from t2r.config import T2RConfig
+    from t2r.errors import T2RError
+    from t2r.merging import merge
+    from t2r.modeling import T2RForCausalLM, T2RForSeq2SeqLM, swap
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in _EXPORTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, _, attribute = _EXPORTS[name].partition(":")
+        value = import_module(module)
+        if attribute:
+            value = getattr(value, attribute)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+register_with_transformers()

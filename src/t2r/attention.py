@@ -1,0 +1,481 @@
+"""Attention that is an RNN, and the two ways in which a model comes to have it.
+
+`Recurrence` is what both share: a feature map, and the choice between the recurrence and exact softmax.
+`InterfaceAttention` leaves the stock module's forward as it is (rotary positions, grouped heads, normalized
+queries come for free) and takes part through transformers' attention interface. `ProjectionAttention` takes over
+the projections as well, so that it can keep a fixed-size cross-attention state and be merged.
+
+A swapped module stays the object it was; only its class changes, to one that inherits the stock class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from t2r import ops
+from t2r.cache import Added, RecurrentLayer, adopt
+from t2r.errors import T2RError
+from t2r.feature_maps import AffineMap, FeatureMap, repeat_heads
+
+NAME = "t2r"
+"""The attention implementation's name: `model.config._attn_implementation` of every swapped model."""
+
+
+class Recurrence(nn.Module):
+    """A site of attention: normalized linear attention over features, or the softmax attention it came from."""
+
+    feature_map: FeatureMap
+    layer_idx: int
+    exact: bool = False
+    """Run the exact softmax attention instead: proves the surgery, and is the target of the transfer stage."""
+    observer: Callable[[Tensor, Tensor], None] | None = None
+    """While exact: is shown what the recurrence would have given, and what was given."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        layer: Any,
+        scaling: float,
+    ) -> Tensor:
+        """Causal attention over the new tokens and the state of all before: `[batch, heads, time, head_dim]`."""
+        phi_q, phi_k = self.feature_map(q * scaling, k)
+        return advance(phi_q, phi_k, self.spread(v), mask, layer, self.feature_map.signed)
+
+    def show(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, causal: bool, out: Tensor) -> None:
+        """Let the observer compare the recurrence with the exact output, from the same inputs."""
+        if self.observer is None:
+            return
+        phi_q, phi_k = self.feature_map(q * scaling, k)
+        padding, starts = padding_and_starts(mask, k.shape[2])
+        signed = self.feature_map.signed
+        ours, _ = ops.linear_attention(
+            phi_q, phi_k, self.spread(v), mask=padding, starts=starts, causal=causal, signed=signed
+        )
+        self.observer(ours, out)
+
+    def spread(self, v: Tensor) -> Tensor:
+        """Values for every key head of the map: with un-grouped keys, one per query head."""
+        return repeat_heads(v, self.feature_map.key_heads)
+
+
+def advance(
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, signed: bool
+) -> Tensor:
+    """One token or many: read them into the layer's state, if there is a layer, and give the outputs."""
+    time = phi_k.shape[2]
+    padding, starts = padding_and_starts(mask, time)
+    if not isinstance(layer, RecurrentLayer):
+        out, _ = ops.linear_attention(phi_q, phi_k, v, mask=padding, starts=starts, signed=signed)
+        return out
+    state = layer.state
+    if state is not None and state.s.device != phi_q.device:
+        state = state.map(lambda x: x.to(phi_q.device))
+    if time == 1 and state is not None and starts is None:
+        # Without gradients the state keeps its address: nothing is allocated, and a compiled step stays valid.
+        inplace = not torch.is_grad_enabled() and not layer.record_past
+        out, state = ops.step(phi_q, phi_k, v, state, mask=padding, signed=signed, inplace=inplace)
+    else:
+        out, state = ops.linear_attention(
+            phi_q, phi_k, v, state=state, mask=padding, starts=starts, signed=signed
+        )
+    layer.store(state, time, Added(phi_k, v, padding))
+    return out
+
+
+class InterfaceAttention(Recurrence):
+    """A stock module that reaches `attention_forward` through transformers' attention interface.
+
+    The interface hands over queries, keys and values but not the cache, so the way in notes its layer."""
+
+    cache_layer: Any = None
+    cache_arguments = ("past_key_values", "layer_past")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cache = next((kwargs[name] for name in self.cache_arguments if kwargs.get(name) is not None), None)
+        self.cache_layer = adopt(cache, self.layer_idx, recurrent=not self.exact)
+        return super().forward(*args, **kwargs)
+
+
+class Affine(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+class MergedProjections(nn.Module):
+    """The queries' and keys' projections with the map's affine part and the query scale folded in, as in the paper:
+    q and k are never formed."""
+
+    def __init__(self, hidden: int, source: int, feature_map: AffineMap) -> None:
+        super().__init__()
+        self.rows = feature_map.rows
+        self.q = nn.Linear(hidden, feature_map.num_heads * self.rows)
+        self.k = nn.Linear(source, feature_map.key_heads * self.rows)
+
+    def queries(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
+        return self.activate(self.q(x), feature_map)
+
+    def keys(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
+        return self.activate(self.k(x), feature_map)
+
+    def activate(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
+        assert isinstance(feature_map, AffineMap)
+        return feature_map.activate(x.unflatten(-1, (-1, self.rows)).transpose(1, 2))
+
+
+class ProjectionAttention(Recurrence):
+    """A module whose projections are ours. A family says where they are; the rest is here."""
+
+    scaling: float
+    softmax_dropout: float = 0.0
+    """Of a layer that was kept as softmax attention (see `keep_softmax`)."""
+
+    @property
+    def merged(self) -> MergedProjections | None:
+        """After a merge: features straight from the hidden states, beside the values' projection."""
+        merged: Any = self._modules.get("merged_projections")
+        return merged
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        """`[batch, heads, time, head_dim]`, not scaled."""
+        raise NotImplementedError
+
+    def values(self, hidden_states: Tensor) -> Tensor:
+        """The values alone, after a merge."""
+        raise NotImplementedError
+
+    def query_key_projections(self) -> tuple[Affine, Affine]:
+        """Weight `[heads * head_dim, hidden]` and bias of the queries' and the keys' projection."""
+        raise NotImplementedError
+
+    def drop_query_key_projections(self) -> None:
+        """Keep the values' projection only."""
+        raise NotImplementedError
+
+    def keys_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All three for self attention; a family with one fused projection does it at once."""
+        return self.queries(hidden_states), *self.keys_values(hidden_states)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """From `[batch, time, heads * head_dim]` to the residual stream."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if encoder_hidden_states is not None:  # GPT-2's names for a source and its mask
+            key_value_states, attention_mask = encoder_hidden_states, encoder_attention_mask
+        cross = key_value_states is not None
+        layer = adopt(past_key_values, self.layer_idx, recurrent=not self.exact, cross=cross)
+        if key_value_states is not None:
+            out = self.attend_source(hidden_states, key_value_states, attention_mask, layer)
+            if isinstance(past_key_values, EncoderDecoderCache):
+                past_key_values.is_updated[self.layer_idx] = True
+        else:
+            if attention_mask is None and layer is None:
+                attention_mask = documents_from_positions(position_ids, hidden_states.shape[0])
+            out = self.attend_self(hidden_states, attention_mask, layer, position_bias)
+        return self.output(out.transpose(1, 2).flatten(2)), None
+
+    def attend_self(
+        self, x: Tensor, mask: Tensor | None, layer: Any, position_bias: Tensor | None = None
+    ) -> Tensor:
+        if self.merged is not None:
+            phi_q, phi_k = self.merged.queries(x, self.feature_map), self.merged.keys(x, self.feature_map)
+            return advance(phi_q, phi_k, self.spread(self.values(x)), mask, layer, self.feature_map.signed)
+        q, k, v = self.project(x)
+        if not self.exact:
+            return self.attend(q, k, v, mask, layer, self.scaling)
+        if layer is not None:
+            k, v = layer.update(k, v)
+        return self.attend_exactly(q, k, v, mask, causal=True, position_bias=position_bias)
+
+    def attend_source(
+        self, x: Tensor, source: Tensor, mask: Tensor | None, layer: Any
+    ) -> Tensor:
+        """Cross attention: the source is read once, into a state that every later query looks at."""
+        filled = layer is not None and layer.get_seq_length() > 0
+        if self.exact:
+            q = self.queries(x)
+            k, v = (layer.keys, layer.values) if filled else self.keys_values(source)
+            if layer is not None and not filled:
+                k, v = layer.update(k, v)
+            return self.attend_exactly(q, k, v, mask, causal=False)
+        if filled:
+            return ops.look(self.query_features(x), layer.state, x.dtype)
+        if self.merged is not None:
+            phi_q, phi_k = self.query_features(x), self.merged.keys(source, self.feature_map)
+            v = self.values(source)
+        else:
+            k, v = self.keys_values(source)
+            phi_q, phi_k = self.feature_map(self.queries(x) * self.scaling, k)
+        padding, _ = padding_and_starts(mask, v.shape[2])
+        out, state = ops.linear_attention(
+            phi_q, phi_k, self.spread(v), mask=padding, causal=False, signed=self.feature_map.signed
+        )
+        if isinstance(layer, RecurrentLayer):
+            layer.store(state, v.shape[2])
+        return out
+
+    def attend_exactly(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        position_bias: Tensor | None = None,
+    ) -> Tensor:
+        dropout = self.softmax_dropout if self.training else 0.0
+        out = softmax_attention(q, k, v, mask, self.scaling, causal, dropout, position_bias=position_bias)
+        self.show(q, k, v, mask, self.scaling, causal, out)
+        return out
+
+    def become_merged(self) -> None:
+        """Make room for merged projections, in place of those of queries and keys and of the map's own weights."""
+        assert isinstance(self.feature_map, AffineMap)
+        (q, _), (k, _) = self.query_key_projections()
+        with torch.device(q.device):
+            merged = MergedProjections(q.shape[1], k.shape[1], self.feature_map)
+        self.merged_projections = merged.to(q.dtype).requires_grad_(False)
+        self.drop_query_key_projections()
+        self.feature_map.drop_affine()
+
+    def query_features(self, x: Tensor) -> Tensor:
+        if self.merged is not None:
+            return self.merged.queries(x, self.feature_map)
+        return self.feature_map.queries(self.queries(x) * self.scaling)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls, for every attention of a swapped model: recurrent sites, layers that kept their
+    softmax attention, and encoders alike."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(module, InterfaceAttention) and not module.exact:
+        out = module.attend(query, key, value, attention_mask, module.cache_layer, scaling)
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if causal and attention_mask is None and query.shape[2] == key.shape[2]:
+            attention_mask = documents_from_positions(kwargs.get("position_ids"), query.shape[0])
+        options = (scaling, causal, dropout, sliding_window, softcap, position_bias)
+        out = softmax_attention(query, key, value, attention_mask, *options)
+        if isinstance(module, InterfaceAttention):
+            module.show(query, key, value, attention_mask, scaling, causal, out)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+) -> Tensor:
+    """Exact attention. The mask is ours (see `make_mask`), so causality and windows are added here.
+
+    The queries are the last of the positions that the keys stand for."""
+    refuse_full_mask(mask)
+    queries, keys = q.shape[2], k.shape[2]
+    gqa = q.shape[1] != k.shape[1]
+    if mask is None and sliding_window is None and softcap is None and position_bias is None and queries == keys:
+        # Nothing but causality: the fused kernels know that by themselves.
+        return scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=causal and queries > 1, scale=scaling, enable_gqa=gqa
+        )
+    allowed = None
+    if causal and (queries > 1 or (sliding_window is not None and keys > sliding_window)):
+        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(
+            keys, device=q.device
+        )
+        allowed = (distance >= 0)[None]
+        if sliding_window is not None:
+            allowed = allowed & (distance < sliding_window)
+    if mask is not None:
+        mask = mask[:, -keys:]
+        if mask.dtype == torch.bool:
+            seen = mask[:, None, :]
+        else:
+            seen = mask[:, -queries:, None] == mask[:, None, :]
+        allowed = seen if allowed is None else allowed & seen
+        if causal:  # a padded position sees itself, lest its row be empty: its output is never used
+            own = torch.arange(keys - queries, keys, device=q.device)[:, None] == torch.arange(
+                keys, device=q.device
+            )
+            allowed = allowed | own
+    if allowed is not None:
+        allowed = allowed[:, None]
+    if softcap is not None:
+        return capped_attention(q, k, v, allowed, scaling, dropout, softcap)
+    if position_bias is not None:
+        bias = position_bias.to(q.dtype)
+        allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scaling, enable_gqa=gqa
+    )
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling: float, dropout: float, softcap: float
+) -> Tensor:
+    """Exact attention with scores that never exceed a cap (Gemma 2), which no fused kernel of PyTorch's can do."""
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scaling / softcap)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32)  # whatever the model's dtype, as Gemma does
+    return drop(weights.to(q.dtype), dropout) @ v
+
+
+# --- Masks --------------------------------------------------------------------------------------------------
+#
+# A recurrence knows three things of the other positions: which are padding, and where a new document begins.
+# So a mask here is None, or `[batch, keys]`: boolean (true: a real token), or the number of the document that
+# each position belongs to.
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """What transformers builds once per forward and gives to every layer."""
+    if use_vmap:
+        raise T2RError(
+            "this model combines its causal mask with one of its own (a prefix that sees itself, image tokens): "
+            "a recurrence reads from left to right and cannot do that"
+        )
+    if attention_mask is not None:
+        # Looking at the values costs a wait for the device: worth it for a whole text, not for one token.
+        if q_length > 1 and not torch.compiler.is_compiling() and bool(attention_mask.all()):
+            return None
+        return attention_mask
+    if mask_function is None or q_length != kv_length or q_length == 1:
+        return None
+    # Position ids that restart are known to transformers' mask function alone: ask it whether each position may
+    # look at the one before it.
+    rows = torch.arange(batch_size, device=device)[:, None]
+    columns = torch.arange(1, q_length, device=device)[None, :]
+    begins = ~mask_function(rows, 0, columns, columns - 1)
+    if not torch.compiler.is_compiling() and not bool(begins.any()):
+        return None
+    return (pad(begins.long(), (1, 0)).cumsum(1) + 1).expand(batch_size, -1)
+
+
+def padding_and_starts(mask: Tensor | None, time: int) -> tuple[Tensor | None, Tensor | None]:
+    """Split a mask into what `t2r.ops` asks for, for the last `time` positions."""
+    refuse_full_mask(mask)
+    if mask is None:
+        return None, None
+    mask = mask[:, -time:]
+    if mask.dtype == torch.bool:
+        return mask, None
+    starts = torch.zeros_like(mask, dtype=torch.bool)
+    starts[:, 1:] = mask[:, 1:] != mask[:, :-1]
+    return None, starts
+
+
+def documents_from_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
+    """Numbers of documents, from position ids that restart; None where they do not.
+
+    For families that hand position ids to their attention but not to their mask (OPT)."""
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
+        return None
+    if torch.compiler.is_compiling():
+        return number_documents(position_ids, batch)
+    # Looking at the values waits for the device: once per forward, not once per layer.
+    if not hasattr(position_ids, "t2r_documents"):
+        restarts = bool((position_ids.diff(dim=1) != 1).any())
+        position_ids.t2r_documents = number_documents(position_ids, batch) if restarts else None  # type: ignore[attr-defined]
+    return position_ids.t2r_documents  # type: ignore[attr-defined]
+
+
+def number_documents(position_ids: Tensor, batch: int) -> Tensor:
+    return (pad((position_ids.diff(dim=1) != 1).long(), (1, 0)).cumsum(1) + 1).expand(batch, -1)
+
+
+def refuse_full_mask(mask: Tensor | None) -> None:
+    if mask is not None and mask.dim() != 2:
+        raise T2RError(
+            f"a {mask.dim()}-D attention mask says more than which tokens are padding; a recurrence reads from left "
+            "to right and takes a padding mask [batch, tokens] only (for packed documents: position_ids that restart)"
+        )
+
+
+# --- Modes --------------------------------------------------------------------------------------------------
+
+
+def recurrent_sites(model: nn.Module) -> list[Recurrence]:
+    """Every swapped module of a model, from the bottom up."""
+    return [m for m in model.modules() if isinstance(m, Recurrence) and hasattr(m, "feature_map")]
+
+
+def keep_softmax(module: ProjectionAttention, dropout: float) -> None:
+    """Make a site softmax attention for good, without a feature map. For families whose own attention cannot be
+    kept as it is: it knows no cache (GPT-1), or forgets causality with one (FSMT)."""
+    module.exact, module.softmax_dropout = True, dropout
+
+
+@contextmanager
+def exact_attention(model: nn.Module) -> Iterator[None]:
+    """Inside the `with` block every swapped site computes exact softmax attention with the model's weights."""
+    sites = recurrent_sites(model)
+    if any(getattr(site, "merged", None) is not None for site in sites):
+        raise T2RError("a merged model has no queries and keys any more: there is no softmax attention to go back to")
+    before = [site.exact for site in sites]
+    try:
+        for site in sites:
+            site.exact = True
+        yield
+    finally:
+        for site, exact in zip(sites, before, strict=True):
+            site.exact = exact
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, make_mask)

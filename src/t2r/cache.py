@@ -1,0 +1,445 @@
+"""The recurrent state as a Hugging Face cache, and as a thing one can hold: save it, fork it, resume it, rewind it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
+
+from t2r.errors import T2RError
+from t2r.ops import State, absorb
+
+FORMAT = 1
+"""The number of the format of saved states."""
+
+
+class Added(NamedTuple):
+    """What one forward added to a state, kept so that some of it can be taken back."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+
+class RecurrentLayer(CacheLayerMixin):
+    """One layer's memory of everything it has read: a `State` of fixed size, and how many tokens made it.
+
+    For causal attention it advances with every token; for cross attention it is filled once, from the source.
+    A state cannot be unread; but after `activate_past_recording` the layer keeps what was added since the last
+    `crop`, and can go back that far. That is all that assisted decoding asks of it.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: State | None = None
+        self.length = 0
+        self.record_past = False
+        self.recorded: list[Added] = []
+        self.before: State | None = None
+
+    def store(self, state: State, tokens: int, added: Added | None = None) -> None:
+        """Keep the state after `tokens` more."""
+        if self.record_past and added is not None:
+            if not self.recorded:
+                self.before = self.state
+            self.recorded.append(added)
+        self.state, self.length, self.is_initialized = state, self.length + tokens, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to allocate: the state appears with the first tokens that are read."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stock attention modules call this before the attention function, which is what advances the state:
+        keys and values pass through."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.state is None else self.state.s.shape[0]
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return self.record_past
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        known = sum(added.k.shape[2] for added in self.recorded)
+        if not 0 <= -tokens_to_remove <= known:
+            raise T2RError(
+                f"cannot crop by {tokens_to_remove}: a recurrent state goes back only over what it recorded "
+                f"({known} tokens since the last crop). Call cache.activate_past_recording() first, and pass the "
+                "number of tokens to remove as a negative one"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens (transformers counts them as a negative number), and forget
+        how to go back further."""
+        self.check_crop(tokens_to_remove)
+        remove = -tokens_to_remove
+        if remove:
+            k = torch.cat([added.k for added in self.recorded], dim=2)[:, :, :-remove]
+            v = torch.cat([added.v for added in self.recorded], dim=2)[:, :, :-remove]
+            masks = [
+                torch.ones_like(a.k[:, 0, :, 0], dtype=torch.bool) if a.mask is None else a.mask for a in self.recorded
+            ]
+            hidden = ~torch.cat(masks, dim=1)[:, None, :-remove, None]
+            assert self.state is not None
+            before = self.state.map(torch.zeros_like) if self.before is None else self.before
+            self.state = absorb(before, k.masked_fill(hidden, 0), v.masked_fill(hidden, 0))
+            self.length -= remove
+        self.recorded, self.before = [], None
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.each_row(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.each_row(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.each_row(lambda x: x[indices])
+
+    def offload(self) -> None:
+        self.each_row(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """The state moves to the queries' device when it is used."""
+
+    def each_row(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Rearrange the batch, and with it what could be taken back."""
+        self.state = None if self.state is None else self.state.map(function)
+        self.before = None if self.before is None else self.before.map(function)
+        self.recorded = [Added(*(None if x is None else function(x) for x in added)) for added in self.recorded]  # type: ignore[arg-type]
+
+
+class StateMixin:
+    """What one can do with the memory of a model, beyond generating from it. Shared by the two caches below."""
+
+    padding: Tensor | None = None
+    """How many of the positions of each row are padding, `[batch]`; None: none."""
+    model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
+    """A weak reference to the model that fills it."""
+
+    def parts(self) -> dict[str, list[Any]]:
+        """The layers, by what they attend to."""
+        raise NotImplementedError
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of everything it holds."""
+        return sum(layer_bytes(layer) for layers in self.parts().values() for layer in layers)
+
+    @property
+    def rows(self) -> int:
+        """How many sequences it remembers."""
+        tensors = next(iter(layer_tensors(next(iter(self.parts().values()))[0]).values()), None)
+        return 0 if tensors is None else tensors.shape[0]
+
+    def attention_mask(self, new_tokens: int = 0) -> Tensor:
+        """The padding mask over what it has read and so many tokens more."""
+        length = self.get_seq_length()
+        padding = torch.zeros(self.rows, dtype=torch.long) if self.padding is None else self.padding
+        column = torch.arange(length + new_tokens, device=padding.device)
+        return (column >= padding[:, None]).long()
+
+    def copied(self) -> Self:
+        """The same with tensors of its own, which no gradient flows through."""
+        held = [x for layers in self.parts().values() for layer in layers for x in held_tensors(layer)]
+        return copy.deepcopy(self, {id(x): x.detach().clone() for x in held})
+
+    def fork(self, copies: int = 1) -> Self:
+        """A copy of its own, each row `copies` times: many continuations of one past."""
+        new = self.copied()
+        new.batch_repeat_interleave(copies)  # type: ignore[attr-defined]
+        if new.padding is not None:
+            new.padding = new.padding.repeat_interleave(copies)
+        return new
+
+    def take(self, row: int) -> Self:
+        """One sequence out of the batch, without the padding that it needed there."""
+        new = self.copied()
+        new.batch_select_indices(torch.tensor([row]))  # type: ignore[attr-defined]
+        padding = 0 if self.padding is None else int(self.padding[row])
+        new.padding = None
+        for layer in (layer for name, layers in new.parts().items() if name != "cross" for layer in layers):
+            if isinstance(layer, RecurrentLayer):
+                layer.length -= padding
+            elif padding:
+                refuse_window(layer)
+                layer.keys, layer.values = layer.keys[:, :, padding:], layer.values[:, :, padding:]
+        return new
+
+    @classmethod
+    def stack(cls, caches: Sequence[Self]) -> Self:
+        """One batch of several memories, of different lengths too: the shorter ones count as padded on the left."""
+        if not caches:
+            raise T2RError("there is nothing to stack")
+        new, lengths = caches[0].copied(), [cache.get_seq_length() for cache in caches]
+        longest = max(lengths)
+        if "cross" in new.parts() and longest != min(lengths):
+            raise T2RError(
+                f"these decoders have written {min(lengths)} to {longest} tokens: an encoder-decoder counts positions "
+                "for the batch as a whole, so stack its states at equal lengths"
+            )
+        paddings = []
+        for cache, length in zip(caches, lengths, strict=True):
+            own = torch.zeros(cache.rows, dtype=torch.long) if cache.padding is None else cache.padding.cpu()
+            paddings.append(own + longest - length)
+        padding = torch.cat(paddings)
+        new.padding = padding if bool(padding.any()) else None
+        for name, layers in new.parts().items():
+            for i, layer in enumerate(layers):
+                stack_layers(layer, [cache.parts()[name][i] for cache in caches], align=name != "cross")
+        return new
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a safetensors file, with the fingerprint of the model that it belongs to."""
+        model = self.model()
+        if model is None:
+            raise T2RError("this cache does not know its model: make it with model.make_cache(), or generate with it")
+        tensors, lengths = {}, {}
+        for name, layers in self.parts().items():
+            for i, layer in enumerate(layers):
+                lengths[f"{name}.{i}"] = int(layer.get_seq_length())
+                for key, tensor in layer_tensors(layer).items():
+                    tensors[f"{name}.{i}.{key}"] = tensor.detach().cpu().contiguous()
+        if self.padding is not None:
+            tensors["padding"] = self.padding.cpu()
+        header = {"format": FORMAT, "fingerprint": fingerprint(model), "lengths": lengths, "rows": self.rows}
+        path = Path(path)
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            save_file(tensors, temporary, metadata={"t2r_state": json.dumps(header)})
+            temporary.replace(path)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise T2RError(f"{path} cannot be written: {error}") from error
+
+
+class T2RCache(DynamicCache, StateMixin):
+    """The cache of a swapped model: recurrent layers, and growing ones where softmax attention was kept."""
+
+    def __init__(self, layers: list[Any], model: nn.Module | None = None) -> None:
+        Cache.__init__(self, layers=layers)
+        if model is not None:
+            self.model = weakref.ref(model)
+
+    def parts(self) -> dict[str, list[Any]]:
+        return {"self": self.layers}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:  # all or none
+            if isinstance(layer, RecurrentLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+
+class T2REncoderDecoderCache(EncoderDecoderCache, StateMixin):
+    """The same for an encoder-decoder: what the decoder has written, and the source that it reads."""
+
+    def __init__(self, own: T2RCache, cross: T2RCache, model: nn.Module | None = None) -> None:
+        EncoderDecoderCache.__init__(self, own, cross)
+        if model is not None:
+            self.model = weakref.ref(model)
+
+    def parts(self) -> dict[str, list[Any]]:
+        return {"self": self.self_attention_cache.layers, "cross": self.cross_attention_cache.layers}
+
+
+def load_state(path: str | Path, model: Any) -> Any:
+    """Read a saved cache for this model, onto its device. A state of another model or format is refused."""
+    header = read_header(path)
+    if header["fingerprint"] != fingerprint(model):
+        raise T2RError(f"{path} is the state of another model (or of this one with other weights)")
+    cache = model.make_cache()
+    with safe_open(path, framework="pt", device=str(model.device)) as file:
+        names = set(file.keys())
+        for part, layers in cache.parts().items():
+            for i, layer in enumerate(layers):
+                prefix = f"{part}.{i}."
+                held = {n.removeprefix(prefix): file.get_tensor(n) for n in names if n.startswith(prefix)}
+                try:
+                    fill_layer(layer, held, header["lengths"][f"{part}.{i}"])
+                except (KeyError, TypeError) as error:
+                    raise T2RError(f"{path} is damaged: it lacks a part of layer {i}") from error
+        if "padding" in names:
+            cache.padding = file.get_tensor("padding")
+    if isinstance(cache, T2REncoderDecoderCache):
+        cache.is_updated = {i: layer.get_seq_length() > 0 for i, layer in enumerate(cache.parts()["cross"])}
+    return cache
+
+
+def read_header(path: str | Path) -> dict[str, Any]:
+    """What a saved state says of itself: its format, its model's fingerprint, its lengths."""
+    if not Path(path).is_file():
+        raise T2RError(f"there is no file {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise T2RError(f"{path} is not a saved state, or was cut off ({error})") from error
+    if "t2r_state" not in metadata:
+        raise T2RError(f"{path} is a safetensors file, but not a saved state")
+    try:
+        header: dict[str, Any] = json.loads(metadata["t2r_state"])
+        newer = header["format"] > FORMAT
+    except (ValueError, KeyError, TypeError) as error:
+        raise T2RError(f"{path} is not a saved state: its header is damaged") from error
+    if newer:
+        raise T2RError(f"{path} has state format {header['format']}; this t2r reads up to {FORMAT}: upgrade t2r")
+    return header
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> str:
+    """Tells models apart: the names and shapes of all their tensors, and a few values of each."""
+    digest = hashlib.sha256()
+    config: Any = getattr(model, "t2r_config", None)
+    if config is not None:  # options that leave no trace in the names and shapes of tensors
+        kept = config.softmax_every, config.softmax_layers
+        digest.update(f"{config.feature_map} {config.activation} {kept}".encode())
+    samples = []
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        flat = tensor.flatten()
+        samples.append(flat[:: max(1, flat.numel() // 16)][:16].to(torch.float32))
+    digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def adopt(cache: Cache | None, layer_idx: int, recurrent: bool, cross: bool = False) -> Any:
+    """The layer of this cache that a site of attention writes to, of the kind that it needs.
+
+    Whoever made the cache (generate, a user, the base model's own forward) may have made it for softmax attention: a
+    layer that is still empty is exchanged for a recurrent one, once.
+    """
+    if cache is None:
+        return None
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.cross_attention_cache if cross else cache.self_attention_cache
+    layers: list[Any] = cache.layers
+    while len(layers) <= layer_idx:
+        layers.append(DynamicLayer())
+    layer = layers[layer_idx]
+    if isinstance(layer, RecurrentLayer) == recurrent:
+        return layer
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RecurrentLayer):
+        raise T2RError(
+            f"a recurrent model cannot use a {type(cache).__name__} of {type(layer).__name__}s: "
+            "leave cache_implementation unset"
+        )
+    if layer.is_initialized:
+        raise T2RError(
+            "this cache was filled by a model with other attention (softmax where this one is recurrent, or the "
+            "reverse): start from an empty one"
+        )
+    layers[layer_idx] = RecurrentLayer() if recurrent else DynamicLayer()
+    return layers[layer_idx]
+
+
+def cache_bytes(cache: Cache) -> int:
+    """The bytes held by any cache, recurrent states and keys and values alike."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
+    return sum(layer_bytes(layer) for layer in cache.layers)
+
+
+# --- Layers of either kind ----------------------------------------------------------------------------------
+
+
+def layer_tensors(layer: Any) -> dict[str, Tensor]:
+    """What a layer holds, by name."""
+    if isinstance(layer, RecurrentLayer):
+        held = {} if layer.state is None else layer.state._asdict()
+    else:
+        held = {"keys": layer.keys, "values": layer.values}
+    return {name: x for name, x in held.items() if isinstance(x, Tensor)}
+
+
+def held_tensors(layer: Any) -> list[Tensor]:
+    """Every tensor of a layer: what it knows, and what it could go back to."""
+    held = list(layer_tensors(layer).values())
+    if isinstance(layer, RecurrentLayer):
+        for kept in (layer.before or (), *layer.recorded):
+            held += [x for x in kept if isinstance(x, Tensor)]
+    return held
+
+
+def layer_bytes(layer: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in {id(x): x for x in held_tensors(layer)}.values())
+
+
+def fill_layer(layer: Any, held: dict[str, Tensor], length: int) -> None:
+    """The reverse of `layer_tensors`, into an empty layer."""
+    if not held:
+        return
+    if isinstance(layer, RecurrentLayer):
+        layer.store(State(**held), length)
+        return
+    layer.lazy_initialization(held["keys"], held["values"])
+    layer.keys, layer.values = held["keys"], held["values"]
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length
+
+
+def stack_layers(layer: Any, others: list[Any], align: bool) -> None:
+    """Make `layer` hold the rows of all the others, keys and values aligned at their end."""
+    if isinstance(layer, RecurrentLayer):
+        states = [other.state for other in others]
+        if any(state is None for state in states):
+            raise T2RError("a cache that has read nothing cannot be stacked")
+        layer.state = State(*(None if xs[0] is None else torch.cat(xs) for xs in zip(*states, strict=True)))  # type: ignore[arg-type]
+        layer.length = max(other.length for other in others)
+        layer.recorded, layer.before = [], None
+        return
+    longest = max(other.get_seq_length() for other in others)
+    if any(other.get_seq_length() != longest for other in others):
+        refuse_window(layer)
+        if not align:
+            raise T2RError("sources of different lengths cannot be stacked where cross attention is softmax")
+    width = max(other.keys.shape[2] for other in others)
+    for name in ("keys", "values"):
+        held = [getattr(other, name) for other in others]
+        setattr(layer, name, torch.cat([nn.functional.pad(x, (0, 0, width - x.shape[2], 0)) for x in held]))
+
+
+def refuse_window(layer: Any) -> None:
+    if getattr(layer, "is_sliding", False):
+        raise T2RError("a layer that kept its sliding window cannot be realigned: stack states of equal length")

@@ -1,0 +1,3 @@
+from t2r.cli import main
+
+main()

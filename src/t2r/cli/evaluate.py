@@ -1,0 +1,46 @@
+"""t2r evaluate"""
+
+import json
+from typing import Annotated
+
+import typer
+
+from t2r.cli.common import AsJson, Quiet, calm, show
+
+
+def evaluate(
+    models: Annotated[list[str], typer.Argument(help="Folders or hub names; the others are compared with the first.")],
+    text: Annotated[str, typer.Option(help="The text to score: a file or a glob.")],
+    window: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    stride: Annotated[int, typer.Option(help="How far a window is advanced; so many tokens of each are scored.")] = 256,
+    limit: Annotated[int | None, typer.Option(help="Score so many windows only.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows at a time.")] = 8,
+    teacher: Annotated[str | None, typer.Option(help="Measure the KL to this model instead of the first.")] = None,
+    generation: Annotated[bool, typer.Option(help="Also look at what it writes: repetition and recall.")] = True,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity by the paper's protocol, bits per byte, KL to the first model, and what likelihood hides."""
+    from t2r.evaluation import evaluate as run
+    from t2r.evaluation import tables
+
+    with calm(quiet or as_json):
+        results = run(
+            models,
+            text,
+            window=window,
+            stride=stride,
+            limit=limit,
+            batch_size=batch_size,
+            teacher=teacher,
+            generation=generation,
+            dtype=dtype,
+            device=device,
+            progress=not (quiet or as_json),
+        )
+    if as_json:
+        print(json.dumps(results, indent=2))
+    else:
+        show(tables(results))

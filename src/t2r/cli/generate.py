@@ -1,0 +1,113 @@
+"""t2r generate"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from t2r.cli.common import Dtype, Model, Quiet, Revision, TrustRemoteCode, calm
+from t2r.errors import T2RError
+
+
+def generate(
+    model: Model,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="Prompts, or texts to translate. [default: the lines of --file or of a pipe]"),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages: use the model's chat template.")] = False,
+    batch_size: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
+    max_new_tokens: Annotated[int | None, typer.Option(help="[default: 128]")] = None,
+    min_new_tokens: Annotated[int | None, typer.Option()] = None,
+    do_sample: Annotated[bool | None, typer.Option(help="[default: the model's own]")] = None,
+    temperature: Annotated[float | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    num_beams: Annotated[int | None, typer.Option()] = None,
+    length_penalty: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    num_return_sequences: Annotated[int | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
+    dtype: Dtype = "auto",
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, ...")] = "auto",
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object per prompt, with speed and bytes of state.")
+    ] = False,
+) -> None:
+    """Complete prompts, or translate them with a translation model; swapped or not.
+
+    Only what is new is printed: as it comes for one prompt, a line each for several. Options without a word
+    here mean what they mean to transformers.
+    """
+    texts = _prompts(prompts, file)
+    given = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        "do_sample": do_sample,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "num_beams": num_beams,
+        "length_penalty": length_penalty,
+        "repetition_penalty": repetition_penalty,
+        "num_return_sequences": num_return_sequences,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    stream = len(texts) == 1 and not as_json and (num_beams or 1) == 1 and (num_return_sequences or 1) == 1
+
+    from t2r.generation.text import complete
+    from t2r.loading import load_model, load_tokenizer
+
+    with calm(quiet or as_json):
+        loaded = load_model(model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
+        if tokenizer is None:
+            raise T2RError(f"{model} has no tokenizer: save the one it was trained with into that folder")
+        for completion in complete(
+            loaded,
+            tokenizer,
+            texts,
+            batch_size=batch_size,
+            chat=chat,
+            seed=seed,
+            on_text=_write if stream else None,
+            **options,
+        ):
+            if as_json:
+                print(json.dumps(asdict(completion), ensure_ascii=False), flush=True)
+            elif stream:
+                print()
+            else:
+                for text in (completion.text, *completion.alternatives):
+                    print(" ".join(text.splitlines()), flush=True)
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _prompts(arguments: list[str] | None, file: Path | None) -> list[str]:
+    """The prompts, wherever they come from."""
+    if arguments and file is not None:
+        raise T2RError("give prompts as arguments or by --file, not both")
+    if arguments:
+        prompts, where = arguments, "the arguments"
+    elif file is not None:
+        try:
+            prompts, where = file.read_text(encoding="utf-8").splitlines(), str(file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise T2RError(f"{file} cannot be read: {error}") from error
+    elif sys.stdin.isatty():
+        raise T2RError("no prompt: give one as an argument, by --file, or through a pipe")
+    else:
+        prompts, where = sys.stdin.read().splitlines(), "the standard input"
+    if not any(prompt.strip() for prompt in prompts):
+        raise T2RError(f"there is no prompt in {where}: one a line, not all of them blank")
+    return prompts

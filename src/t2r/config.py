@@ -1,0 +1,128 @@
+"""T2RConfig: what was swapped and how. It is the only configuration that is saved with the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from t2r.errors import T2RError
+
+FORMAT = 1
+"""The number of the saved format. A newer one is refused; older ones keep loading."""
+
+
+class T2RConfig(PreTrainedConfig):
+    """Which attention a swapped model has, and the configuration of the model it was made from.
+
+    Args:
+        feature_map: one of `t2r.feature_maps.FEATURE_MAPS`.
+        feature_size: the size of the features, the rows of the state. None: the map's own default.
+        cross_feature_size: the same for cross attention. None: as `feature_size`.
+        softmax_layers: decoder layers (from 0) that keep their softmax attention, cross attention included.
+        softmax_every: keep every n-th layer counted from the top, the top one included (4: the paper's T2R-75%).
+        shared: queries and keys share one map.
+        grouped: with grouped-query attention, one key map and one state per key/value head; otherwise one
+            per query head: a larger state with more capacity.
+        init: how the map starts, `paper` or `identity`. None: the map's own default.
+        activation: of the `t2r` map.
+        freeze_feature_map: do not train the map.
+        seed: of the map's initialization and random vectors.
+        merged: the map's affine part is folded into the projections: for inference only.
+        base_config: the configuration of the base model.
+    """
+
+    model_type = "t2r"
+
+    feature_map: str = "t2r"
+    feature_size: int | None = None
+    cross_feature_size: int | None = None
+    softmax_layers: list[int] | None = None
+    softmax_every: int | None = None
+    shared: bool = True
+    grouped: bool = True
+    init: str | None = None
+    activation: str = "relu"
+    freeze_feature_map: bool = False
+    seed: int = 0
+    merged: bool = False
+    base_config: Any = None
+    format: int = FORMAT
+    t2r_version: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if not isinstance(self.format, int) or self.format > FORMAT:
+            raise T2RError(
+                f"this model was saved in format {self.format} by t2r {self.t2r_version}; "
+                f"this t2r reads up to format {FORMAT}: upgrade t2r"
+            )
+        if isinstance(self.base_config, dict):
+            fields = dict(self.base_config)
+            if "model_type" not in fields:
+                raise T2RError("the configuration's base_config names no model_type: it was not saved by t2r")
+            self.base_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        if self.base_config is not None:
+            self.is_encoder_decoder = self.base_config.is_encoder_decoder
+        super().__post_init__(**kwargs)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
+        """Tools that ask a configuration for sizes mean the base model's."""
+        if self.base_config is None:
+            return self
+        return self.base_config.get_text_config(*args, **kwargs)
+
+    def kept_layers(self, layers: int) -> list[int]:
+        """The layers, of so many, that stay softmax attention."""
+        if self.softmax_every is not None and self.softmax_layers is not None:
+            raise T2RError("give softmax_layers or softmax_every, not both")
+        if self.softmax_every is not None:
+            if self.softmax_every < 1:
+                raise T2RError(f"softmax_every={self.softmax_every}: keep every n-th layer, n at least 1")
+            return [i for i in range(layers) if (layers - 1 - i) % self.softmax_every == 0]
+        kept = sorted(set(self.softmax_layers or []))
+        for layer in kept:
+            if not 0 <= layer < layers:
+                raise T2RError(
+                    f"softmax_layers: there is no layer {layer}; the model has layers 0 to {layers - 1}"
+                )
+        return kept
+
+    def map_options(self, cross: bool = False) -> dict[str, Any]:
+        """What the feature map of a site is made from, apart from the site's own shape."""
+        size = self.feature_size
+        if cross and self.cross_feature_size is not None:
+            size = self.cross_feature_size
+        options: dict[str, Any] = {
+            "feature_size": size,
+            "shared": self.shared,
+            "grouped": self.grouped,
+            "trainable": not self.freeze_feature_map,
+            "seed": self.seed,
+        }
+        if self.init is not None:
+            options["init"] = self.init
+        if self.activation != "relu":
+            options["activation"] = self.activation
+        return options
+
+    def to_dict(self) -> dict[str, Any]:
+        output = super().to_dict()
+        if self.base_config is not None:
+            output["base_config"] = self.base_config.to_dict()
+        return output
+
+
+OPTIONS = (
+    "feature_map",
+    "feature_size",
+    "cross_feature_size",
+    "softmax_layers",
+    "softmax_every",
+    "shared",
+    "grouped",
+    "init",
+    "activation",
+    "freeze_feature_map",
+    "seed",
+)
+"""What a user chooses: the same names in `swap`, on the command line and in the saved file."""

@@ -1,0 +1,217 @@
+"""Text in, text out: completions and translations in batches, by a swapped model or the one it came from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from t2r import ops
+from t2r.adapters import FAMILIES, family_of
+from t2r.cache import cache_bytes
+from t2r.errors import T2RError
+from t2r.modeling import T2RModel
+
+MAX_NEW_TOKENS = 128
+"""Unless said otherwise; what transformers takes then, 20 in all, is seldom a sentence."""
+
+# What has no effect unless something else is asked for: transformers would only warn.
+NEEDS_SAMPLING = ("temperature", "top_p", "top_k")
+NEEDS_BEAMS = ("length_penalty",)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model made of one prompt, and what that took."""
+
+    prompt: str
+    text: str
+    """What is new, without the prompt."""
+    alternatives: list[str]
+    """Further ones, if several were asked for."""
+    prompt_tokens: int
+    new_tokens: int
+    """In the text and its alternatives."""
+    tokens_per_second: float
+    """Of the whole batch, reading the prompts included."""
+    state_bytes: int
+    """What the cache held at the end, for this prompt with all its beams."""
+    dtype: str
+    device: str
+    backend: str | None
+    """Which kernels read the prompt; None for a softmax model."""
+
+
+def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    batch_size: int = 8,
+    chat: bool = False,
+    seed: int | None = None,
+    on_text: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Iterator[Completion]:
+    """Complete prompts, or translate them if the model is an encoder-decoder: a `Completion` each, in order.
+
+    A blank prompt stays blank, so that lines of output stay beside their lines of input.
+
+    Args:
+        chat: each prompt is a message of the user's, put in the tokenizer's chat template.
+        seed: of sampling.
+        on_text: called with each bit of text as it comes; for a single prompt, without beams.
+        options: of `model.generate`.
+    """
+    if batch_size < 1:
+        raise T2RError(f"batch_size must be at least 1, got {batch_size}")
+    options = checked_options(model, options)
+    ids = [encode(tokenizer, prompt, chat) if prompt.strip() else [] for prompt in prompts]
+    check_lengths(model, ids, options["max_new_tokens"])
+    if seed is not None:
+        torch.manual_seed(seed)
+    if on_text is not None:
+        options["streamer"] = Stream(tokenizer, on_text)
+    for start in range(0, len(prompts), batch_size):
+        batch = range(len(prompts))[start : start + batch_size]
+        real = [i for i in batch if ids[i]]
+        done: dict[int, Completion] = {}
+        if real:
+            run = generate(model, tokenizer, [prompts[i] for i in real], [ids[i] for i in real], options)
+            done = dict(zip(real, run, strict=True))
+        for i in batch:
+            yield done.get(i) or Completion(prompts[i], "", [], 0, 0, 0.0, 0, *setting(model, 0))
+
+
+def generate(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    rows: list[list[int]],
+    options: dict[str, Any],
+) -> list[Completion]:
+    """Run the model on one batch of prompts, given as text and as token ids."""
+    seq2seq = model.config.is_encoder_decoder
+    stops, pad = special_tokens(model, tokenizer)
+    input_ids, mask = (x.to(model.device) for x in padded(rows, pad, left=not seq2seq))
+    fixed = {"attention_mask": mask, "pad_token_id": pad, "return_dict_in_generate": True}
+    began = time.perf_counter()
+    try:
+        out = model.generate(input_ids, **fixed, **options)
+    except T2RError:
+        raise
+    except ValueError as error:  # how transformers refuses options that do not go together
+        raise T2RError(f"cannot generate: {error}") from error
+    new = out.sequences[:, 1 if seq2seq else input_ids.shape[1] :].tolist()  # a decoder starts with one token
+    seconds = time.perf_counter() - began
+    new = [until_stop(row, stops) for row in new]
+    texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+    each = len(new) // len(rows)
+    completions = []
+    for i, prompt in enumerate(prompts):
+        own = slice(i * each, (i + 1) * each)
+        completions.append(
+            Completion(
+                prompt,
+                texts[own][0],
+                texts[own][1:],
+                len(rows[i]),
+                sum(map(len, new[own])),
+                sum(map(len, new)) / seconds,
+                0 if out.past_key_values is None else cache_bytes(out.past_key_values) // len(rows),
+                *setting(model, input_ids.shape[1]),
+            )
+        )
+    return completions
+
+
+def setting(model: Any, length: int) -> tuple[str, str, str | None]:
+    """Dtype, device, and the backend that reads prompts of this length."""
+    device, causal = model.device, not model.config.is_encoder_decoder
+    backend = ops.choose(length, device, causal) if isinstance(model, T2RModel) else None
+    return str(model.dtype).removeprefix("torch."), str(device), backend
+
+
+def special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """The tokens that end a text, and one to pad with: any will do, since the mask hides it."""
+    stop, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    stops = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
+    return stops, next((p for p in (pad, tokenizer.pad_token_id, *stops) if p is not None), 0)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
+    if not chat:
+        return list(tokenizer(prompt).input_ids)
+    if tokenizer.chat_template is None:
+        raise T2RError("this model's tokenizer has no chat template: leave chat out")
+    message = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has put them in
+
+
+def padded(rows: list[list[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
+    """Token ids and their mask `[batch, longest]`. A decoder continues at the right end: it is padded left."""
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        real = slice(longest - len(row), None) if left else slice(len(row))
+        ids[i, real], mask[i, real] = torch.tensor(row), 1
+    return ids, mask
+
+
+def until_stop(row: list[int], stops: list[int]) -> list[int]:
+    """A finished row without its padding: up to the first stop token, that included."""
+    ends = [i + 1 for i, token in enumerate(row) if token in stops]
+    return row[: ends[0]] if ends else row
+
+
+def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options for `model.generate`: those given, and a default length. What would be ignored is refused."""
+    options = {"max_new_tokens": MAX_NEW_TOKENS} | options
+    defaults = model.generation_config
+    if not options.get("do_sample", defaults.do_sample):
+        for name in NEEDS_SAMPLING:
+            if name in options:
+                raise T2RError(f"{name} is for sampling: ask for do_sample too (--do-sample)")
+    if (options.get("num_beams", defaults.num_beams) or 1) < 2:
+        for name in NEEDS_BEAMS:
+            if name in options:
+                raise T2RError(f"{name} is for beam search: ask for num_beams of 2 or more too (--num-beams)")
+    for name in ("max_new_tokens", "num_beams", "num_return_sequences"):
+        if options.get(name, 1) < 1:
+            raise T2RError(f"{name} must be at least 1, got {options[name]}")
+    return options
+
+
+def check_lengths(model: Any, ids: list[list[int]], max_new_tokens: int) -> None:
+    """Say that there are too few positions before starting, rather than fail at an index in the middle."""
+    longest = max(map(len, ids), default=0)
+    if model.config.is_encoder_decoder:
+        table = getattr(model.get_encoder(), "embed_positions", None)
+        limit = model.config.max_position_embeddings if isinstance(table, nn.Embedding) else None
+        if limit is not None and longest > limit:
+            raise T2RError(f"a prompt of {longest} tokens is beyond the {limit} positions of the encoder: split it")
+    if isinstance(model, T2RModel) or model.config.model_type not in FAMILIES:
+        return  # a swapped model checks for itself
+    limit = family_of(model).max_positions(model)
+    wanted = max_new_tokens + (1 if model.config.is_encoder_decoder else longest)
+    if limit is not None and wanted > limit:
+        raise T2RError(f"{wanted} tokens are beyond the {limit} positions that this model has learned")
+    family_of(model).extend_positions(model, wanted)
+
+
+class Stream(TextStreamer):
+    """Hands on each bit of text that will not change any more."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.on_text(text)

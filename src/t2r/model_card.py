@@ -1,0 +1,72 @@
+"""The README that is saved with a model: what it was made from, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from t2r import __version__
+from t2r.config import OPTIONS, T2RConfig
+
+
+def model_card(model: Any) -> str:
+    """A Hugging Face model card for a swapped model."""
+    config: T2RConfig = model.t2r_config
+    base, license_ = origin(model.config.name_or_path)
+    metadata = {"library_name": "t2r", "base_model": base, "tags": ["t2r", "linear-attention", "rnn"]}
+    if license_:
+        metadata["license"] = license_
+    chosen = {name: getattr(config, name) for name in OPTIONS if getattr(config, name) is not None}
+    if config.merged:
+        chosen["merged"] = True
+    task = model.auto_class
+    return f"""---
+{yaml.safe_dump(metadata, sort_keys=False).strip()}
+---
+
+# {base.split("/")[-1]} as an RNN
+
+`{base}` ({model.config.model_type}) with its softmax attention swapped for a recurrence by t2r {__version__}:
+it generates in time linear in the length and with a state of fixed size.
+
+```python
+import t2r
+from transformers import {task}
+
+model = {task}.from_pretrained("this-folder")
+```
+
+The license of the base model applies to this one: {metadata.get("license", "see the base model's page")}.
+
+## Options
+
+| option | value |
+| --- | --- |
+{chr(10).join(f"| {name} | {value} |" for name, value in chosen.items())}
+"""
+
+
+def origin(source: str) -> tuple[str, str | None]:
+    """The base model's name, and the license that its card states. A folder of ours passes both on."""
+    if not source:
+        return "unknown", None
+    folder = Path(source)
+    card = front_matter(folder / "README.md")
+    name = folder.resolve().name if folder.is_dir() else source
+    if card.get("library_name") == "t2r":
+        name = str(card.get("base_model") or name)
+    return name, str(card["license"]) if card.get("license") else None
+
+
+def front_matter(card: Path) -> dict[str, Any]:
+    """The metadata at the head of a model card; empty if there is none."""
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    if not text.startswith("---"):
+        return {}
+    try:
+        metadata = yaml.safe_load(text.split("---")[1])
+    except yaml.YAMLError:
+        return {}
+    return metadata if isinstance(metadata, dict) else {}

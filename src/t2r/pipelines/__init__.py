@@ -1,0 +1,1 @@
+"""Whole ways from one folder to another."""

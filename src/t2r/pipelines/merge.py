@@ -1,0 +1,27 @@
+"""From a saved swapped model to a saved merged one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from t2r.errors import T2RError
+from t2r.loading import load_model, load_tokenizer, whole_folder
+from t2r.merging import MergeCost, merge, merge_cost
+from t2r.modeling import T2RModel
+
+
+def merge_folder(source: str, out: str, *, force: bool = False, overwrite: bool = False) -> MergeCost:
+    """Merge the model in a folder and save all of it in another. Returns the cost before and after."""
+    if Path(source).is_dir() and Path(source).resolve() == Path(out).resolve():
+        raise T2RError(f"merging cannot be undone: keep {source} and name another folder")
+    with whole_folder(out, overwrite=overwrite) as folder:
+        model = load_model(source)
+        if not isinstance(model, T2RModel):
+            raise T2RError(f"{source} is not a t2r model: swap and train it first")
+        cost = merge_cost(model)
+        merge(model, force=force)
+        model.save_pretrained(folder)
+        tokenizer = load_tokenizer(source)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    return cost

@@ -1,0 +1,44 @@
+"""From a saved transformer to a saved RNN, not yet trained."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from t2r.errors import T2RError
+from t2r.inspection import Inspection, inspect_model
+from t2r.loading import load_model, load_tokenizer, whole_folder
+from t2r.modeling import swap
+
+logger = logging.getLogger(__name__)
+
+
+def swap_folder(
+    source: str,
+    out: str,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    **options: Any,
+) -> Inspection:
+    """Swap the model in a folder or on the hub and save all of it in another: `options` are those of `swap`.
+
+    Returns what was done. What cannot be done is found out before any weights are loaded."""
+    if Path(source).is_dir() and Path(source).resolve().is_relative_to(Path(out).resolve()):
+        raise T2RError(f"saving to {out} would replace the base model in {source}: name another folder")
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    with whole_folder(out, overwrite=overwrite) as folder:
+        inspection = inspect_model(source, dtype=dtype, **hub, **options)
+        if inspection.swapped:
+            raise T2RError(f"{source} is a t2r model already: swap starts from the base model")
+        tokenizer = load_tokenizer(source, **hub)
+        model = swap(load_model(source, dtype=dtype, **hub), **options)
+        model.save_pretrained(folder)
+        if tokenizer is None:
+            logger.warning("%s has no tokenizer, so neither has %s", source, out)
+        else:
+            tokenizer.save_pretrained(folder)
+    return inspection

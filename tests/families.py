@@ -1,0 +1,169 @@
+"""The rows of the family matrix: a tiny model of each, with random weights.
+
+Weights are larger than a fresh model's, so that attention matters and a mistake shows in the logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+VOCABULARY, POSITIONS, PAD, EOS = 97, 64, 0, 2
+
+TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
+DECODER = TOKENS | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+}
+SEQ2SEQ = TOKENS | {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": POSITIONS,
+    "decoder_start_token_id": EOS,
+    "forced_eos_token_id": None,
+    "forced_bos_token_id": None,
+}
+GPT2 = TOKENS | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
+GPT_NEOX = {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
+OPT = TOKENS | {
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "word_embed_proj_dim": 32,
+}
+
+T5 = TOKENS | {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "decoder_start_token_id": EOS,
+}
+FSMT = SEQ2SEQ | {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "num_beams": 1}
+GEMMA = DECODER | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 9}
+GRANITE = DECODER | {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.5,
+}
+
+
+class Row(NamedTuple):
+    model_class: str
+    config_class: str
+    fields: dict[str, Any]
+    seq2seq: bool = False
+    lora: tuple[str, ...] = ("q_proj", "v_proj")  # where an adapter attaches
+    dtype: torch.dtype = torch.float64  # in which the base model itself is right
+    call: Mapping[str, Any] = {}  # and how it must be called to be so
+
+
+FAMILIES = {
+    "bart": Row("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, seq2seq=True),
+    # With a cache, as it is by default, it reads several tokens at once without a causal mask; without, only float32.
+    "fsmt": Row(
+        "FSMTForConditionalGeneration",
+        "FSMTConfig",
+        FSMT,
+        seq2seq=True,
+        dtype=torch.float32,
+        call={"use_cache": False},
+    ),
+    "gemma": Row("GemmaForCausalLM", "GemmaConfig", DECODER | {"head_dim": 16}),
+    # Its softmax is always in float32, where the float64 of a masked score is minus infinity: padding becomes NaN.
+    "gemma2": Row("Gemma2ForCausalLM", "Gemma2Config", GEMMA | {"attn_logit_softcapping": 2.0}, dtype=torch.float32),
+    "gemma3_text": Row("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA | {"sliding_window_pattern": 2}),
+    "gpt2": Row("GPT2LMHeadModel", "GPT2Config", GPT2, lora=("c_attn",)),
+    "gpt_neox": Row("GPTNeoXForCausalLM", "GPTNeoXConfig", GPT_NEOX, lora=("query_key_value",)),
+    "granite": Row("GraniteForCausalLM", "GraniteConfig", GRANITE),
+    "llama": Row("LlamaForCausalLM", "LlamaConfig", DECODER),
+    "m2m_100": Row("M2M100ForConditionalGeneration", "M2M100Config", SEQ2SEQ, seq2seq=True),
+    "marian": Row("MarianMTModel", "MarianConfig", SEQ2SEQ, seq2seq=True),
+    "mbart": Row("MBartForConditionalGeneration", "MBartConfig", SEQ2SEQ, seq2seq=True),
+    "mistral": Row("MistralForCausalLM", "MistralConfig", DECODER | {"sliding_window": 5}),
+    "olmo": Row("OlmoForCausalLM", "OlmoConfig", DECODER | {"clip_qkv": 2.0}),
+    "olmo2": Row("Olmo2ForCausalLM", "Olmo2Config", DECODER),
+    "openai-gpt": Row("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT2, lora=("c_attn",)),
+    "opt": Row("OPTForCausalLM", "OPTConfig", OPT),
+    "pegasus": Row("PegasusForConditionalGeneration", "PegasusConfig", SEQ2SEQ, seq2seq=True),
+    "phi": Row("PhiForCausalLM", "PhiConfig", DECODER),
+    "qwen2": Row("Qwen2ForCausalLM", "Qwen2Config", DECODER),
+    "qwen3": Row("Qwen3ForCausalLM", "Qwen3Config", DECODER | {"head_dim": 8}),
+    "t5": Row("T5ForConditionalGeneration", "T5Config", T5, seq2seq=True, lora=("q", "v")),
+}
+
+
+@functools.cache
+def _built(model_type: str, seed: int) -> PreTrainedModel:
+    model_class, config_class, fields = FAMILIES[model_type][:3]
+    torch.manual_seed(seed)
+    no_dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    no_dropout |= {
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "hidden_dropout": 0.0,
+        "dropout_rate": 0.0,
+    }
+    known = getattr(transformers, config_class)()
+    fields = fields | {name: value for name, value in no_dropout.items() if hasattr(known, name)}
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**fields))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "position" not in name:
+                parameter.mul_(8 if parameter.std() < 0.05 else 1)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return model
+
+
+def tiny(model_type: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+    """A fresh copy, in evaluation mode."""
+    return copy.deepcopy(_built(model_type, seed)).to(dtype).eval()
+
+
+def is_seq2seq(model_type: str) -> bool:
+    return FAMILIES[model_type].seq2seq
+
+
+def batch(model_type: str, *, padding: str | None = "left", size: int = 3, length: int = 9, seed: int = 0) -> dict:
+    """Inputs of different lengths: padded prompts, or padded sources with prefixes for the decoder."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (size, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, size):
+        cut = slice(0, 2 * row) if padding == "left" else slice(length - 2 * row, length)
+        if padding is not None:
+            mask[row, cut] = 0
+    ids[mask == 0] = PAD
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if is_seq2seq(model_type):
+        inputs["decoder_input_ids"] = torch.randint(3, VOCABULARY, (size, length), generator=generator)
+        inputs["decoder_input_ids"][:, 0] = EOS
+    return inputs
+
+
+def real_positions(inputs: dict) -> torch.Tensor:
+    """Where the logits of these inputs mean something."""
+    if "decoder_input_ids" in inputs:
+        return torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool)
+    return inputs["attention_mask"].bool()
