@@ -31,9 +31,7 @@ def _why_no_teachers() -> str | None:
     if not folder:
         return "T2R_TEACHERS does not name a folder of real teachers"
     if not Path(folder).is_dir():
-        raise pytest.UsageError(
-            f"T2R_TEACHERS={folder} is not a folder: a test run must not pass by accident"
-        )
+        raise pytest.UsageError(f"T2R_TEACHERS={folder} is not a folder: a test run must not pass by accident")
     return None
 
 

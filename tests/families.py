@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.models.fsmt.modeling_fsmt import SinusoidalPositionalEmbedding
 
 VOCABULARY, POSITIONS, PAD, EOS = 97, 64, 0, 2
 
@@ -59,6 +61,7 @@ T5 = TOKENS | {
 }
 FSMT = SEQ2SEQ | {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "num_beams": 1}
 GEMMA = DECODER | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 9}
+GEMMA2 = GEMMA | {"attn_logit_softcapping": 2.0, "attn_implementation": "eager"}  # older ones would not cap
 GRANITE = DECODER | {
     "attention_multiplier": 0.2,
     "embedding_multiplier": 2.0,
@@ -75,11 +78,13 @@ class Row(NamedTuple):
     lora: tuple[str, ...] = ("q_proj", "v_proj")  # where an adapter attaches
     dtype: torch.dtype = torch.float64  # in which the base model itself is right
     call: Mapping[str, Any] = {}  # and how it must be called to be so
+    generates: bool = True  # false: it cannot be trusted to generate, and is not compared with
 
 
 FAMILIES = {
     "bart": Row("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, seq2seq=True),
     # With a cache, as it is by default, it reads several tokens at once without a causal mask; without, only float32.
+    # Older ones, whose positions know nothing of a cache, do not even read one token after another rightly.
     "fsmt": Row(
         "FSMTForConditionalGeneration",
         "FSMTConfig",
@@ -87,10 +92,11 @@ FAMILIES = {
         seq2seq=True,
         dtype=torch.float32,
         call={"use_cache": False},
+        generates="past_key_values_length" in inspect.signature(SinusoidalPositionalEmbedding.forward).parameters,
     ),
     "gemma": Row("GemmaForCausalLM", "GemmaConfig", DECODER | {"head_dim": 16}),
     # Its softmax is always in float32, where the float64 of a masked score is minus infinity: padding becomes NaN.
-    "gemma2": Row("Gemma2ForCausalLM", "Gemma2Config", GEMMA | {"attn_logit_softcapping": 2.0}, dtype=torch.float32),
+    "gemma2": Row("Gemma2ForCausalLM", "Gemma2Config", GEMMA2, dtype=torch.float32),
     "gemma3_text": Row("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA | {"sliding_window_pattern": 2}),
     "gpt2": Row("GPT2LMHeadModel", "GPT2Config", GPT2, lora=("c_attn",)),
     "gpt_neox": Row("GPTNeoXForCausalLM", "GPTNeoXConfig", GPT_NEOX, lora=("query_key_value",)),

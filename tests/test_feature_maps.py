@@ -63,9 +63,7 @@ def disturb(feature_map: FeatureMap) -> FeatureMap:
     return feature_map
 
 
-def inputs(
-    feature_map: FeatureMap, scale: float = 1.0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def inputs(feature_map: FeatureMap, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     d = feature_map.head_dim
     q = torch.randn(2, feature_map.num_heads, 5, d, generator=generator) * scale / math.sqrt(d)
@@ -139,9 +137,7 @@ def test_heads_are_computed_as_if_one_by_one(variant: str, layout: str) -> None:
     time=st.integers(0, 3),
     transposed=st.booleans(),
 )
-def test_affine_against_a_loop(
-    groups: int, heads: int, maps: int, batch: int, time: int, transposed: bool
-) -> None:
+def test_affine_against_a_loop(groups: int, heads: int, maps: int, batch: int, time: int, transposed: bool) -> None:
     if heads > 1:
         maps = 1
     x = torch.randn(batch, groups * heads, time, 4, dtype=torch.float64)
@@ -474,9 +470,7 @@ def estimates(name: str, size: int, q: Tensor, k: Tensor, seeds: int, heads: int
     """φ(q)·φ(k) of pairs `[pairs, head_dim]` by that many independent draws: `[seeds * heads, pairs]`."""
     out = []
     for seed in range(seeds):
-        feature_map = make_feature_map(
-            name, head_dim=q.shape[-1], num_heads=heads, feature_size=size, seed=seed
-        ).eval()
+        feature_map = make_feature_map(name, head_dim=q.shape[-1], num_heads=heads, feature_size=size, seed=seed).eval()
         phi_q, phi_k = feature_map(q.expand(1, heads, -1, -1), k.expand(1, heads, -1, -1))
         out.append((phi_q * phi_k).sum(-1)[0])
     return torch.cat(out)

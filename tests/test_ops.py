@@ -158,8 +158,7 @@ def outputs_and_gradients(run, case: Case, **options) -> dict[str, torch.Tensor]
     results = {"out": out, "s": new.s, "z": new.z}
     generator = torch.Generator().manual_seed(1)
     loss = sum(
-        (x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum()
-        for x in results.values()
+        (x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in results.values()
     )
     gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
     for (name, x), gradient in zip(inputs.items(), gradients, strict=True):
@@ -244,23 +243,17 @@ def test_gradcheck(signed, starts, mask):
     inputs = [x.clone().requires_grad_() for x in (q, k, case.v, case.state.s, case.state.z)]
 
     def run(q, k, v, s, z):
-        out, new = chunked.linear_attention(
-            q, k, v, state=State(s, z, case.state.z_abs), chunk_size=4, **case.options
-        )
+        out, new = chunked.linear_attention(q, k, v, state=State(s, z, case.state.z_abs), chunk_size=4, **case.options)
         return out, new.s, new.z
 
     assert torch.autograd.gradcheck(run, inputs)
 
 
-@given(
-    cases(causal=True, starts=False), st.integers(0, 20), st.sampled_from(["quadratic", "chunked", "auto"])
-)
+@given(cases(causal=True, starts=False), st.integers(0, 20), st.sampled_from(["quadratic", "chunked", "auto"]))
 def test_a_sequence_can_be_split_anywhere(case, cut, backend):
     time = case.k.shape[2]
     cut = min(cut, time)
-    whole, end = ops.linear_attention(
-        case.q, case.k, case.v, state=case.state, backend=backend, **case.options
-    )
+    whole, end = ops.linear_attention(case.q, case.k, case.v, state=case.state, backend=backend, **case.options)
     state, parts = case.state, []
     for part in (slice(0, cut), slice(cut, time)):
         options = {**case.options, "mask": None if case.mask is None else case.mask[:, part]}
@@ -280,9 +273,7 @@ def test_a_sequence_can_be_split_anywhere(case, cut, backend):
     )
 
 
-@given(
-    cases(causal=True, starts=False, batch=1, mask=None), st.lists(st.integers(1, 6), min_size=1, max_size=4)
-)
+@given(cases(causal=True, starts=False, batch=1, mask=None), st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_packed_documents_equal_separate_ones(case, lengths):
     time = case.k.shape[2]
     edges = sorted({0, *(min(e, time) for e in itertools.accumulate(lengths)), time})
@@ -325,11 +316,7 @@ def test_padding_changes_no_real_position(case, backend):
         return
     for row in range(case.q.shape[0]):  # the same sequence with the padding cut out
         real = case.mask[row]
-        state = (
-            None
-            if case.state is None
-            else State(*(None if x is None else x[row : row + 1] for x in case.state))
-        )
+        state = None if case.state is None else State(*(None if x is None else x[row : row + 1] for x in case.state))
         q, k, v = (x[row : row + 1, :, real] for x in (case.q, case.k, case.v))
         alone, alone_end = ops.linear_attention(q, k, v, state=state, signed=case.signed, backend=backend)
         assert_same(

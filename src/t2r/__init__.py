@@ -18,6 +18,7 @@ _EXPORTS = {
     "T2RError": "t2r.errors:T2RError",
     "T2RForCausalLM": "t2r.modeling:T2RForCausalLM",
     "T2RForSeq2SeqLM": "t2r.modeling:T2RForSeq2SeqLM",
+    "convert": "t2r.pipelines.convert:convert",
     "exact_attention": "t2r.attention:exact_attention",
     "feature_maps": "t2r.feature_maps",
     "merge": "t2r.merging:merge",
@@ -32,6 +33,7 @@ __all__ = [
     "T2RForCausalLM",
     "T2RForSeq2SeqLM",
     "__version__",
+    "convert",
     "exact_attention",
     "feature_maps",
     "merge",
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from t2r.errors import T2RError
     from t2r.merging import merge
     from t2r.modeling import T2RForCausalLM, T2RForSeq2SeqLM, swap
+    from t2r.pipelines.convert import convert
 else:
 
     def __getattr__(name: str) -> object:

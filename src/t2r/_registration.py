@@ -32,9 +32,7 @@ def _register() -> None:
 class _AfterImport(MetaPathFinder):
     """Finds one module, as everybody else would, and has us called after it has run."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != AUTO:
             return None
         sys.meta_path.remove(self)

@@ -53,7 +53,9 @@ class Recurrence(nn.Module):
         phi_q, phi_k = self.feature_map(q * scaling, k)
         return advance(phi_q, phi_k, self.spread(v), mask, layer, self.feature_map.signed)
 
-    def show(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, causal: bool, out: Tensor) -> None:
+    def show(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, causal: bool, out: Tensor
+    ) -> None:
         """Let the observer compare the recurrence with the exact output, from the same inputs."""
         if self.observer is None:
             return
@@ -70,9 +72,7 @@ class Recurrence(nn.Module):
         return repeat_heads(v, self.feature_map.key_heads)
 
 
-def advance(
-    phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, signed: bool
-) -> Tensor:
+def advance(phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, signed: bool) -> Tensor:
     """One token or many: read them into the layer's state, if there is a layer, and give the outputs."""
     time = phi_k.shape[2]
     padding, starts = padding_and_starts(mask, time)
@@ -87,9 +87,7 @@ def advance(
         inplace = not torch.is_grad_enabled() and not layer.record_past
         out, state = ops.step(phi_q, phi_k, v, state, mask=padding, signed=signed, inplace=inplace)
     else:
-        out, state = ops.linear_attention(
-            phi_q, phi_k, v, state=state, mask=padding, starts=starts, signed=signed
-        )
+        out, state = ops.linear_attention(phi_q, phi_k, v, state=state, mask=padding, starts=starts, signed=signed)
     layer.store(state, time, Added(phi_k, v, padding))
     return out
 
@@ -200,9 +198,7 @@ class ProjectionAttention(Recurrence):
             out = self.attend_self(hidden_states, attention_mask, layer, position_bias)
         return self.output(out.transpose(1, 2).flatten(2)), None
 
-    def attend_self(
-        self, x: Tensor, mask: Tensor | None, layer: Any, position_bias: Tensor | None = None
-    ) -> Tensor:
+    def attend_self(self, x: Tensor, mask: Tensor | None, layer: Any, position_bias: Tensor | None = None) -> Tensor:
         if self.merged is not None:
             phi_q, phi_k = self.merged.queries(x, self.feature_map), self.merged.keys(x, self.feature_map)
             return advance(phi_q, phi_k, self.spread(self.values(x)), mask, layer, self.feature_map.signed)
@@ -213,9 +209,7 @@ class ProjectionAttention(Recurrence):
             k, v = layer.update(k, v)
         return self.attend_exactly(q, k, v, mask, causal=True, position_bias=position_bias)
 
-    def attend_source(
-        self, x: Tensor, source: Tensor, mask: Tensor | None, layer: Any
-    ) -> Tensor:
+    def attend_source(self, x: Tensor, source: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
         """Cross attention: the source is read once, into a state that every later query looks at."""
         filled = layer is not None and layer.get_seq_length() > 0
         if self.exact:
@@ -325,9 +319,7 @@ def softmax_attention(
         )
     allowed = None
     if causal and (queries > 1 or (sliding_window is not None and keys > sliding_window)):
-        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(
-            keys, device=q.device
-        )
+        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
         allowed = (distance >= 0)[None]
         if sliding_window is not None:
             allowed = allowed & (distance < sliding_window)
@@ -339,9 +331,7 @@ def softmax_attention(
             seen = mask[:, -queries:, None] == mask[:, None, :]
         allowed = seen if allowed is None else allowed & seen
         if causal:  # a padded position sees itself, lest its row be empty: its output is never used
-            own = torch.arange(keys - queries, keys, device=q.device)[:, None] == torch.arange(
-                keys, device=q.device
-            )
+            own = torch.arange(keys - queries, keys, device=q.device)[:, None] == torch.arange(keys, device=q.device)
             allowed = allowed | own
     if allowed is not None:
         allowed = allowed[:, None]
@@ -350,9 +340,7 @@ def softmax_attention(
     if position_bias is not None:
         bias = position_bias.to(q.dtype)
         allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
-    return scaled_dot_product_attention(
-        q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scaling, enable_gqa=gqa
-    )
+    return scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scaling, enable_gqa=gqa)
 
 
 def capped_attention(

@@ -67,9 +67,7 @@ class RecurrentLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the state appears with the first tokens that are read."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stock attention modules call this before the attention function, which is what advances the state:
         keys and values pass through."""
         return key_states, value_states
@@ -188,8 +186,6 @@ class StateMixin:
         """A copy of its own, each row `copies` times: many continuations of one past."""
         new = self.copied()
         new.batch_repeat_interleave(copies)  # type: ignore[attr-defined]
-        if new.padding is not None:
-            new.padding = new.padding.repeat_interleave(copies)
         return new
 
     def take(self, row: int) -> Self:
@@ -269,6 +265,20 @@ class T2RCache(DynamicCache, StateMixin):
             if isinstance(layer, RecurrentLayer):
                 layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+
+    # What rearranges the batch rearranges its padding.
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.padding = None if self.padding is None else self.padding.repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.padding = None if self.padding is None else self.padding[indices]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.padding = None if self.padding is None else self.padding[beam_idx.to(self.padding.device)]
 
 
 class T2REncoderDecoderCache(EncoderDecoderCache, StateMixin):

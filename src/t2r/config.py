@@ -82,9 +82,7 @@ class T2RConfig(PreTrainedConfig):
         kept = sorted(set(self.softmax_layers or []))
         for layer in kept:
             if not 0 <= layer < layers:
-                raise T2RError(
-                    f"softmax_layers: there is no layer {layer}; the model has layers 0 to {layers - 1}"
-                )
+                raise T2RError(f"softmax_layers: there is no layer {layer}; the model has layers 0 to {layers - 1}")
         return kept
 
     def map_options(self, cross: bool = False) -> dict[str, Any]:

@@ -24,13 +24,8 @@ def describe() -> dict[str, Any]:
         "versions": {"t2r": __version__, "python": platform.python_version()}
         | {name: _version(name) for name in LIBRARIES},
         "devices": _devices(),
-        "backends": {
-            name: {"usable": reason is None, "reason": reason} for name, reason in ops.backends().items()
-        },
-        "auto": {
-            kind: {str(length): ops.choose(length, torch.device(kind)) for length in LENGTHS}
-            for kind in kinds
-        },
+        "backends": {name: {"usable": reason is None, "reason": reason} for name, reason in ops.backends().items()},
+        "auto": {kind: {str(length): ops.choose(length, torch.device(kind)) for length in LENGTHS} for kind in kinds},
     }
 
 

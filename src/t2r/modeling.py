@@ -85,9 +85,7 @@ class T2RModel:
             packed = is_packed(inputs)
             if inputs.get("use_cache") is None:
                 # In training a cache would only keep every state alive for nothing.
-                inputs["use_cache"] = bool(getattr(self.config, "use_cache", True)) and not (
-                    self.training or packed
-                )
+                inputs["use_cache"] = bool(getattr(self.config, "use_cache", True)) and not (self.training or packed)
             if inputs["use_cache"]:
                 if packed:
                     raise T2RError("packed documents (position_ids that restart) need use_cache=False")
@@ -218,7 +216,8 @@ class T2RModel:
     def describe(self, folder: Path) -> None:
         """Write everything but the weights into a folder."""
         write(folder / "config.json", self.saved_config().to_json_string(use_diff=False))
-        code = f"from t2r import T2RConfig, {self.task_class().__name__}\n"
+        task = self.task_class().__name__
+        code = f'from t2r import T2RConfig, {task}\n\n__all__ = ["T2RConfig", "{task}"]\n'
         write(folder / REMOTE_CODE, f'"""Loads this model by t2r: pip install t2r."""\n\n{code}')
         if not (folder / "README.md").exists():
             write(folder / "README.md", model_card(self))
@@ -382,9 +381,7 @@ def refuse_incomplete(source: str, info: Any) -> None:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             problems.append(f"{words}: {', '.join(found[:3])}{more}")
     if problems:
-        raise T2RError(
-            f"{source} does not hold the model that its configuration describes; {'; '.join(problems)}"
-        )
+        raise T2RError(f"{source} does not hold the model that its configuration describes; {'; '.join(problems)}")
 
 
 def write(path: Path, text: str) -> None:

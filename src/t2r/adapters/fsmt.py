@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import dropout, embedding
 from transformers import FSMTModel, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqModelOutput
@@ -37,9 +39,10 @@ class FSMTRecurrence(BartRecurrence):
         return out.transpose(0, 1), None
 
 
-class UnmaskedModel(FSMTModel):
-    """The stock forward without the causal mask that it makes where there is no cache: a mask that our attention
-    does not need, that overflows in float64, and for which it looks at the values of the tokens."""
+class CachedModel(FSMTModel):
+    """The stock forward, mended: it has no causal mask where there is a cache, one that overflows in float64 where
+    there is none, and in older transformers its positions begin anew with every step. Our attention is causal by
+    itself."""
 
     @can_return_tuple
     def forward(
@@ -63,23 +66,40 @@ class UnmaskedModel(FSMTModel):
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, output_hidden_states=hidden)
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        out = self.decoder(
-            decoder_input_ids,
-            encoder_outputs[0],
-            attention_mask,
-            None if decoder_attention_mask is None else decoder_attention_mask == 0,
-            decoder_causal_mask=None,
-            inputs_embeds=decoder_inputs_embeds,
-            past_key_values=past_key_values,
-            output_hidden_states=hidden,
-        )
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        decoder: Any = self.decoder
+        x = embed(decoder, decoder_input_ids, decoder_inputs_embeds, past).transpose(0, 1)
+        source = encoder_outputs[0].transpose(0, 1)
+        states: list[Any] = [x]
+        for layer in decoder.layers:
+            if self.training and torch.rand([]) < decoder.layerdrop:
+                continue
+            x, _, _ = layer(
+                x,
+                source,
+                encoder_attn_mask=None if attention_mask is None else attention_mask == 0,
+                decoder_padding_mask=None if decoder_attention_mask is None else decoder_attention_mask == 0,
+                layer_state=past_key_values,
+            )
+            states.append(x)
         return Seq2SeqModelOutput(
-            last_hidden_state=out.last_hidden_state,
-            past_key_values=out.past_key_values,
-            decoder_hidden_states=out.hidden_states,
+            last_hidden_state=decoder.output_projection(x.transpose(0, 1)),
+            past_key_values=past_key_values,
+            decoder_hidden_states=tuple(state.transpose(0, 1) for state in states) if hidden else None,
             encoder_last_hidden_state=encoder_outputs[0],
             encoder_hidden_states=encoder_outputs[1] if len(encoder_outputs) > 1 else None,
         )
+
+
+def embed(decoder: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, past: int) -> Tensor:
+    """Tokens and their positions. The table of positions grows as it must; padding has none."""
+    x = (decoder.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds) * decoder.embed_scale
+    table, needed = decoder.embed_positions, decoder.padding_idx + 1 + past + x.shape[1]
+    if needed > table.weight.shape[0]:
+        table.make_weight(needed, table.embedding_dim, table.padding_idx)
+    tokens = x.new_full(x.shape[:2], -1) if input_ids is None else input_ids
+    positions = table.make_positions(tokens, table.padding_idx) + past
+    return dropout(x + embedding(positions, table.weight), p=decoder.dropout, training=decoder.training)
 
 
 class FSMTFamily(Family):
@@ -87,7 +107,7 @@ class FSMTFamily(Family):
         base: Any = model.base_model
         for part in (base.encoder, base.decoder):  # each makes its table longer when it must
             keep_saved_length(part.embed_positions)
-        change_class(model.base_model, UnmaskedModel)
+        change_class(model.base_model, CachedModel)
         for site in kept:
             module: Any = site.module
             change_class(module, self.recurrent_class(module))

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +34,13 @@ def generate(
     repetition_penalty: Annotated[float | None, typer.Option()] = None,
     num_return_sequences: Annotated[int | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
+    load_state: Annotated[
+        Path | None, typer.Option(help="Continue from a saved state: prompts ask about what it has read.")
+    ] = None,
+    save_state: Annotated[
+        Path | None,
+        typer.Option(help="Read the prompt (a whole --file or pipe) into a state and save it; nothing is generated."),
+    ] = None,
     dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, ...")] = "auto",
     revision: Revision = None,
@@ -45,6 +54,8 @@ def generate(
 
     Only what is new is printed: as it comes for one prompt, a line each for several. Options without a word
     here mean what they mean to transformers.
+
+    A long document can be read once, with --save-state, and asked many times, with --load-state.
     """
     texts = _prompts(prompts, file)
     given = {
@@ -62,6 +73,7 @@ def generate(
     options = {name: value for name, value in given.items() if value is not None}
     stream = len(texts) == 1 and not as_json and (num_beams or 1) == 1 and (num_return_sequences or 1) == 1
 
+    from t2r.generation.state import describe_state, read_document, refuse_stateless
     from t2r.generation.text import complete
     from t2r.loading import load_model, load_tokenizer
 
@@ -70,6 +82,16 @@ def generate(
         tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
         if tokenizer is None:
             raise T2RError(f"{model} has no tokenizer: save the one it was trained with into that folder")
+        if load_state is not None or save_state is not None:
+            refuse_stateless(loaded)
+        state = None if load_state is None else loaded.load_state(load_state)
+        if save_state is not None:
+            with _progress(quiet or as_json) as on_tokens:
+                state = read_document(loaded, tokenizer, "\n".join(texts), state, on_tokens)
+            state.save(save_state)
+            if not quiet:
+                _say(describe_state(save_state), save_state, as_json)
+            return
         for completion in complete(
             loaded,
             tokenizer,
@@ -78,6 +100,7 @@ def generate(
             chat=chat,
             seed=seed,
             on_text=_write if stream else None,
+            state=state,
             **options,
         ):
             if as_json:
@@ -91,6 +114,24 @@ def generate(
 
 def _write(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _say(facts: dict[str, Any], path: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        print(f"{facts['tokens']:,} tokens read; their state is {facts['bytes']:,} bytes, in {path}")
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, for a person who looks."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _prompts(arguments: list[str] | None, file: Path | None) -> list[str]:

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from t2r import ops
 from t2r.adapters import FAMILIES, family_of
-from t2r.cache import cache_bytes
+from t2r.cache import T2RCache, cache_bytes
 from t2r.errors import T2RError
+from t2r.generation.state import refuse_stateless
 from t2r.modeling import T2RModel
 
 MAX_NEW_TOKENS = 128
@@ -56,6 +57,7 @@ def complete(
     chat: bool = False,
     seed: int | None = None,
     on_text: Callable[[str], None] | None = None,
+    state: T2RCache | None = None,
     **options: Any,
 ) -> Iterator[Completion]:
     """Complete prompts, or translate them if the model is an encoder-decoder: a `Completion` each, in order.
@@ -66,12 +68,17 @@ def complete(
         chat: each prompt is a message of the user's, put in the tokenizer's chat template.
         seed: of sampling.
         on_text: called with each bit of text as it comes; for a single prompt, without beams.
+        state: what was read before the prompts; each prompt continues from it, and it is left as it is.
         options: of `model.generate`.
     """
+    if state is not None:
+        if chat:
+            raise T2RError("a chat template begins a conversation: it cannot continue from a state")
+        refuse_stateless(model)
     if batch_size < 1:
         raise T2RError(f"batch_size must be at least 1, got {batch_size}")
     options = checked_options(model, options)
-    ids = [encode(tokenizer, prompt, chat) if prompt.strip() else [] for prompt in prompts]
+    ids = [encode(tokenizer, prompt, chat, state is None) if prompt.strip() else [] for prompt in prompts]
     check_lengths(model, ids, options["max_new_tokens"])
     if seed is not None:
         torch.manual_seed(seed)
@@ -82,7 +89,7 @@ def complete(
         real = [i for i in batch if ids[i]]
         done: dict[int, Completion] = {}
         if real:
-            run = generate(model, tokenizer, [prompts[i] for i in real], [ids[i] for i in real], options)
+            run = generate(model, tokenizer, [prompts[i] for i in real], [ids[i] for i in real], options, state)
             done = dict(zip(real, run, strict=True))
         for i in batch:
             yield done.get(i) or Completion(prompts[i], "", [], 0, 0, 0.0, 0, *setting(model, 0))
@@ -94,6 +101,7 @@ def generate(
     prompts: list[str],
     rows: list[list[int]],
     options: dict[str, Any],
+    state: T2RCache | None = None,
 ) -> list[Completion]:
     """Run the model on one batch of prompts, given as text and as token ids."""
     seq2seq = model.config.is_encoder_decoder
@@ -102,7 +110,10 @@ def generate(
     fixed = {"attention_mask": mask, "pad_token_id": pad, "return_dict_in_generate": True}
     began = time.perf_counter()
     try:
-        out = model.generate(input_ids, **fixed, **options)
+        if state is None:
+            out = model.generate(input_ids, **fixed, **options)
+        else:
+            out = model.continue_from(state, input_ids, **fixed, **options)
     except T2RError:
         raise
     except ValueError as error:  # how transformers refuses options that do not go together
@@ -144,9 +155,10 @@ def special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     return stops, next((p for p in (pad, tokenizer.pad_token_id, *stops) if p is not None), 0)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, begins: bool = True) -> list[int]:
+    """Token ids; with the special tokens of a beginning only where it `begins` a text."""
     if not chat:
-        return list(tokenizer(prompt).input_ids)
+        return list(tokenizer(prompt, add_special_tokens=begins).input_ids)
     if tokenizer.chat_template is None:
         raise T2RError("this model's tokenizer has no chat template: leave chat out")
     message = [{"role": "user", "content": prompt}]

@@ -100,9 +100,7 @@ def linear_attention(
         past = State.zeros(k, v, signed) if state is None else state
         return v.new_zeros(*q.shape[:3], v.shape[-1]), past
     with torch.autocast(q.device.type, enabled=False):
-        return BACKENDS[name].run(
-            q, k, v, state=state, mask=mask, starts=starts, causal=causal, signed=signed
-        )
+        return BACKENDS[name].run(q, k, v, state=state, mask=mask, starts=starts, causal=causal, signed=signed)
 
 
 def absorb(state: State, k: Tensor, v: Tensor) -> State:

@@ -23,9 +23,10 @@ from t2r.ops.common import (
 )
 from t2r.ops.reference import absorb, look
 
-CHUNK_SIZE = 128
-"""Within a chunk the cost is quadratic, between chunks it is a k x d state: at the paper's sizes the two
-balance near here."""
+CHUNK_SIZE = {"cpu": 128}
+LARGE_CHUNK = 512
+"""Within a chunk the cost is quadratic, between chunks it is a k x d state. On a CPU the two balance near 128 at the
+paper's sizes; on an accelerator fewer and larger operations win."""
 
 
 def linear_attention(
@@ -38,13 +39,15 @@ def linear_attention(
     starts: Tensor | None = None,
     causal: bool = True,
     signed: bool = False,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, State]:
     """As `t2r.ops.linear_attention`. Non-causal attention needs no chunks: it is two matrix products."""
-    past = State.zeros(k, v, signed) if state is None else state
     if causal:
-        out, *new = _Chunked.apply(q, k, v, past.s, past.z, past.z_abs, mask, starts, chunk_size)
+        size = CHUNK_SIZE.get(q.device.type, LARGE_CHUNK) if chunk_size is None else chunk_size
+        past_tensors = (None, None, None) if state is None else state
+        out, *new = _Chunked.apply(q, k, v, *past_tensors, mask, starts, size, signed)
         return out, State(*new)
+    past = State.zeros(k, v, signed) if state is None else state
     dtype = accumulator_dtype(q, k, v)
     if mask is not None:
         k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
@@ -96,74 +99,92 @@ class _Chunked(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        s: Tensor,
-        z: Tensor,
+        s: Tensor | None,
+        z: Tensor | None,
         z_abs: Tensor | None,
         mask: Tensor | None,
         starts: Tensor | None,
         size: int,
+        signed: bool,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(q, k, v, s, z, z_abs, mask, starts)
-        ctx.size = size
-        state = State(s, z, z_abs)
+        ctx.size, ctx.signed = size, signed
+        ctx.set_materialize_grads(False)
+        state = None if s is None or z is None else State(s, z, z_abs)
         out = v.new_empty(*q.shape[:3], v.shape[-1])
         document = None if starts is None else starts.cumsum(1)
         for start in range(0, k.shape[2], size):
             chunk = _take(q, k, v, mask, document, start, size)
-            num, den, _ = _attend(chunk, state)
+            num, den, _ = _attend(chunk, state, signed)
             num = num.div_(den.safe[..., None]).masked_fill_(den.empty[..., None], 0)
             _put(out, cast_output(num, out.dtype), start)
-            state = _advance(chunk, state)
+            state = _advance(chunk, state, signed)
+        assert state is not None
         if state.z_abs is None:
             return out, state.s, state.z
         ctx.mark_non_differentiable(state.z_abs)
         return out, state.s, state.z, state.z_abs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Someone may call backward inside autocast, which would lower the matrix products of float32 tensors.
-        with torch.autocast(grads[0].device.type, enabled=False):
-            return _backward(ctx.saved_tensors, ctx.size, *grads[:3])
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return *_backward(ctx.saved_tensors, ctx.size, ctx.signed, *grads[:3]), *(None,) * 5
 
 
 def _backward(
-    saved: tuple[Tensor | None, ...], size: int, g: Tensor, ds: Tensor, dz: Tensor
+    saved: tuple[Tensor | None, ...],
+    size: int,
+    signed: bool,
+    g: Tensor | None,
+    ds: Tensor | None,
+    dz: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, s and z. What nobody asks for (a state that was not given, or not used after) stays None
+    and costs nothing."""
     q, k, v, s, z, z_abs, mask, starts = saved
-    assert q is not None and k is not None and v is not None and s is not None and z is not None
+    assert q is not None and k is not None and v is not None
     document = None if starts is None else starts.cumsum(1)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
     offsets = range(0, k.shape[2], size)
-    states = [State(s, z, z_abs)]
+    states = [None if s is None or z is None else State(s, z, z_abs)]
     for start in offsets[:-1]:
-        states.append(_advance(_take(q, k, v, mask, document, start, size), states[-1]))
+        states.append(_advance(_take(q, k, v, mask, document, start, size), states[-1], signed))
 
     for start in reversed(offsets):
         chunk, state = _take(q, k, v, mask, document, start, size), states.pop()
-        num, den, weights = _attend(chunk, state)
-        gradient = fold_groups(g[:, :, start : start + size].to(num.dtype), k.shape[1])
+        num, den, weights = _attend(chunk, state, signed)
+        if g is None:
+            gradient = torch.zeros_like(num)
+        else:
+            gradient = fold_groups(g[:, :, start : start + size].to(num.dtype), k.shape[1])
         g_num = (gradient / den.safe[..., None]).masked_fill_(den.empty[..., None], 0)
         # out = num / den, and the bound is a constant: no gradient to the denominator where it acts.
-        g_den = -(g_num * num).sum(-1) / den.safe
-        g_den = g_den.masked_fill_(den.bounded, 0)
+        g_den = ((g_num * num).sum(-1) / den.safe).neg_().masked_fill_(den.bounded, 0)
 
         d_weights = chunk.hide((g_num @ chunk.v.mT).add_(g_den[..., None]))
-        past = g_num @ state.s.mT + g_den[..., None] * state.z[:, :, None]
-        _put(dq, d_weights @ chunk.k + chunk.from_state(past), start)
-        future = chunk.v @ ds.mT + dz[:, :, None]
-        dk_chunk = d_weights.mT @ chunk.q + chunk.to_state(future)
-        dv_chunk = weights.mT @ g_num + chunk.to_state(chunk.k @ ds)
+        dq_chunk, dk_chunk, dv_chunk = d_weights @ chunk.k, d_weights.mT @ chunk.q, weights.mT @ g_num
+        if state is not None:
+            dq_chunk += chunk.from_state(g_num @ state.s.mT + g_den[..., None] * state.z[:, :, None])
+        if ds is not None:
+            dk_chunk += chunk.to_state(chunk.v @ ds.mT)
+            dv_chunk += chunk.to_state(chunk.k @ ds)
+        if dz is not None:
+            dk_chunk += chunk.to_state(dz[:, :, None].expand_as(dk_chunk))
         if mask is not None:
             hidden = ~mask[:, None, start : start + size, None]
             dk_chunk, dv_chunk = dk_chunk.masked_fill_(hidden, 0), dv_chunk.masked_fill_(hidden, 0)
+        _put(dq, dq_chunk, start)
         _put(dk, dk_chunk, start)
         _put(dv, dv_chunk, start)
 
-        seen = chunk.from_state(chunk.q)
-        ds = chunk.carried(ds) + seen.mT @ g_num
-        dz = chunk.carried(dz) + (seen * g_den[..., None]).sum(-2)
-    return dq, dk, dv, ds, dz, None, None, None, None
+        if state is not None:
+            seen = chunk.from_state(chunk.q)
+            to_s, to_z = seen.mT @ g_num, (seen * g_den[..., None]).sum(-2)
+            ds = to_s if ds is None else chunk.carried(ds) + to_s
+            dz = to_z if dz is None else chunk.carried(dz) + to_z
+    return dq, dk, dv, None if s is None else ds, None if z is None else dz
 
 
 def _take(
@@ -186,23 +207,27 @@ def _take(
     return _Chunk(q, k, v, same, fresh, keep)
 
 
-def _attend(chunk: _Chunk, state: State) -> tuple[Tensor, Denominator, Tensor]:
+def _attend(chunk: _Chunk, state: State | None, signed: bool) -> tuple[Tensor, Denominator, Tensor]:
     """Numerator, denominator and the weights within the chunk."""
     weights = chunk.hide(chunk.q @ chunk.k.mT)
-    num, den, total = (None if x is None else chunk.from_state(x) for x in read(chunk.q, state))
-    assert num is not None and den is not None
-    num, den = num + weights @ chunk.v, den + weights.sum(-1)
-    if total is not None:
-        total = total + chunk.hide(chunk.q.abs() @ chunk.k.abs().mT).sum(-1)
+    num, den = weights @ chunk.v, weights.sum(-1)
+    total = chunk.hide(chunk.q.abs() @ chunk.k.abs().mT).sum(-1) if signed else None
+    if state is not None:
+        past_num, past_den, past_total = read(chunk.q, state)
+        num, den = num + chunk.from_state(past_num), den + chunk.from_state(past_den)
+        if total is not None and past_total is not None:
+            total = total + chunk.from_state(past_total)
     return num, safe_denominator(den, total), weights
 
 
-def _advance(chunk: _Chunk, state: State) -> State:
+def _advance(chunk: _Chunk, state: State | None, signed: bool) -> State:
     """The state after the chunk."""
     k = chunk.to_state(chunk.k)
-    s = chunk.carried(state.s) + k.mT @ chunk.v
-    z = chunk.carried(state.z) + k.sum(-2)
-    return State(s, z, None if state.z_abs is None else chunk.carried(state.z_abs) + k.abs().sum(-2))
+    new = State(k.mT @ chunk.v, k.sum(-2), k.abs().sum(-2) if signed else None)
+    if state is None:
+        return new
+    z_abs = None if new.z_abs is None or state.z_abs is None else chunk.carried(state.z_abs) + new.z_abs
+    return State(chunk.carried(state.s) + new.s, chunk.carried(state.z) + new.z, z_abs)
 
 
 def _put(target: Tensor, rows: Tensor, start: int) -> None:

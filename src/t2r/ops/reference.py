@@ -59,9 +59,7 @@ def quadratic(
 
     if keep is not None and carry is not None:
         k = k.masked_fill(~keep, 0)
-        past = State(
-            past.s * carry[..., None], past.z * carry, None if past.z_abs is None else past.z_abs * carry
-        )
+        past = State(past.s * carry[..., None], past.z * carry, None if past.z_abs is None else past.z_abs * carry)
     new = State(
         past.s + k.mT @ v,
         past.z + k.sum(-2),

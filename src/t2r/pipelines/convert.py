@@ -52,6 +52,7 @@ def convert(
     seed: int = 0,
     device: str = "auto",
     bf16: bool | None = None,
+    compiled: bool | None = None,
     limit: int | None = None,
     save_steps: int | None = None,
     report_to: str = "none",
@@ -121,6 +122,7 @@ def convert(
         "save_steps": save_steps,
         "report_to": report_to,
         "progress": progress,
+        "compiled": place.type == "cuda" if compiled is None else compiled,
     }
     if place.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for the sums of bf16 features; evaluation sets it back

@@ -1,0 +1,8 @@
+"""Text in, blocks of tokens out: corpora read, tokenised once, and cut into what training eats."""
+
+from t2r.data.blocks import Blocks, check_block_size
+from t2r.data.corpus import TokenCorpus
+from t2r.data.teacher import write_corpus
+from t2r.data.tokens import tokenize_corpus
+
+__all__ = ["Blocks", "TokenCorpus", "check_block_size", "tokenize_corpus", "write_corpus"]

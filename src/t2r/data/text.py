@@ -1,0 +1,195 @@
+"""Reading corpora: text files, JSONL and `datasets`, as a stream that holds only a little at a time."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from t2r.data import fingerprint
+from t2r.data.chat import Part, conversation
+from t2r.errors import T2RError
+
+READ = 1 << 18
+"""Bytes read at a time."""
+
+OPEN: dict[str, Callable[[Any], Any]] = {"": nullcontext, ".gz": gzip.open, ".xz": lzma.open}
+"""How a file is read, by its last suffix."""
+
+Report = Callable[[int], None]
+"""Told how many bytes of a source have been read so far."""
+
+
+class Source(Protocol):
+    """Something that documents come from."""
+
+    @property
+    def size(self) -> int:
+        """Bytes to read, as `read` reports them."""
+
+    def fingerprint(self) -> Any:
+        """What changes when the text changes."""
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, lines: bool, report: Report) -> Iterator[Part]:
+        """Its documents, in order. `lines`: each line of plain text is one, otherwise each file is."""
+
+
+def find_sources(names: str | Sequence[str]) -> list[Source]:
+    """What the names stand for: files, globs (in sorted order) and `datasets:NAME[:CONFIG][:SPLIT]`."""
+    sources: list[Source] = []
+    for name in [names] if isinstance(names, str) else names:
+        if name.startswith("datasets:"):
+            sources.append(DatasetSource(name))
+            continue
+        path = Path(name).expanduser()
+        if path.is_file():
+            sources.append(FileSource(path))
+        elif path.is_dir():
+            raise T2RError(f"{name} is a folder: name its files with a glob, such as {path / '*.txt'}")
+        elif any(c in name for c in "*?["):
+            matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+            files = [FileSource(match) for match in matches if match.is_file()]
+            if not files:
+                raise T2RError(f"no file matches {name}")
+            sources += files
+        else:
+            raise T2RError(f"there is no file {name}")
+    if not sources:
+        raise T2RError("no text was given: name at least one file, glob or datasets:NAME")
+    return sources
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A file: JSONL if it is called so, otherwise plain text; compressed if it is called .gz or .xz."""
+
+    path: Path
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def fingerprint(self) -> Any:
+        return fingerprint.of_file(self.path)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, lines: bool, report: Report) -> Iterator[Part]:
+        suffixes = [suffix.lower() for suffix in self.path.suffixes]
+        packed = suffixes.pop() if suffixes and suffixes[-1] in OPEN else ""
+        with self.path.open("rb") as raw, OPEN[packed](raw) as opened:
+            file = io.BufferedReader(opened, READ)
+            if suffixes and suffixes[-1] == ".jsonl":
+                parts = self._records(file, tokenizer)
+            elif lines:
+                parts = (Part(line.rstrip("\r\n")) for _, line in self._lines(file) if line.strip())
+            else:
+                parts = self._pieces(file)
+            try:
+                for part in parts:
+                    report(raw.tell())  # of a compressed file, how much of it was unpacked
+                    yield part
+            except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+                reason = str(error).rstrip(".")
+                raise T2RError(f"{self.path} is damaged or not a {packed} file: {reason}") from error
+
+    def _pieces(self, file: BinaryIO) -> Iterator[Part]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        read, begins = 0, True
+        while data := file.read(READ):
+            text = self._decode(decoder, data, read)
+            read += len(data)
+            yield Part(text.removeprefix("\ufeff") if begins else text, ends=False)
+            begins = False
+        yield Part(self._decode(decoder, b"", read))
+
+    def _decode(self, decoder: codecs.IncrementalDecoder, data: bytes, read: int) -> str:
+        pending = len(decoder.getstate()[0])  # the head of a character whose tail was not read yet
+        try:
+            return decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise self._not_utf8(error, read - pending) from error
+
+    def _lines(self, file: BinaryIO) -> Iterator[tuple[int, str]]:
+        read = 0
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise self._not_utf8(error, read, f", line {number}") from error
+            read += len(line)
+            yield number, text.removeprefix("\ufeff") if number == 1 else text
+
+    def _not_utf8(self, error: UnicodeDecodeError, before: int, line: str = "") -> T2RError:
+        bad = error.object[error.start]
+        place = f"byte {before + error.start}{line}"
+        return T2RError(f"{self.path} is not UTF-8: 0x{bad:02x} at {place} ({error.reason}); convert it first")
+
+    def _records(self, file: BinaryIO, tokenizer: PreTrainedTokenizerBase) -> Iterator[Part]:
+        for number, line in self._lines(file):
+            if not line.strip():
+                continue
+            where = f"{self.path}:{number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise T2RError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+            yield from _record(record, tokenizer, where)
+
+
+def _record(record: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[Part]:
+    """The document of one JSONL line or one row of a dataset; `messages` wins where there is `text` too."""
+    if isinstance(record, dict) and record.get("messages") is not None:
+        yield from conversation(record["messages"], tokenizer, where)
+    elif isinstance(record, dict) and isinstance(record.get("text"), str):
+        yield Part(record["text"])
+    else:
+        raise T2RError(f"{where}: needs `text` (a string) or `messages` (a list)")
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """`datasets:NAME[:CONFIG][:SPLIT]`; the split is `train` unless given, and rows are as lines of JSONL."""
+
+    name: str
+
+    @cached_property
+    def rows(self) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            raise T2RError(f"{self.name} needs the datasets extra: pip install 't2r[datasets]'") from error
+        # The split comes last, so that a slice such as train[:1%] keeps its colon.
+        _, name, config, split = (*self.name.split(":", 3), "", "")[:4]
+        try:
+            return datasets.load_dataset(name, config or None, split=split or "train")
+        except Exception as error:  # its own errors, and those of every file system and network beneath it
+            reason = " ".join(str(error).split())
+            raise T2RError(f"cannot load {self.name}: {reason}") from error
+
+    @property
+    def _files(self) -> list[Path]:
+        return [Path(file["filename"]) for file in self.rows.cache_files]
+
+    @property
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self._files)
+
+    def fingerprint(self) -> Any:
+        return [self.name, [fingerprint.of_file(path) for path in self._files]]
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, lines: bool, report: Report) -> Iterator[Part]:
+        size, count = self.size, len(self.rows)
+        for index, row in enumerate(self.rows):
+            report(size * index // count)
+            yield from _record(row, tokenizer, f"{self.name}, row {index}")

@@ -1,0 +1,26 @@
+"""How good a language model is: perplexity, what it writes, what it remembers.
+
+`evaluate` does it all for several models and one text; each measurement is a function of its own.
+"""
+
+from t2r.evaluation.compare import evaluate
+from t2r.evaluation.generation import recall, repetition
+from t2r.evaluation.harness import harness
+from t2r.evaluation.inputs import Text, encode, read_text
+from t2r.evaluation.logits import logits_by_slice
+from t2r.evaluation.perplexity import Perplexity, perplexity
+from t2r.evaluation.report import tables
+
+__all__ = [
+    "Perplexity",
+    "Text",
+    "encode",
+    "evaluate",
+    "harness",
+    "logits_by_slice",
+    "perplexity",
+    "read_text",
+    "recall",
+    "repetition",
+    "tables",
+]

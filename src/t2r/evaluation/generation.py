@@ -1,0 +1,223 @@
+"""What likelihood hides: a model that repeats itself, and one that forgets what it has read."""
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from t2r.errors import T2RError
+from t2r.evaluation.inputs import encode
+from t2r.evaluation.logits import check_positions, evaluating, logits_by_slice
+
+PROMPTS = (
+    "The history of the city begins",
+    "Once upon a time there was a little",
+    "Scientists have recently discovered that",
+    "In this chapter we will learn how to",
+    "The first thing that she noticed was",
+    "According to the report, the government",
+    "My grandfather used to tell me that",
+    "The best way to cook rice is",
+)
+
+
+class Repetition(NamedTuple):
+    """The share of n-grams that had occurred before in the same continuation, 0 to 1."""
+
+    greedy: float
+    sampled: float
+
+
+def repetition(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[int]] | None = None,
+    *,
+    new_tokens: int = 128,
+    n: int = 4,
+    seed: int = 0,
+    batch_size: int = 8,
+) -> Repetition:
+    """How much a model repeats itself when it writes on: the likeliest token each time, and sampled freely.
+
+    Prompts are strings or token ids. Greedy text of small transformers repeats itself too, so compare with
+    the teacher; sampled text should repeat itself about as rarely as text that people wrote.
+    """
+    if new_tokens <= n:
+        raise T2RError(f"{new_tokens} new tokens have no {n}-grams to repeat: write more")
+    coded = [_ids(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts or PROMPTS]
+    if not all(coded):
+        raise T2RError("a prompt is empty")
+    check_positions(model, max(map(len, coded)) + new_tokens)
+    # Free of filters, so that it is the model's own distribution which is seen.
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {"do_sample": False},
+        "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    }
+    rates = {}
+    with evaluating(model), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        for name, options in ways.items():
+            torch.manual_seed(seed)
+            written = [
+                ids
+                for batch in _of_equal_length(coded, batch_size)
+                for ids in _continue(model, batch.to(model.device), new_tokens, options)
+            ]
+            rates[name] = sum(repeated(ids, n) for ids in written) / len(written)
+    return Repetition(**rates)
+
+
+def _continue(model: PreTrainedModel, prompts: Tensor, new_tokens: int, options: dict[str, Any]) -> list[list[int]]:
+    generate: Any = model.generate
+    ids: Tensor = generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        min_new_tokens=new_tokens,  # as many as at most: it may not end early
+        max_new_tokens=new_tokens,
+        num_beams=1,
+        repetition_penalty=1.0,
+        pad_token_id=0,  # never used, but without one there is a warning
+        **options,
+    )
+    return ids[:, prompts.shape[1] :].tolist()
+
+
+def repeated(ids: Sequence[int], n: int = 4) -> float:
+    """The share of n-grams that are not the first of their kind."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams)
+
+
+def _of_equal_length(prompts: list[list[int]], batch_size: int) -> Iterator[Tensor]:
+    """Batches that need no padding, so that nothing is tested here but the model."""
+    for length in sorted({len(p) for p in prompts}):
+        yield from torch.tensor([p for p in prompts if len(p) == length]).split(batch_size)
+
+
+NAMES = ("king", "queen", "baker", "doctor", "sailor", "teacher", "farmer", "judge")
+WORDS = (
+    "apple", "bridge", "butter", "candle", "castle", "desert", "dragon", "engine", "flower", "forest", "garden",
+    "hammer", "horse", "island", "jacket", "kitchen", "lemon", "market", "mirror", "needle", "orange", "pencil",
+    "quarter", "rabbit", "river", "silver", "table", "umbrella", "valley", "window", "winter", "yellow",
+)  # fmt: skip
+DISTANCES = (16, 64, 256)
+LEAD = 16
+"""Tokens of text before the key at least, because the first tokens of a text are a place of their own."""
+
+
+class Recall(NamedTuple):
+    distance: int
+    """Tokens of other text between the key and the question."""
+    accuracy: float
+    """How often the true word is likelier than every other of the choices."""
+    chance: float
+    """The accuracy of a model that remembers nothing."""
+    greedy: float
+    """How often the model, left to write, writes the true word; a model that remembers nothing never does."""
+    trials: int
+
+
+Sentences = dict[str, tuple[list[int], dict[str, list[int]]]]
+"""For each name the question's tokens, and for each word the tokens that answer it."""
+
+
+class _Trial(NamedTuple):
+    key: list[int]
+    question: list[int]
+    answer: list[int]
+    choices: list[int]  # the token with which each word begins; the true one's first
+
+
+def recall(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    filler: str,
+    *,
+    distances: Sequence[int] = DISTANCES,
+    trials: int = 32,
+    choices: int = 8,
+    seed: int = 0,
+    batch_size: int = 8,
+) -> list[Recall]:
+    """Is a word that was said once still known, so many tokens later?
+
+    "The password of the baker is lemon." stands in the filler, then the filler goes on, then "The password of
+    the baker is" asks. The words to choose from differ in their first token, so that this token decides
+    and one forward pass is enough. The questions are the same at every distance, and for every model.
+    """
+    if trials < 1 or choices < 2 or min(distances, default=0) < 0:
+        raise T2RError("recall needs at least 1 trial, 2 choices, and distances of 0 or more")
+    text, sentences = _ids(tokenizer, filler), _sentences(tokenizer)
+    results = []
+    for distance in distances:
+        rng = random.Random(seed)
+        asked = [_trial(tokenizer, sentences, rng, choices) for _ in range(trials)]
+        # Contexts of one length need no padding: what a shorter sentence leaves, the lead makes up.
+        length = LEAD + distance + max(len(t.key) + len(t.question) for t in asked)
+        check_positions(model, length + max(len(t.answer) for t in asked))
+        if len(text) < length:
+            raise T2RError(f"a filler of {len(text)} tokens is too short for a distance of {distance}")
+        rows = [_context(trial, text, length, distance, rng) for trial in asked]
+        known, written = 0, 0
+        with evaluating(model):
+            for i in range(0, trials, batch_size):
+                batch = asked[i : i + batch_size]
+                for trial, logits in zip(batch, _answers(model, rows[i : i + batch_size], batch), strict=True):
+                    first = logits[0, trial.choices]
+                    known += bool(first[0] > first[1:].max())
+                    written += logits[: len(trial.answer)].argmax(-1).tolist() == trial.answer
+        results.append(Recall(distance, known / trials, 1 / choices, written / trials, trials))
+    return results
+
+
+def _trial(tokenizer: Tokenizer, sentences: Sentences, rng: random.Random, choices: int) -> _Trial:
+    name = rng.choice(NAMES)
+    question, answers = sentences[name]
+    words = rng.sample(WORDS, len(WORDS))
+    # In whatever way a tokenizer cuts words, we keep one for each way to begin.
+    by_first = {answers[word][0]: word for word in words if answers[word]}
+    if len(by_first) < choices:
+        raise T2RError(f"this tokenizer tells only {len(by_first)} of our words apart, and {choices} are needed")
+    first, *others = list(by_first)[:choices]
+    word = by_first[first]
+    key = _ids(tokenizer, f"\nThe password of the {name} is {word}.\n")
+    return _Trial(key, question, answers[word], [first, *others])
+
+
+def _context(trial: _Trial, text: list[int], length: int, distance: int, rng: random.Random) -> list[int]:
+    """A piece of the text with the key in it, and the question after it."""
+    lead = length - distance - len(trial.key) - len(trial.question)
+    start = rng.randrange(len(text) - lead - distance + 1)
+    piece = text[start : start + lead + distance]
+    return piece[:lead] + trial.key + piece[lead:] + trial.question
+
+
+def _sentences(tokenizer: Tokenizer) -> Sentences:
+    """Cut where the tokens of question and answer together first differ: some tokenizers put the space before
+    a word into a token of its own, and then it belongs to the question."""
+    sentences = {}
+    for name in NAMES:
+        whole = {word: _ids(tokenizer, f"\nThe password of the {name} is {word}") for word in WORDS}
+        same = takewhile(lambda column: len(set(column)) == 1, zip(*whole.values(), strict=False))
+        question = [column[0] for column in same]
+        sentences[name] = question, {word: ids[len(question) :] for word, ids in whole.items()}
+    return sentences
+
+
+def _ids(tokenizer: Tokenizer, string: str) -> list[int]:
+    return encode(tokenizer, string).token_ids.tolist()
+
+
+def _answers(model: PreTrainedModel, contexts: list[list[int]], trials: list[_Trial]) -> Tensor:
+    """Logits where each token of the answer is predicted, from context and answer before it."""
+    longest = max(len(trial.answer) for trial in trials)
+    # What follows an answer is not seen by it, so that any token will do.
+    rows = [c + t.answer + [0] * (longest - len(t.answer)) for c, t in zip(contexts, trials, strict=True)]
+    ids = torch.tensor(rows, device=model.device)
+    first = len(contexts[0]) - 1
+    return torch.cat(list(logits_by_slice(model, ids, first, first + longest)), dim=1)

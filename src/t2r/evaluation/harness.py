@@ -1,0 +1,58 @@
+"""lm-eval's tasks on any model that we can load, converted ones included."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from t2r.errors import T2RError
+from t2r.evaluation.inputs import refuse_seq2seq
+from t2r.loading import load_config, load_model, load_tokenizer
+
+
+def harness(
+    model: str | Path | PreTrainedModel,
+    tasks: Sequence[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    task_folder: str | Path | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+    dtype: str = "float32",
+    device: str = "auto",
+) -> dict[str, dict[str, Any]]:
+    """Run tasks of lm-eval, or your own whose YAML files are in `task_folder`; the metrics of each task."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise T2RError("lm-eval is not installed: pip install 't2r[lm-eval]'") from error
+    if not isinstance(model, PreTrainedModel):
+        source = str(model)
+        refuse_seq2seq(load_config(source), source)
+        tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
+        model = load_model(source, dtype=dtype, device=device)
+    if tokenizer is None:
+        raise T2RError("a model that is given as an object, or saved without a tokenizer, needs one beside it")
+    path = None if task_folder is None else str(task_folder)
+    # lm-eval reads thousands of files to learn of its own tasks: only if they are needed.
+    for its_own in (False, True):
+        manager = TaskManager(include_path=path, include_defaults=its_own)
+        unknown = sorted(set(tasks) - set(manager.all_tasks))
+        if not unknown:
+            break
+    else:
+        raise T2RError(f"lm-eval knows no task {', '.join(unknown)}")
+    report = simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+        tasks=list(tasks),
+        task_manager=manager,
+        limit=limit,
+        num_fewshot=num_fewshot,
+    )
+    results: dict[str, dict[str, Any]] = report["results"]
+    return results

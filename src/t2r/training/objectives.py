@@ -1,0 +1,196 @@
+"""What a stage minimizes: the task's cross entropy, the distance of attention outputs, or the KL to a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+from transformers import PreTrainedModel
+
+from t2r.attention import exact_attention, recurrent_sites
+
+CHUNK_LOGITS = {"cpu": 2**25}
+LARGE_CHUNK_LOGITS = 2**28
+"""So many logits are formed at a time, 1 GB of them on an accelerator: with a large vocabulary they would outweigh all
+the rest."""
+
+
+# --- Transfer -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def transferring(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside the `with` block every site computes both attentions and passes the exact one on; the list collects, for
+    each site, the squared error of the recurrence relative to the size of what it should have given.
+
+    One model is enough: its trunk is the teacher's as long as only the maps are trained."""
+    errors: list[Tensor] = []
+
+    def observe(ours: Tensor, exact: Tensor) -> None:
+        exact = exact.detach().float()
+        errors.append((ours.float() - exact).square().mean() / exact.square().mean().clamp_min(1e-12))
+
+    with exact_attention(model):
+        sites = recurrent_sites(model)
+        try:
+            for site in sites:
+                site.observer = observe
+            yield errors
+        finally:
+            for site in sites:
+                site.observer = None
+
+
+# --- Distillation -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def capture_head_input(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """What goes into the output embeddings, while they themselves see only the last position: the logits of a whole
+    batch are never formed."""
+    head: Any = model.get_output_embeddings()
+    captured: list[Tensor] = []
+
+    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        captured.append(inputs[0])
+        return (inputs[0][:, -1:], *inputs[1:])
+
+    handle = head.register_forward_pre_hook(before)
+    try:
+        yield captured
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def head_is_linear(model: PreTrainedModel, input_ids: Tensor) -> bool:
+    """Are the logits a linear function of the head's input, and nothing else (no cap, scale or bias after it)?"""
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return False
+    with capture_head_input(model) as captured:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+    again = linear(captured[0][:, -1:], head.weight, head.bias)
+    return bool(torch.equal(again.to(logits.dtype), logits))
+
+
+def distillation_loss(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor | None,
+    *,
+    student_head: Any = None,
+    teacher_head: Any = None,
+    kl_weight: float = 1.0,
+    task_weight: float = 0.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kl_weight` KL(teacher || student) + `task_weight` cross entropy, a mean over the tokens whose label is not
+    -100. Also the two terms, for the log.
+
+    With the output embeddings (`nn.Linear`) of both, `student` and `teacher` are what goes into them,
+    `[tokens, hidden]`, and logits are formed for a chunk of tokens at a time, forward and backward; without, they are
+    the logits themselves.
+    """
+    heads = (None, None) if student_head is None else (student_head.weight, student_head.bias)
+    reference = (None, None) if teacher_head is None else (teacher_head.weight.detach(), teacher_head.bias)
+    return _ChunkedDistillation.apply(student, *heads, teacher, *reference, labels, kl_weight, task_weight, temperature)
+
+
+class _ChunkedDistillation(torch.autograd.Function):
+    """The gradient is formed in the forward pass, while a chunk's logits are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        teacher: Tensor,
+        teacher_weight: Tensor | None,
+        teacher_bias: Tensor | None,
+        labels: Tensor | None,
+        kl_weight: float,
+        task_weight: float,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device = student.device.type
+        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        vocabulary = (student if weight is None else weight).shape[1 if weight is None else 0]
+        size = max(1, CHUNK_LOGITS.get(device, LARGE_CHUNK_LOGITS) // vocabulary)
+        scored: Any = student.shape[0] if labels is None else (labels >= 0).sum().clamp_min(1)
+        kl_sum = task_sum = student.new_zeros((), dtype=torch.float32)
+        d_student = torch.empty_like(student)
+        d_weight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        with torch.autocast(device, enabled=False):
+            if weight is not None and compute is not None:
+                weight, bias = weight.to(compute), None if bias is None else bias.to(compute)
+            for start in range(0, student.shape[0], size):
+                here = slice(start, start + size)
+                target = None if labels is None else labels[here]
+                logits = apply_head(student[here], weight, bias)
+                gradient = torch.zeros_like(logits)
+                if kl_weight:
+                    kl, part = kl_and_gradient(
+                        logits, apply_head(teacher[here], teacher_weight, teacher_bias), temperature, target
+                    )
+                    kl_sum = kl_sum + kl
+                    gradient.add_(part, alpha=kl_weight)
+                if task_weight and target is not None:
+                    task, part = task_and_gradient(logits, target)
+                    task_sum = task_sum + task
+                    gradient.add_(part, alpha=task_weight)
+                gradient /= scored
+                if weight is None:
+                    d_student[here] = gradient
+                    continue
+                gradient = gradient.to(weight.dtype)
+                d_student[here] = gradient @ weight
+                assert d_weight is not None
+                d_weight += gradient.mT @ student[here].to(weight.dtype)
+                if d_bias is not None:
+                    d_bias += gradient.sum(0)
+        ctx.save_for_backward(d_student, d_weight, d_bias)
+        kl_mean, task_mean = kl_sum / scored, task_sum / scored
+        ctx.mark_non_differentiable(kl_mean, task_mean)
+        return kl_weight * kl_mean + task_weight * task_mean, kl_mean, task_mean
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *ignored: Tensor) -> tuple[Tensor | None, ...]:
+        return *(None if x is None else (g * x).to(x.dtype) for x in ctx.saved_tensors), *(None,) * 7
+
+
+def apply_head(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Float32 logits, of hidden states or of logits in whatever dtype."""
+    return (x if weight is None else linear(x.to(weight.dtype), weight, bias)).float()
+
+
+def task_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over tokens of the cross entropy, and its gradient by the logits."""
+    loss = cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    gradient = logits.softmax(-1)
+    rows = (labels >= 0).nonzero()[:, 0]
+    gradient[rows, labels[rows]] -= 1
+    return loss, gradient.masked_fill_((labels < 0)[:, None], 0)
+
+
+def kl_and_gradient(
+    logits: Tensor, reference: Tensor, temperature: float, labels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sum over tokens of T^2 KL(reference || logits) at temperature T, and its gradient by the logits."""
+    log_q = (logits / temperature).log_softmax(-1)
+    log_p = (reference / temperature).log_softmax(-1)
+    p = log_p.exp()
+    scale = temperature**2
+    per_token = scale * (p * (log_p - log_q)).sum(-1)
+    gradient = (log_q.exp_() - p) * temperature
+    if labels is not None:
+        ignored = labels < 0
+        per_token = per_token.masked_fill(ignored, 0)
+        gradient = gradient.masked_fill_(ignored[:, None], 0)
+    return per_token.sum(), gradient

@@ -1,0 +1,188 @@
+"""Recipes: the training plan, as short YAML files with stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from t2r.errors import T2RError
+from t2r.training.schedule import KINDS, Schedule
+
+OBJECTIVES = ("task", "transfer", "distill")
+TRAINED = ("maps", "attention", "all", "lora")
+OPTIMIZERS = ("adamw", "adam", "nag")
+BUDGETS = ("steps", "tokens", "epochs", "minutes")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stretch of training: what is minimized, what is trained, for how long, how.
+
+    Exactly one of `steps`, `tokens`, `epochs` and `minutes` says how long; minutes are turned into steps after a short
+    calibration.
+    """
+
+    name: str
+    objective: str
+    train: str = "all"
+    steps: int | None = None
+    tokens: int | None = None
+    epochs: float | None = None
+    minutes: float | None = None
+    batch_tokens: int = 16384  # per optimizer step, over all devices and accumulation
+    device_tokens: int | None = None  # per forward on one device; None: as many as batch_tokens, at most 16,384
+    block_size: int = 512
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    map_learning_rate: float | None = None  # None: the same
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
+    epsilon: float = 1e-8
+    momentum: float = 0.99  # of nag
+    weight_decay: float = 0.0
+    clip_norm: float | None = 1.0
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    warmup_init: float = 0.0
+    min_learning_rate: float = 0.0
+    period: int | None = None
+    period_mult: float = 1.0
+    shrink: float = 1.0
+    kl_weight: float = 1.0  # of distill
+    task_weight: float = 0.0
+    temperature: float = 1.0
+    lora_rank: int = 16
+
+    def __post_init__(self) -> None:
+        where = f"stage {self.name!r}"
+        for name, known in (
+            ("objective", OBJECTIVES),
+            ("train", TRAINED),
+            ("optimizer", OPTIMIZERS),
+            ("schedule", KINDS),
+        ):
+            if getattr(self, name) not in known:
+                raise T2RError(f"{where}: no {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise T2RError(f"{where}: say how long by exactly one of {', '.join(BUDGETS)}; got {given or 'none'}")
+        if getattr(self, given[0]) <= 0:
+            raise T2RError(f"{where}: {given[0]} must be positive")
+        if self.objective == "transfer" and self.train != "maps":
+            raise T2RError(f"{where}: transfer compares attention outputs with the model's own, so it trains maps only")
+        if self.batch_tokens % self.block_size:
+            raise T2RError(
+                f"{where}: batch_tokens {self.batch_tokens} is not a whole number of {self.block_size}-token blocks"
+            )
+
+    def make_schedule(self, steps: int) -> Schedule:
+        return Schedule(
+            kind=self.schedule,
+            peak=self.learning_rate,
+            steps=steps,
+            warmup_steps=self.warmup_steps,
+            warmup_init=self.warmup_init,
+            floor=self.min_learning_rate,
+            period=self.period,
+            period_mult=self.period_mult,
+            shrink=self.shrink,
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A plan: options for the swap, and stages in order."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    description: str = ""
+    swap: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"stages": [dataclasses.asdict(stage) for stage in self.stages]}
+
+
+def shipped_recipes() -> list[str]:
+    return sorted(
+        Path(entry.name).stem for entry in files("t2r").joinpath("recipes").iterdir() if entry.name.endswith(".yaml")
+    )
+
+
+def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """A shipped recipe by name, or a YAML file by path, with `stage.field=value` overrides."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        if not path.is_file():
+            raise T2RError(f"there is no recipe file {path}")
+        text = path.read_text(encoding="utf-8")
+    elif str(name) in shipped_recipes():
+        text = files("t2r").joinpath("recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    else:
+        raise T2RError(f"no recipe {str(name)!r}: choose one of {', '.join(shipped_recipes())}, or give a YAML file")
+    try:
+        plan = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise T2RError(f"recipe {name} is not YAML: {error}") from error
+    if not isinstance(plan, dict) or not isinstance(plan.get("stages"), list):
+        raise T2RError(f"recipe {name} has no list of stages")
+    for override in overrides:
+        apply_override(plan, override)
+    unknown = set(plan) - {f.name for f in fields(Recipe)}
+    if unknown:
+        raise T2RError(f"recipe {name}: no field {', '.join(sorted(unknown))}")
+    stages = tuple(make_stage(stage) for stage in plan["stages"])
+    if len({stage.name for stage in stages}) != len(stages):
+        raise T2RError(f"recipe {name}: two stages have the same name")
+    return Recipe(plan.get("name", path.stem), stages, plan.get("description", ""), plan.get("swap") or {})
+
+
+def apply_override(plan: dict[str, Any], override: str) -> None:
+    """`stage.field=value`, or `field=value` for every stage; a budget replaces the one that was there."""
+    key, equals, value = override.partition("=")
+    stage_name, dot, name = key.strip().rpartition(".")
+    stages = [s for s in plan["stages"] if not dot or s.get("name") == stage_name]
+    if not equals or not name:
+        raise T2RError(f"override {override!r}: write stage.field=value")
+    if not stages:
+        known = ", ".join(str(s.get("name")) for s in plan["stages"])
+        raise T2RError(f"override {override!r}: no stage {stage_name!r}; there are {known}")
+    if name not in {f.name for f in fields(Stage)}:
+        raise T2RError(f"override {override!r}: a stage has no field {name!r}")
+    for stage in stages:
+        if name in BUDGETS:
+            for other in BUDGETS:
+                stage.pop(other, None)
+        stage[name] = yaml.safe_load(value)
+
+
+def make_stage(values: Any) -> Stage:
+    """A stage from YAML, with numbers as numbers: YAML reads 1e-3 as a string."""
+    if not isinstance(values, dict) or "name" not in values or "objective" not in values:
+        raise T2RError(f"a stage needs a name and an objective: {values!r}")
+    hints = get_type_hints(Stage)
+    converted = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise T2RError(f"stage {values['name']!r}: no field {name!r}")
+        converted[name] = number(value, str(hints[name]), f"stage {values['name']!r}: {name}")
+    return Stage(**converted)
+
+
+def number(value: Any, hint: str, where: str) -> Any:
+    if value is None or isinstance(value, list | bool):
+        return value
+    try:
+        if "int" in hint:
+            if float(value) != int(float(value)):
+                raise ValueError
+            return int(float(value))
+        if "float" in hint:
+            return float(value)
+    except (TypeError, ValueError):
+        raise T2RError(f"{where}: {value!r} is not a {'whole ' if 'int' in hint else ''}number") from None
+    return value

@@ -1,0 +1,239 @@
+"""Run the stages of a recipe, and go on where a run was stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.data import Dataset, default_collate
+from transformers import PreTrainedModel
+
+from t2r.adapters import family_of
+from t2r.errors import T2RError
+from t2r.training.recipe import Stage
+from t2r.training.trainer import StageTrainer, batch_shape, last_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """The working folder of a conversion: its plan, what is finished, and the checkpoints of what is not.
+
+    Everything is written to a temporary name and renamed: whenever the process dies, the folder says truly how far it
+    came."""
+
+    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+        self.folder = folder
+        self.file = folder / "run.json"
+        if self.file.exists():
+            self.facts: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8"))
+            if self.facts["plan"] != json.loads(json.dumps(plan)):
+                raise T2RError(
+                    f"{folder} holds an unfinished run with other options ({difference(self.facts['plan'], plan)}): "
+                    "repeat its command to go on, or remove the folder to start anew"
+                )
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.facts = {"plan": plan}
+            self.write()
+
+    def write(self) -> None:
+        temporary = self.file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
+        temporary.replace(self.file)
+
+    def remember(self, key: str, make: Callable[[], Any]) -> Any:
+        """A fact that is found once: on resuming it is what it was."""
+        if key not in self.facts:
+            self.facts[key] = make()
+            self.write()
+        return self.facts[key]
+
+    def weights(self, stage: str) -> Path:
+        return self.folder / f"{stage}.safetensors"
+
+    def finished(self, stage: str) -> bool:
+        return self.weights(stage).exists()
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The first thing in which two plans differ."""
+    for key in sorted({*old, *new}):
+        if old.get(key) != new.get(key):
+            if isinstance(old.get(key), dict) and isinstance(new.get(key), dict):
+                return f"{key}.{difference(old[key], new[key])}"
+            return f"{key}: {str(old.get(key))[:60]} there, {str(new.get(key))[:60]} now"
+    return "their order"
+
+
+def run_stage(
+    run: Run,
+    model: PreTrainedModel,
+    stage: Stage,
+    dataset: Dataset[Any],
+    teacher: PreTrainedModel | None,
+    *,
+    seed: int = 0,
+    bf16: bool = False,
+    save_steps: int | None = None,
+    report_to: str = "none",
+    progress: bool = True,
+    compiled: bool = False,
+) -> PreTrainedModel:
+    """Train a stage, or take its result if it is finished already. Returns the trained model (LoRA folded in).
+
+    `compiled` has torch.compile fuse each decoder layer: one layer's code serves all, so it takes half a minute, and on
+    a GPU the step is nearly twice as fast. Not for a transfer, whose observers are plain Python."""
+    if run.finished(stage.name):
+        load_weights(model, run.weights(stage.name))
+        return model
+    folder = run.folder / stage.name
+    options: dict[str, Any] = {"seed": seed, "bf16": bf16, "report_to": report_to, "progress": progress}
+    trained = with_lora(model, stage) if stage.train == "lora" else model
+    fused = [model] if teacher is None else [model, teacher]
+    if compiled and stage.objective != "transfer":
+        for part in fused:
+            compile_layers(part)
+    steps = run.remember(f"{stage.name}.steps", lambda: count_steps(trained, stage, dataset, teacher, folder, options))
+    announce(stage, steps, trained, teacher, dataset)
+    trainer = StageTrainer(trained, stage, steps, dataset, folder, teacher, save_steps=save_steps, **options)
+    checkpoint = last_checkpoint(folder)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except OSError as error:
+        raise T2RError(
+            f"{folder} cannot be written ({error}): free some space and repeat the command to go on"
+        ) from error
+    for part in fused:
+        compile_layers(part, undo=True)
+    if stage.train == "lora":
+        model = trained.merge_and_unload()  # type: ignore[operator]
+    if trainer.is_world_process_zero():
+        run.remember(f"{stage.name}.log", lambda: [e for e in trainer.state.log_history if "loss" in e])
+        save_weights(model, run.weights(stage.name))
+        shutil.rmtree(folder, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.free_memory()
+    model.requires_grad_(True)
+    return model
+
+
+def compile_layers(model: PreTrainedModel, undo: bool = False) -> None:
+    for layer in family_of(model).decoder_layers(model):
+        if undo:
+            layer._compiled_call_impl = None
+        else:
+            layer.compile(dynamic=False)
+
+
+def count_steps(
+    model: PreTrainedModel,
+    stage: Stage,
+    dataset: Any,
+    teacher: PreTrainedModel | None,
+    folder: Path,
+    options: dict[str, Any],
+) -> int:
+    """The stage's budget in optimizer steps."""
+    if stage.steps is not None:
+        return stage.steps
+    if stage.tokens is not None:
+        return max(1, stage.tokens // stage.batch_tokens)
+    if stage.epochs is not None:
+        return max(1, int(stage.epochs * len(dataset) * stage.block_size // stage.batch_tokens))
+    assert stage.minutes is not None
+    seconds = calibrate(model, stage, dataset, teacher, folder, options)
+    return max(1, int(stage.minutes * 60 / seconds))
+
+
+def calibrate(
+    model: PreTrainedModel,
+    stage: Stage,
+    dataset: Any,
+    teacher: PreTrainedModel | None,
+    folder: Path,
+    options: dict[str, Any],
+) -> float:
+    """Seconds per optimizer step: the median of a few forwards and backwards, which change no weight."""
+    trainer = StageTrainer(model, stage, 1, dataset, folder, teacher, **options)
+    rows, accumulation = batch_shape(stage)
+    batch = default_collate([dataset[i % len(dataset)] for i in range(rows)])
+    model.train()
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        inputs = trainer._prepare_inputs(batch)
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs)
+        loss.backward()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    model.zero_grad(set_to_none=True)
+    return sorted(times[1:])[1] * accumulation * 1.1  # the optimizer and the loader take their share
+
+
+def announce(stage: Stage, steps: int, model: Any, teacher: Any, dataset: Any) -> None:
+    """Before it starts: what it will take."""
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    bytes_ = sum(p.numel() * p.element_size() for p in model.parameters())
+    if teacher is not None:
+        bytes_ += sum(p.numel() * p.element_size() for p in teacher.parameters())
+    states = 1 if stage.optimizer == "nag" else 2
+    bytes_ += trained * 4 * (1 + states)
+    blocks = steps * stage.batch_tokens // stage.block_size
+    logger.info(
+        "stage %s (%s, trains %s): %s steps, %s tokens (%.1f epochs of the corpus); %.1fM of %.1fM parameters learn; "
+        "weights, gradients and optimizer need %.2f GB, activations come on top",
+        stage.name,
+        stage.objective,
+        stage.train,
+        f"{steps:,}",
+        f"{steps * stage.batch_tokens:,}",
+        blocks / len(dataset),
+        trained / 1e6,
+        parameters / 1e6,
+        bytes_ / 1e9,
+    )
+
+
+def with_lora(model: PreTrainedModel, stage: Stage) -> Any:
+    """The model with low-rank adapters on its linear layers, the maps trained in full."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise T2RError("train: lora needs the peft extra: pip install 't2r[peft]'") from error
+    config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, target_modules="all-linear")
+    adapted = get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if ".feature_map." in name:
+            parameter.requires_grad_(True)
+    return adapted
+
+
+def save_weights(model: PreTrainedModel, path: Path) -> None:
+    tensors: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen or tensor.numel() == 0:  # tied weights are saved once
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor.detach().cpu().contiguous()
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary)
+    temporary.replace(path)
+
+
+def load_weights(model: PreTrainedModel, path: Path) -> None:
+    missing, unexpected = model.load_state_dict(load_file(path), strict=False)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    if unexpected or set(missing) - tied:
+        raise T2RError(f"{path} is not of this model: remove the folder it is in to start anew")
+    model.tie_weights()

@@ -1,0 +1,46 @@
+"""Which layers need their softmax attention most? Swap each alone, and see what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+from transformers import PreTrainedModel
+
+from t2r.attention import Recurrence, exact_attention, recurrent_sites
+
+BLOCKS = 16
+"""How many blocks of text are scored for each layer."""
+
+
+@torch.no_grad()
+def most_sensitive(model: PreTrainedModel, blocks: Any, count: int = BLOCKS) -> list[tuple[int, float]]:
+    """Layers and the loss that making this one alone recurrent adds, the most costly first. After a transfer: the
+    maps must be trained, the trunk must still be the teacher's."""
+    training = model.training
+    model.eval()
+    batch = default_collate([blocks[i * len(blocks) // count] for i in range(min(count, len(blocks)))])
+    batch = {name: x.to(model.device) for name, x in batch.items()}
+    sites: dict[int, list[Recurrence]] = {}
+    for site in recurrent_sites(model):
+        sites.setdefault(site.layer_idx, []).append(site)
+    with exact_attention(model):
+        exact = loss_of(model, batch)
+        costs = []
+        for layer, own in sites.items():
+            for site in own:
+                site.exact = False
+            costs.append((layer, loss_of(model, batch) - exact))
+            for site in own:
+                site.exact = True
+    model.train(training)
+    return sorted(costs, key=lambda cost: -cost[1])
+
+
+def loss_of(model: PreTrainedModel, batch: dict[str, Any]) -> float:
+    losses = []
+    for start in range(0, len(batch["input_ids"]), 4):
+        rows = {name: x[start : start + 4] for name, x in batch.items()}
+        losses.append(model(**rows, use_cache=False).loss.item())
+    return sum(losses) / len(losses)

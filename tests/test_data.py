@@ -1,0 +1,663 @@
+"""Corpora, from text to blocks of tokens: what is read, what is cached, what is cut, and what is refused."""
+
+import gzip
+import json
+import lzma
+import os
+import pickle
+import random
+import sys
+import types
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader
+from transformers import (
+    ByT5Tokenizer,
+    DataCollatorWithFlattening,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+from t2r.data import Blocks, TokenCorpus, check_block_size, teacher, text, tokenize_corpus, tokens, write_corpus
+from t2r.errors import T2RError
+
+EOS = "<eos>"
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+SENTENCE = "the cat sat on a mat; it's 1984, and naïve dogs don't übersetzen. Ça va? 東京 «так» 🙂"
+WORDS = SENTENCE.split(" ")
+# How Llama 3 and Qwen split: a run of line ends is one word, where GPT-2 leaves the last one off.
+LLAMA3 = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+SPLITS = {
+    "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "llama3": pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(LLAMA3, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    ),
+    # Puts a space before the first word of a text, and leaves line ends inside of words.
+    "metaspace": pre_tokenizers.Metaspace(prepend_scheme="first"),
+}
+
+
+def words(count: int, seed: int = 0, ends: tuple[str, ...] = (" ", " ", " ", " ", "\n", "\n\n", "\n ")) -> str:
+    rng = random.Random(seed)
+    return "".join(rng.choice(WORDS) + rng.choice(ends) for _ in range(count))
+
+
+def train(split: str = "gpt2", **special: str) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = SPLITS[split]
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if split != "metaspace" else []
+    marks = ["<unk>", EOS, "<|user|>", "<|assistant|>", "<end>"]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=marks, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([words(3000)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = train(eos_token=EOS, pad_token=EOS, unk_token="<unk>")
+    made.chat_template = CHAT
+    return made
+
+
+@pytest.fixture
+def build(tmp_path, tokenizer):
+    """Tokenise files with the cache in the test's own folder."""
+
+    def build(*names, tokenizer=tokenizer, **options) -> TokenCorpus:
+        sources = [str(tmp_path / name) for name in names]
+        return tokenize_corpus(sources, tokenizer, cache_dir=tmp_path / "cache", progress=False, **options)
+
+    return build
+
+
+def ids(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def jsonl(*records: object) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+# Reading
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.md", "a.v1.jsonl"])
+def test_formats(tmp_path, build, tokenizer, name, suffix):
+    body = words(300)
+    data = (jsonl({"text": body, "id": 1}) if name.endswith("jsonl") else body).encode()
+    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix]
+    (tmp_path / (name + suffix)).write_bytes(pack(data))
+    corpus = build(name + suffix)
+    assert corpus.tokens.tolist() == [*ids(tokenizer, body), tokenizer.eos_token_id]
+    assert corpus.tokens.dtype == np.uint16
+    assert corpus.scored(0, len(corpus)).all()
+
+
+def test_documents_are_files_in_sorted_order_or_lines(tmp_path, build, tokenizer, monkeypatch):
+    listed = text.glob.glob
+    monkeypatch.setattr(text.glob, "glob", lambda *args, **options: sorted(listed(*args, **options))[::-1])
+    for name, body in {"b.txt": "the cat\n\nsat", "a.txt": "a mat\r\n\r\nit's", "empty.txt": ""}.items():
+        (tmp_path / name).write_bytes(body.encode())
+    eos = tokenizer.eos_token_id
+    texts = ["a mat\r\n\r\nit's", "the cat\n\nsat"]
+    corpus = build("*.txt")
+    assert corpus.tokens.tolist() == [i for text in texts for i in [*ids(tokenizer, text), eos]]
+    assert corpus.starts.tolist() == [0, len(ids(tokenizer, texts[0])) + 1]
+    assert build("b.txt", "a.txt").tokens.tolist() != corpus.tokens.tolist()
+
+    assert eos not in build("*.txt", add_eos=False).tokens
+    by_line = build("*.txt", lines=True)
+    texts = ["a mat", "it's", "the cat", "sat"]
+    assert by_line.tokens.tolist() == [i for text in texts for i in [*ids(tokenizer, text), eos]]
+    assert by_line.documents == 4
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path, build):
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfthe cat")
+    (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "the cat"}\n')
+    (tmp_path / "plain.txt").write_bytes(b"the cat")
+    plain = build("plain.txt").tokens.tolist()
+    assert build("bom.txt").tokens.tolist() == build("bom.jsonl").tokens.tolist() == plain
+
+
+def test_characters_survive_any_read_size(tmp_path, build, monkeypatch):
+    (tmp_path / "a.txt").write_text("東京🙂" * 50, "utf-8")
+    (tmp_path / "b.txt").write_text("東京🙂" * 50, "utf-8")
+    whole = build("a.txt").tokens.tolist()
+    monkeypatch.setattr(text, "READ", 5)
+    assert build("b.txt").tokens.tolist() == whole
+
+
+def test_large_vocabularies_need_more_bytes(tmp_path, build, tokenizer):
+    class Large(PreTrainedTokenizerFast):
+        def get_vocab(self):
+            return {**super().get_vocab(), "far": 1 << 16}
+
+    (tmp_path / "a.txt").write_text("the cat")
+    large = Large(tokenizer_object=tokenizer.backend_tokenizer, eos_token=EOS)
+    assert build("a.txt", tokenizer=large).tokens.dtype == np.uint32
+
+
+def test_slow_tokenizers(tmp_path, build, monkeypatch):
+    monkeypatch.setattr(tokens, "PIECE", 100)
+    slow = ByT5Tokenizer()
+    assert not slow.is_fast
+    (tmp_path / "a.txt").write_text(words(100), "utf-8")
+    assert build("a.txt", tokenizer=slow).tokens.tolist() == [*ids(slow, words(100)), slow.eos_token_id]
+
+
+# Conversations
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def test_only_answers_are_learned(tmp_path, build, tokenizer):
+    messages = [user("the cat"), assistant("sat on"), user("a mat"), assistant("it's")]
+    (tmp_path / "a.jsonl").write_text(jsonl({"text": "plain"}, {"messages": messages}, {"text": "dogs"}))
+    corpus = build("a.jsonl")
+    stretches = [
+        ("plain" + EOS, True),
+        ("<|user|>\nthe cat<end>\n<|assistant|>\n", False),
+        ("sat on<end>\n", True),
+        ("<|user|>\na mat<end>\n<|assistant|>\n", False),
+        ("it's<end>\n", True),  # and no EOS: the template has ended it
+        ("dogs" + EOS, True),
+    ]
+    expected = [(i, scored) for stretch, scored in stretches for i in ids(tokenizer, stretch)]
+    assert corpus.tokens.tolist() == [i for i, _ in expected]
+    assert corpus.scored(0, len(corpus)).tolist() == [scored for _, scored in expected]
+    assert corpus.documents == 3
+
+    labels = torch.cat([block["labels"] for block in Blocks(corpus, 2)]).tolist()
+    assert labels == [i if scored else -100 for i, scored in expected][: len(labels)]
+    assert len(labels) >= len(expected) - 1
+
+
+def test_a_prompt_without_an_answer_at_the_end_is_not_learned(tmp_path, build, tokenizer):
+    (tmp_path / "a.jsonl").write_text(jsonl({"messages": [user("a"), assistant("cat"), user("sat")]}))
+    corpus = build("a.jsonl")
+    learned = corpus.tokens[corpus.scored(0, len(corpus))]
+    assert tokenizer.decode(learned) == "cat<end>\n"
+
+
+def test_a_template_that_rewrites_the_past_gives_a_document_per_answer(tmp_path, build, tokenizer):
+    thinking = train(eos_token=EOS)
+    thinking.chat_template = CHAT.replace(
+        "{{ m.content }}", "{{ '(thinks)' if loop.last and m.role == 'assistant' else '' }}{{ m.content }}"
+    )
+    messages = [user("the"), assistant("cat"), user("sat"), assistant("on")]
+    (tmp_path / "a.jsonl").write_text(jsonl({"messages": messages}))
+    corpus = build("a.jsonl", tokenizer=thinking)
+    assert corpus.documents == 2
+    assert thinking.decode(corpus.tokens[corpus.scored(0, len(corpus))]) == "(thinks)cat<end>\n(thinks)on<end>\n"
+
+
+# A document in pieces
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("ends", [(" ", " ", "\n"), (" ", " ", "\n\n"), (" ", " \n "), (" ", "\n\n\n", "\r\n"), (" ",)])
+def test_pieces_give_the_tokens_of_the_whole(tmp_path, build, monkeypatch, split, ends):
+    made = train(split)
+    body = words(4000, ends=ends).strip()
+    whole = ids(made, body)
+    (tmp_path / "a.txt").write_bytes(body.encode())
+    monkeypatch.setattr(tokens, "PIECE", 500)
+    monkeypatch.setattr(tokens, "BATCH", 3000)
+    seen = []
+    cut = tokens.cut
+    monkeypatch.setattr(tokens, "cut", lambda *args: (seen.append(piece) or piece for piece in cut(*args)))
+    assert build("a.txt", tokenizer=made).tokens.tolist() == whole
+    assert len(seen) > 30
+    assert "".join(piece.text for piece in seen) == body
+
+
+def test_cuts_do_not_depend_on_how_the_text_was_read(monkeypatch):
+    monkeypatch.setattr(tokens, "PIECE", 50)
+    tokenizer = train("metaspace")  # whose tokens reach over line ends, so that a cut must look ahead
+    body = words(2000, ends=(" ", "\n", "\n\n"))
+
+    def pieces(size):
+        parts = [tokens.Part(body[i : i + size], ends=False) for i in range(0, len(body), size)]
+        return list(tokens.cut(iter([*parts, tokens.Part("")]), tokenizer))
+
+    assert pieces(1) == pieces(37) == pieces(len(body))
+    assert all(len(piece.text) <= 50 + tokens.CONTEXT for piece in pieces(37))
+
+
+def test_a_text_without_a_place_to_cut_is_cut_anyway(tmp_path, build, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokens, "PIECE", 200)
+    (tmp_path / "a.txt").write_text("catmat" * 500)
+    corpus = build("a.txt", add_eos=False)
+    assert tokenizer.decode(corpus.tokens) == "catmat" * 500
+
+
+# The cache
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Counts how often a corpus was really tokenised."""
+    count = []
+    real = tokens.read_all
+    monkeypatch.setattr(tokens, "read_all", lambda *args: count.append(1) or real(*args))
+    return count
+
+
+def test_tokenised_once(tmp_path, build, built, tokenizer):
+    (tmp_path / "a.txt").write_text(words(100))
+    first = build("a.txt")
+    tokenizer(["a", "a cat"], padding="max_length", max_length=4, truncation=True)  # leaves a state behind
+    assert build("a.txt").tokens.tolist() == first.tokens.tolist()
+    assert len(built) == 1
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.folder.name]
+
+
+def test_what_changed_is_tokenised_again(tmp_path, build, built, tokenizer):
+    path = tmp_path / "a.txt"
+    path.write_text("the cat sat")
+    build("a.txt")
+    stat = path.stat()
+    path.write_text("the mat sat")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as long, and within the same tick of the clock
+    assert tokenizer.decode(build("a.txt").tokens) == "the mat sat" + EOS
+    build("a.txt", lines=True)
+    build("a.txt", add_eos=False)
+    build("a.txt", tokenizer=train(unk_token="<unk>"))
+    assert len(built) == 5
+
+
+def test_large_files_are_known_by_their_time(tmp_path, build, built, monkeypatch):
+    monkeypatch.setattr("t2r.data.fingerprint.SMALL", 0)
+    path = tmp_path / "a.txt"
+    path.write_text("the cat sat")
+    first = build("a.txt")
+    stat = path.stat()
+    path.write_text("the mat sat")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert build("a.txt").tokens.tolist() != first.tokens.tolist()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    path.write_text(path.read_text().replace("<u2", "<i2"))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("tokens.bin", truncate),
+        ("starts.bin", truncate),
+        ("unscored.bin", Path.unlink),
+        ("header.json", truncate),
+        ("header.json", flip),
+        ("header.json", Path.unlink),
+        ("header.json", lambda path: path.write_text("[]")),
+    ],
+)
+def test_a_damaged_cache_is_built_again(tmp_path, build, built, file, damage):
+    (tmp_path / "a.txt").write_text(words(100))
+    first = build("a.txt")
+    expected = first.tokens.tolist()
+    damage(first.folder / file)
+    with pytest.raises(T2RError, match="not a complete token cache"):
+        TokenCorpus(first.folder)
+    assert build("a.txt").tokens.tolist() == expected
+    assert len(built) == 2
+
+
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path, build, monkeypatch):
+    (tmp_path / "a.txt").write_text(words(100))
+
+    def interrupted(*args):
+        yield from [[1, 2, 3]]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "encode_pieces", interrupted)
+        patch.setattr(tokens, "PIECE", 50)
+        with pytest.raises(KeyboardInterrupt):
+            build("a.txt")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_what_a_killed_run_left_is_swept_up_after_a_day(tmp_path, build):
+    (tmp_path / "a.txt").write_text("the cat")
+    old, new = f"{'a' * 32}.old.tmp", f"{'a' * 32}.new.tmp"
+    for name, age in {old: 1e6, new: 10, "mine.tmp": 1e6}.items():
+        left = tmp_path / "cache" / name
+        left.mkdir(parents=True)
+        (left / "tokens.bin").write_bytes(b"x")
+        now = left.stat().st_mtime
+        for path in (left / "tokens.bin", left):
+            os.utime(path, (now - age, now - age))
+    corpus = build("a.txt")
+    assert {path.name for path in corpus.folder.parent.iterdir()} == {new, "mine.tmp", corpus.folder.name}
+
+
+def test_two_processes_may_build_the_same(tmp_path, build, tokenizer, monkeypatch):
+    (tmp_path / "a.txt").write_text("the cat")
+    real = tokens.encode_pieces
+
+    def overtaken(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(tokens, "encode_pieces", real)
+            build("a.txt")
+        yield from real(*args)
+
+    monkeypatch.setattr(tokens, "encode_pieces", overtaken)
+    corpus = build("a.txt")
+    assert tokenizer.decode(corpus.tokens) == "the cat" + EOS
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [corpus.folder.name]
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, build, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("the cat")
+    real = tokens.encode_pieces
+    monkeypatch.setattr(tokens, "encode_pieces", lambda *args: path.write_text("the cats") and real(*args))
+    with pytest.raises(T2RError, match="changed while it was read"):
+        build("a.txt")
+
+
+def test_the_cache_goes_where_the_environment_says(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "a.txt").write_text("the cat")
+    monkeypatch.setenv("T2R_CACHE", str(tmp_path / "here"))
+    assert tokenize_corpus(str(tmp_path / "a.txt"), tokenizer).folder.parent == tmp_path / "here" / "tokens"
+    monkeypatch.delenv("T2R_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    folder = tokenize_corpus(str(tmp_path / "a.txt"), tokenizer).folder
+    assert folder.parent == tmp_path / "xdg" / "t2r" / "tokens"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"", "there is no text in .*a.txt"),
+        ("a.txt", b"ab\nc\xff", r"a.txt is not UTF-8: 0xff at byte 4 \(invalid start byte\)"),
+        ("a.txt", b"abc\xe6\x9d", "a.txt is not UTF-8: 0xe6 at byte 3"),
+        ("a.txt.gz", gzip.compress(b"ab\xff"), "0xff at byte 2"),
+        ("a.txt.gz", b"plain", "a.txt.gz is damaged or not a .gz file"),
+        ("a.txt.gz", gzip.compress(words(500).encode())[:-20], "a.txt.gz is damaged"),
+        ("a.txt.xz", lzma.compress(words(500).encode())[:-20], "a.txt.xz is damaged"),
+        ("a.txt.xz", b"plain", "a.txt.xz is damaged or not a .xz file"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl:2: not JSON: "),
+        ("a.jsonl", b'{"text": "a"}\n\n{"txt": "a"}\n', "a.jsonl:3: needs `text` .* or `messages`"),
+        ("a.jsonl", b'{"text": 3}\n', "a.jsonl:1: needs `text`"),
+        ("a.jsonl", b'["a"]\n', "a.jsonl:1: needs `text`"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl is not UTF-8: 0xff at byte 24, line 2"),
+        ("a.jsonl", b'{"messages": "hi"}\n', "a.jsonl:1: `messages` must be a list of objects"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', "a.jsonl:1: .* without an assistant's"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, build, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(T2RError, match=message) as caught:
+        build(name)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_bad_byte_is_counted_over_reads(tmp_path, build, monkeypatch):
+    monkeypatch.setattr(text, "READ", 4)
+    (tmp_path / "a.txt").write_bytes("東京東京".encode() + b"\xff.")
+    with pytest.raises(T2RError, match="0xff at byte 12 "):
+        build("a.txt")
+
+
+def test_missing_files(tmp_path, build):
+    with pytest.raises(T2RError, match=r"there is no file .*a\.txt"):
+        build("a.txt")
+    with pytest.raises(T2RError, match=r"no file matches .*\*\.txt"):
+        build("*.txt")
+    with pytest.raises(T2RError, match="is a folder: name its files with a glob"):
+        build("")
+    with pytest.raises(T2RError, match="no text was given"):
+        build()
+
+
+def test_a_chat_needs_a_template_that_can_be_followed(tmp_path, build, tokenizer):
+    (tmp_path / "a.jsonl").write_text(jsonl({"messages": [user("a"), assistant("b")]}))
+    made = train(eos_token=EOS)
+    with pytest.raises(T2RError, match=r"a.jsonl:1: the tokenizer has no chat template"):
+        build("a.jsonl", tokenizer=made)
+    made.chat_template = "{{ raise_exception('no cats') }}"
+    with pytest.raises(T2RError, match=r"a.jsonl:1: the chat template refuses this conversation: no cats"):
+        build("a.jsonl", tokenizer=made)
+    made.chat_template = "{{ messages | length }}"
+    with pytest.raises(T2RError, match=r"a.jsonl:1: cannot tell the answers from the prompts"):
+        build("a.jsonl", tokenizer=made)
+
+
+# datasets
+
+
+def test_datasets_need_the_extra(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(T2RError, match=r"datasets:a needs the datasets extra: pip install 't2r\[datasets\]'"):
+        tokenize_corpus("datasets:a", tokenizer)
+
+
+def test_datasets(tmp_path, tokenizer, monkeypatch):
+    file = tmp_path / "rows.arrow"
+    asked = []
+
+    class Rows(list):
+        cache_files = ({"filename": str(file)},)
+
+    def load_dataset(name, config, split):
+        if name == "nowhere":
+            raise FileNotFoundError("no such\ndataset")
+        asked.append((name, config, split))
+        return Rows([{"text": "the cat"}, {"messages": [user("a"), assistant("b")]}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    folders = set()
+    for name in ("a/b", "a/b:c", "a/b:c:test[:1%]", "a/b::valid"):
+        file.write_bytes(b"1")
+        corpus = tokenize_corpus(f"datasets:{name}", tokenizer, cache_dir=tmp_path / "cache", progress=False)
+        assert tokenizer.decode(corpus.tokens).startswith("the cat" + EOS)
+        folders.add(corpus.folder)
+    file.write_bytes(b"2")
+    folders.add(tokenize_corpus("datasets:a/b", tokenizer, cache_dir=tmp_path / "cache", progress=False).folder)
+    assert len(folders) == 5
+    assert asked[:4] == [
+        ("a/b", None, "train"),
+        ("a/b", "c", "train"),
+        ("a/b", "c", "test[:1%]"),
+        ("a/b", None, "valid"),
+    ]
+    with pytest.raises(T2RError, match="cannot load datasets:nowhere: no such dataset"):
+        tokenize_corpus("datasets:nowhere", tokenizer)
+
+
+# Blocks
+
+
+@pytest.fixture
+def corpus(tmp_path, build):
+    for i in range(30):
+        (tmp_path / f"{i:02}.txt").write_text(words(1 + 7 * i % 40, seed=i), "utf-8")
+    return build("*.txt")
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("size", [2, 7, 64])
+def test_blocks_tile_the_corpus(corpus, size, documents):
+    blocks = Blocks(corpus, size, documents=documents)
+    items = list(blocks)
+    assert len(items) == len(blocks) == len(corpus) // size
+    assert torch.cat([item["input_ids"] for item in items]).tolist() == corpus.tokens[: len(items) * size].tolist()
+    assert all(item[key].dtype == torch.int64 and len(item[key]) == size for item in items for key in item)
+    assert blocks[-1]["input_ids"].equal(items[-1]["input_ids"])
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+    if not documents:
+        assert all(item["labels"].equal(item["input_ids"]) and "position_ids" not in item for item in items)
+
+
+def test_documents_start_over_as_transformers_packs_them(corpus):
+    size = 64
+    flatten = DataCollatorWithFlattening()
+    starts = set(corpus.starts.tolist())
+    for index, item in enumerate(Blocks(corpus, size, documents=True)):
+        first = index * size
+        edges = [first, *(i for i in range(first + 1, first + size) if i in starts), first + size]
+        packed = flatten([{"input_ids": corpus.tokens[a:b].tolist()} for a, b in pairwise(edges)])
+        for key in ("input_ids", "position_ids", "labels"):
+            assert item[key].equal(packed[key][0]), key
+    assert index > 5
+    assert len(starts) == 30
+
+
+def test_blocks_travel_to_workers(corpus):
+    blocks = Blocks(corpus, 16, documents=True)
+    state = pickle.dumps(blocks)
+    assert len(state) < 1000  # the path, not the tokens
+    assert pickle.loads(state)[3]["input_ids"].equal(blocks[3]["input_ids"])
+    loader = DataLoader(blocks, batch_size=4, num_workers=1)
+    seen = torch.cat([batch["input_ids"].flatten() for batch in loader])
+    assert seen.tolist() == corpus.tokens[: len(blocks) * 16].tolist()
+
+
+def test_block_sizes_that_cannot_be(corpus):
+    check_block_size(512, 512)
+    check_block_size(512, None)
+    with pytest.raises(T2RError, match="block_size is 513 but the teacher has only 512 positions: use 512 or less"):
+        check_block_size(513, 512)
+    with pytest.raises(T2RError, match="block_size is 1: "):
+        Blocks(corpus, 1)
+    with pytest.raises(T2RError, match=rf"the corpus has {len(corpus)} tokens, less than one block of 99999"):
+        Blocks(corpus, 99999)
+
+
+# What the teacher writes
+
+
+@pytest.fixture
+def model(tokenizer):
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    config.eos_token_id = config.bos_token_id = None
+    return GPT2LMHeadModel(config).train()
+
+
+def write(model, tokenizer, folder, **options):
+    options = {"tokens": 100, "length": 8, "batch_size": 4, "progress": False, **options}
+    return write_corpus(model, tokenizer, folder, **options)
+
+
+def test_the_teacher_writes_what_it_would_say(tmp_path, tokenizer, model):
+    with torch.no_grad():  # after anything, "cat" and then EOS, again and again
+        cat = ids(tokenizer, " cat")[0]
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.wte.weight[cat, 0] = model.transformer.wte.weight[tokenizer.eos_token_id, 1] = 100
+        model.transformer.wpe.weight[::2, 0] = model.transformer.wpe.weight[1::2, 1] = 1000
+        model.transformer.ln_f.weight.fill_(1)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    path = write(model, tokenizer, tmp_path)
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert lines == [{"text": (EOS + " cat") * 4}] * 16  # four batches of four: 128 tokens for 100
+    corpus = tokenize_corpus(str(path), tokenizer, cache_dir=tmp_path / "cache", add_eos=False, progress=False)
+    assert corpus.tokens.tolist() == [tokenizer.eos_token_id, cat] * 4 * 16
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_the_teacher_samples_its_own_distribution(tmp_path, tokenizer, model):
+    """Not the 50 likeliest tokens, which are the default of `generate`, nor away from what was said."""
+    with torch.no_grad():  # nearly uniform, and the same after every token
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1)
+    model.generation_config.repetition_penalty = 100.0
+    before = torch.get_rng_state()
+    path = write(model, tokenizer, tmp_path, tokens=2000, batch_size=50)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert model.generation_config.repetition_penalty == 100.0
+    texts = [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
+    assert all(text.startswith(EOS) for text in texts)
+    assert len({i for text in texts for i in ids(tokenizer, text)}) > 150
+    assert len(set(texts)) == 250
+
+
+@pytest.mark.parametrize("damage", [0, 1, 40])
+def test_an_interrupted_teacher_goes_on(tmp_path, tokenizer, model, monkeypatch, damage):
+    whole = write(model, tokenizer, tmp_path / "whole").read_bytes()
+    real = teacher.sample
+    calls = []
+
+    def interrupted(*args):
+        calls.append(args[-1])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(teacher, "sample", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(model, tokenizer, tmp_path / "again")
+    (partial,) = (tmp_path / "again").iterdir()
+    assert partial.suffix == ".partial"
+    data = partial.read_bytes()
+    assert data == whole[: len(data)]
+    partial.write_bytes(data[: len(data) - damage])  # as a kill in the middle of a write leaves it
+    path = write(model, tokenizer, tmp_path / "again")
+    assert path.read_bytes() == whole
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert calls == ["0/0", "0/1", "0/2", *(["0/1"] if damage else []), "0/2", "0/3"]
+    write(model, tokenizer, tmp_path / "again")
+    assert calls[-1] == "0/3"
+    assert len(calls) == (6 if damage else 5)
+
+
+def test_another_teacher_or_setting_writes_another_corpus(tmp_path, tokenizer, model):
+    with torch.no_grad():  # fresh weights are so near to uniform that no temperature shows
+        model.transformer.wte.weight.mul_(10)
+    changes = ({}, {"seed": 1}, {"temperature": 0.5}, {"top_p": 0.5}, {"length": 9}, {"batch_size": 5})
+    paths = [write(model, tokenizer, tmp_path, tokens=64, **change) for change in changes]
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(2)
+    paths.append(write(model, tokenizer, tmp_path, tokens=64))
+    assert len(set(paths)) == len({path.read_bytes() for path in paths}) == 7
+
+
+def test_a_teacher_without_a_first_token_starts_anywhere(tmp_path, model):
+    bare = train()
+    assert bare.bos_token_id is None
+    assert bare.eos_token_id is None
+    path = write(model, bare, tmp_path, batch_size=8)
+    texts = [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
+    assert len({text[0] for text in texts if text}) > 3
+
+
+def test_what_a_teacher_cannot_write(tmp_path, tokenizer, model):
+    for options, message in {
+        ("length", 33): "the teacher has only 32 positions",
+        ("tokens", 0): "tokens .0. and batch_size .4. must be at least 1",
+        ("temperature", 0.0): "temperature .0.0. must be above 0",
+        ("top_p", 1.5): "top_p .1.5. in",
+    }.items():
+        with pytest.raises(T2RError, match=message):
+            write(model, tokenizer, tmp_path, **dict([options]))

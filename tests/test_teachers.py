@@ -1,0 +1,85 @@
+"""Real teachers: the surgery proves itself on them, and what is swapped, saved and loaded generates."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import t2r
+from t2r.generation.text import complete
+from t2r.loading import load_model, load_tokenizer
+from t2r.pipelines.swap import swap_folder
+
+pytestmark = pytest.mark.teachers
+
+PROMPTS = {
+    "smollm2": ["The capital of France is", "Water boils at"],
+    "opus-mt-zh-en": ["你好，世界。", "今天天气很好，我们去公园散步吧。", "这本书是我父亲二十年前送给我的生日礼物。"],
+    "stories15m": ["Once upon a time, there was a little", "The dog", "Lily and her mom went to the park to"],
+}
+# Logits of real teachers are of order ten; thirty layers of float32 differ in the last digits only.
+LOGITS = 1e-3
+NEW_TOKENS = 4
+
+teacher = pytest.mark.parametrize("name", PROMPTS)
+feature_map = pytest.mark.parametrize("feature_map", ["t2r", "hedgehog"])
+
+
+def padded_batch(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded as generation wants them."""
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer is not None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    side = "right" if name == "opus-mt-zh-en" else "left"
+    inputs = tokenizer(PROMPTS[name], return_tensors="pt", padding=True, padding_side=side)
+    assert not inputs["attention_mask"].all()
+    return {key: inputs[key] for key in ("input_ids", "attention_mask")}
+
+
+@torch.no_grad()
+def logits(model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Where they mean something: of real tokens, or after a few tokens of translation."""
+    if not model.config.is_encoder_decoder:
+        return model(**inputs).logits[inputs["attention_mask"].bool()]
+    start = model.generation_config.decoder_start_token_id
+    targets = torch.tensor([[start, 5, 77, 1234]]).expand(len(inputs["input_ids"]), -1)
+    return model(**inputs, decoder_input_ids=targets).logits
+
+
+@teacher
+@feature_map
+def test_swapped_checked_saved_loaded_and_generated_from(teachers, tmp_path, name, feature_map):
+    source, out = teachers / name, tmp_path / "swapped"
+    inputs = padded_batch(source, name)
+    expected = logits(load_model(str(source), dtype="float32"), inputs)
+    done = swap_folder(str(source), str(out), feature_map=feature_map)
+    assert all(site.recurrent for site in done.sites)
+    assert torch.equal(padded_batch(out, name)["input_ids"], inputs["input_ids"])  # the tokenizer came along
+
+    model = load_model(str(out), dtype="float32")
+    shutil.rmtree(out)  # pytest would keep hundreds of megabytes
+    recurrent = logits(model, inputs)
+    assert recurrent.isfinite().all()
+    assert (recurrent - expected).abs().max() > 0.1  # a model yet to be trained
+    with t2r.exact_attention(model):
+        assert (logits(model, inputs) - expected).abs().max() < LOGITS
+
+    for beams in (1, 5):
+        options = {"num_beams": beams, "do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+        with_state = model.generate(**inputs, **options)
+        assert torch.equal(with_state, model.generate(**inputs, **options, use_cache=False))
+
+
+def test_the_swapped_translator_in_exact_mode_translates_as_its_teacher(teachers):
+    """Whole sentences with five beams, over a cache of keys and values that the swapped modules fill."""
+    source = str(teachers / "opus-mt-zh-en")
+    model, tokenizer = load_model(source, dtype="float32"), load_tokenizer(source)
+    prompts, options = PROMPTS["opus-mt-zh-en"], {"num_beams": 5, "max_new_tokens": 24}
+    expected = [done.text for done in complete(model, tokenizer, prompts, **options)]
+    assert expected[0] == "Hello, world."
+    with t2r.exact_attention(t2r.swap(model)):
+        assert [done.text for done in complete(model, tokenizer, prompts, **options)] == expected
