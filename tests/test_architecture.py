@@ -66,7 +66,7 @@ def violations(part: str, imported: Iterator[str]) -> list[str]:
 
 
 # The door to the house leads into all of it.
-ENTRANCE = (PACKAGE / "__init__.py", PACKAGE / "_registration.py")
+ENTRANCE = (PACKAGE / "__init__.py", PACKAGE / "__main__.py", PACKAGE / "_registration.py")
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in ENTRANCE]
 
 

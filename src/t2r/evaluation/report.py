@@ -1,6 +1,7 @@
 """Results laid out for people."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,59 +19,57 @@ def tables(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
 
 def _models(results: Sequence[dict[str, Any]]) -> "Table":
     first = results[0]
-    table = _table(
-        f"{first['text']}: {first['tokens']:,} tokens, windows of {first['window']} advanced by {first['stride']}",
-        ("perplexity", "95 %", "ratio", "95 %", "per word", "bits/byte", "KL", "agreement"),
-    )
-    for r in results:
-        table.add_row(
-            r["model"],
-            _number(r["perplexity"]),
-            _range(r["interval"]),
-            _number(r.get("ratio"), 3),
-            _range(r.get("ratio_interval"), 3),
-            _number(r["word_perplexity"]),
-            _number(r["bits_per_byte"], 4),
-            _number(r["kl"], 4),
-            _percent(r["agreement"]),
-        )
-    return table
+    title = f"{first['text']}: {first['tokens']:,} tokens, windows of {first['window']} advanced by {first['stride']}"
+    rows: dict[str, Callable[[dict[str, Any]], str]] = {
+        "perplexity": lambda r: _number(r["perplexity"]),
+        "  95 %": lambda r: _range(r["interval"]),
+        "ratio to the first": lambda r: _number(r.get("ratio"), 3),
+        "  its 95 %": lambda r: _range(r.get("ratio_interval"), 3),
+        "perplexity per word": lambda r: _number(r["word_perplexity"]),
+        "bits per byte": lambda r: _number(r["bits_per_byte"], 4),
+        "KL to the teacher": lambda r: _number(r["kl"], 4),
+        "same most likely token": lambda r: _percent(r["agreement"]),
+    }
+    return _table(title, results, {label: [cell(r) for r in results] for label, cell in rows.items()})
 
 
 def _positions(results: Sequence[dict[str, Any]]) -> "Table":
-    buckets = results[0]["by_position"]
-    table = _table("Perplexity by tokens of context", [f"{b['first']}-{b['last']}" for b in buckets])
-    for r in results:
-        table.add_row(r["model"], *(_number(b["perplexity"]) for b in r["by_position"]))
-    return table
+    rows = {
+        f"{b['first']}-{b['last']}": [_number(r["by_position"][i]["perplexity"]) for r in results]
+        for i, b in enumerate(results[0]["by_position"])
+    }
+    return _table("Perplexity by tokens of context", results, rows)
 
 
 def _written(results: Sequence[dict[str, Any]]) -> "Table":
-    table = _table("4-grams repeated in what a model writes", ("greedy", "sampled", "the text itself"))
-    for r in results:
-        table.add_row(r["model"], *(_percent(r["repetition"][key]) for key in ("greedy", "sampled", "text")))
-    return table
+    names = {"greedy": "greedy", "sampled": "sampled", "text": "the text itself"}
+    rows = {label: [_percent(r["repetition"][key]) for r in results] for key, label in names.items()}
+    return _table("4-grams repeated in what a model writes", results, rows)
 
 
 def _recalled(results: Sequence[dict[str, Any]]) -> "Table":
-    rows = results[0]["recall"]
-    table = _table(
-        f"Recall of a word after so many tokens: chosen (chance {_percent(rows[0]['chance'])}) / written",
-        [str(row["distance"]) for row in rows],
-    )
-    for r in results:
-        cells = (f"{_percent(row['accuracy'])} / {_percent(row['greedy'])}" for row in r["recall"])
-        table.add_row(r["model"], *cells)
-    return table
+    first = results[0]["recall"]
+    rows = {
+        f"{row['distance']} tokens": [
+            f"{_percent(r['recall'][i]['accuracy'])} / {_percent(r['recall'][i]['greedy'])}" for r in results
+        ]
+        for i, row in enumerate(first)
+    }
+    title = f"Recall of a word after so many tokens: chosen (chance {_percent(first[0]['chance'])}) / written"
+    return _table(title, results, rows)
 
 
-def _table(title: str, headings: Sequence[str]) -> "Table":
+def _table(title: str, results: Sequence[dict[str, Any]], rows: dict[str, list[str]]) -> "Table":
+    """A column a model, since there are few of them; a row that says nothing of any of them is left out."""
     from rich.table import Table
 
-    table = Table(title=title)
-    table.add_column("model", overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for result in results:
+        table.add_column(Path(result["model"]).name, justify="right", overflow="fold")
+    for label, cells in rows.items():
+        if any(cells):
+            table.add_row(label, *cells)
     return table
 
 

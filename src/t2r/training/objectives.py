@@ -72,17 +72,21 @@ def head_is_linear(model: PreTrainedModel, input_ids: Tensor) -> bool:
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return False
+    training = model.training
+    model.eval()  # dropout would draw random numbers, which a resumed run would then draw once more
     with capture_head_input(model) as captured:
         logits = model(input_ids=input_ids, use_cache=False).logits
+    model.train(training)
     again = linear(captured[0][:, -1:], head.weight, head.bias)
     return bool(torch.equal(again.to(logits.dtype), logits))
 
 
 def distillation_loss(
     student: Tensor,
-    teacher: Tensor,
-    labels: Tensor | None,
+    teacher: Tensor | None,
+    labels: Tensor,
     *,
+    count: Tensor | int | None = None,
     student_head: Any = None,
     teacher_head: Any = None,
     kl_weight: float = 1.0,
@@ -90,7 +94,8 @@ def distillation_loss(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kl_weight` KL(teacher || student) + `task_weight` cross entropy, a mean over the tokens whose label is not
-    -100. Also the two terms, for the log.
+    -100, or their sum divided by `count` where they are a part of a larger batch. Also the two terms, for the log.
+    Without a teacher there is only the cross entropy.
 
     With the output embeddings (`nn.Linear`) of both, `student` and `teacher` are what goes into them,
     `[tokens, hidden]`, and logits are formed for a chunk of tokens at a time, forward and backward; without, they are
@@ -110,10 +115,11 @@ class _ChunkedDistillation(torch.autograd.Function):
         student: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        teacher: Tensor,
+        teacher: Tensor | None,
         teacher_weight: Tensor | None,
         teacher_bias: Tensor | None,
-        labels: Tensor | None,
+        labels: Tensor,
+        scored: Tensor,
         kl_weight: float,
         task_weight: float,
         temperature: float,
@@ -122,26 +128,28 @@ class _ChunkedDistillation(torch.autograd.Function):
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         vocabulary = (student if weight is None else weight).shape[1 if weight is None else 0]
         size = max(1, CHUNK_LOGITS.get(device, LARGE_CHUNK_LOGITS) // vocabulary)
-        scored: Any = student.shape[0] if labels is None else (labels >= 0).sum().clamp_min(1)
-        kl_sum = task_sum = student.new_zeros((), dtype=torch.float32)
+        wide = torch.promote_types(student.dtype, torch.float32)
+        kl_sum = task_sum = student.new_zeros((), dtype=wide)
         d_student = torch.empty_like(student)
-        d_weight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
-        d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        d_weight, d_bias = (
+            torch.zeros_like(x, dtype=wide) if x is not None and needed else None
+            for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         with torch.autocast(device, enabled=False):
             if weight is not None and compute is not None:
                 weight, bias = weight.to(compute), None if bias is None else bias.to(compute)
             for start in range(0, student.shape[0], size):
                 here = slice(start, start + size)
-                target = None if labels is None else labels[here]
+                target = labels[here]
                 logits = apply_head(student[here], weight, bias)
                 gradient = torch.zeros_like(logits)
-                if kl_weight:
+                if teacher is not None and kl_weight:
                     kl, part = kl_and_gradient(
                         logits, apply_head(teacher[here], teacher_weight, teacher_bias), temperature, target
                     )
                     kl_sum = kl_sum + kl
                     gradient.add_(part, alpha=kl_weight)
-                if task_weight and target is not None:
+                if task_weight:
                     task, part = task_and_gradient(logits, target)
                     task_sum = task_sum + task
                     gradient.add_(part, alpha=task_weight)
@@ -151,8 +159,8 @@ class _ChunkedDistillation(torch.autograd.Function):
                     continue
                 gradient = gradient.to(weight.dtype)
                 d_student[here] = gradient @ weight
-                assert d_weight is not None
-                d_weight += gradient.mT @ student[here].to(weight.dtype)
+                if d_weight is not None:
+                    d_weight += gradient.mT @ student[here].to(weight.dtype)
                 if d_bias is not None:
                     d_bias += gradient.sum(0)
         ctx.save_for_backward(d_student, d_weight, d_bias)
@@ -162,12 +170,13 @@ class _ChunkedDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *ignored: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if x is None else (g * x).to(x.dtype) for x in ctx.saved_tensors), *(None,) * 7
+        return *(None if x is None else (g * x).to(x.dtype) for x in ctx.saved_tensors), *(None,) * 8
 
 
 def apply_head(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Float32 logits, of hidden states or of logits in whatever dtype."""
-    return (x if weight is None else linear(x.to(weight.dtype), weight, bias)).float()
+    """Logits in float32 at least, of hidden states or of logits in whatever dtype."""
+    logits = x if weight is None else linear(x.to(weight.dtype), weight, bias)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def task_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +189,7 @@ def task_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kl_and_gradient(
-    logits: Tensor, reference: Tensor, temperature: float, labels: Tensor | None
+    logits: Tensor, reference: Tensor, temperature: float, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The sum over tokens of T^2 KL(reference || logits) at temperature T, and its gradient by the logits."""
     log_q = (logits / temperature).log_softmax(-1)
@@ -189,8 +198,5 @@ def kl_and_gradient(
     scale = temperature**2
     per_token = scale * (p * (log_p - log_q)).sum(-1)
     gradient = (log_q.exp_() - p) * temperature
-    if labels is not None:
-        ignored = labels < 0
-        per_token = per_token.masked_fill(ignored, 0)
-        gradient = gradient.masked_fill_(ignored[:, None], 0)
-    return per_token.sum(), gradient
+    ignored = labels < 0
+    return per_token.masked_fill(ignored, 0).sum(), gradient.masked_fill_(ignored[:, None], 0)

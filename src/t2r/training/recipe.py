@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
@@ -11,12 +12,14 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from t2r.config import OPTIONS
 from t2r.errors import T2RError
 from t2r.training.schedule import KINDS, Schedule
 
 OBJECTIVES = ("task", "transfer", "distill")
 TRAINED = ("maps", "attention", "all", "lora")
 OPTIMIZERS = ("adamw", "adam", "nag")
+NAME = re.compile(r"[\w-]+")
 BUDGETS = ("steps", "tokens", "epochs", "minutes")
 
 
@@ -71,14 +74,23 @@ class Stage:
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) != 1:
             raise T2RError(f"{where}: say how long by exactly one of {', '.join(BUDGETS)}; got {given or 'none'}")
-        if getattr(self, given[0]) <= 0:
-            raise T2RError(f"{where}: {given[0]} must be positive")
+        for name in (given[0], "batch_tokens", "block_size", "learning_rate", "temperature", "lora_rank"):
+            if not getattr(self, name) > 0:
+                raise T2RError(f"{where}: {name} must be positive")
+        if not isinstance(self.betas, list) or len(self.betas) != 2:
+            raise T2RError(f"{where}: betas are two numbers, such as [0.9, 0.98]; got {self.betas!r}")
+        if not NAME.fullmatch(self.name):  # it becomes the name of a folder
+            raise T2RError(f"{where}: a name is made of letters, digits, - and _")
         if self.objective == "transfer" and self.train != "maps":
             raise T2RError(f"{where}: transfer compares attention outputs with the model's own, so it trains maps only")
         if self.batch_tokens % self.block_size:
             raise T2RError(
                 f"{where}: batch_tokens {self.batch_tokens} is not a whole number of {self.block_size}-token blocks"
             )
+        try:
+            self.make_schedule(1)
+        except T2RError as error:
+            raise T2RError(f"{where}: {error}") from error
 
     def make_schedule(self, steps: int) -> Schedule:
         return Schedule(
@@ -119,7 +131,10 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
             raise T2RError(f"there is no recipe file {path}")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise T2RError(f"recipe {name} cannot be read: {error}") from error
     elif str(name) in shipped_recipes():
         text = files("t2r").joinpath("recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     else:
@@ -128,17 +143,24 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         plan = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise T2RError(f"recipe {name} is not YAML: {error}") from error
-    if not isinstance(plan, dict) or not isinstance(plan.get("stages"), list):
+    stages = plan.get("stages") if isinstance(plan, dict) else None
+    if not isinstance(stages, list) or not stages:
         raise T2RError(f"recipe {name} has no list of stages")
+    for stage in stages:
+        if not isinstance(stage, dict) or "name" not in stage or "objective" not in stage:
+            raise T2RError(f"recipe {name}: a stage needs a name and an objective: {stage!r}")
     for override in overrides:
         apply_override(plan, override)
     unknown = set(plan) - {f.name for f in fields(Recipe)}
     if unknown:
         raise T2RError(f"recipe {name}: no field {', '.join(sorted(unknown))}")
-    stages = tuple(make_stage(stage) for stage in plan["stages"])
-    if len({stage.name for stage in stages}) != len(stages):
+    swap = plan.get("swap") or {}
+    if not isinstance(swap, dict) or not set(swap) <= set(OPTIONS):
+        raise T2RError(f"recipe {name}: swap is made of the options {', '.join(OPTIONS)}; got {swap!r}")
+    made = tuple(make_stage(stage) for stage in stages)
+    if len({stage.name for stage in made}) != len(made):
         raise T2RError(f"recipe {name}: two stages have the same name")
-    return Recipe(plan.get("name", path.stem), stages, plan.get("description", ""), plan.get("swap") or {})
+    return Recipe(str(plan.get("name", path.stem)), made, plan.get("description", ""), swap)
 
 
 def apply_override(plan: dict[str, Any], override: str) -> None:
@@ -153,17 +175,19 @@ def apply_override(plan: dict[str, Any], override: str) -> None:
         raise T2RError(f"override {override!r}: no stage {stage_name!r}; there are {known}")
     if name not in {f.name for f in fields(Stage)}:
         raise T2RError(f"override {override!r}: a stage has no field {name!r}")
+    try:
+        read = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise T2RError(f"override {override!r}: the value is not YAML: {error}") from error
     for stage in stages:
         if name in BUDGETS:
             for other in BUDGETS:
                 stage.pop(other, None)
-        stage[name] = yaml.safe_load(value)
+        stage[name] = read
 
 
-def make_stage(values: Any) -> Stage:
+def make_stage(values: dict[str, Any]) -> Stage:
     """A stage from YAML, with numbers as numbers: YAML reads 1e-3 as a string."""
-    if not isinstance(values, dict) or "name" not in values or "objective" not in values:
-        raise T2RError(f"a stage needs a name and an objective: {values!r}")
     hints = get_type_hints(Stage)
     converted = {}
     for name, value in values.items():
@@ -174,15 +198,15 @@ def make_stage(values: Any) -> Stage:
 
 
 def number(value: Any, hint: str, where: str) -> Any:
-    if value is None or isinstance(value, list | bool):
-        return value
+    if value is None and "None" in hint:
+        return None
+    if isinstance(value, list) and "list" in hint:
+        return [number(part, "float", where) for part in value]
+    if "str" in hint:
+        return str(value)
     try:
-        if "int" in hint:
-            if float(value) != int(float(value)):
-                raise ValueError
-            return int(float(value))
-        if "float" in hint:
-            return float(value)
-    except (TypeError, ValueError):
+        if isinstance(value, bool) or ("int" in hint and float(value) != int(float(value))):
+            raise ValueError
+        return int(float(value)) if "int" in hint else float(value)
+    except (TypeError, ValueError, OverflowError):
         raise T2RError(f"{where}: {value!r} is not a {'whole ' if 'int' in hint else ''}number") from None
-    return value

@@ -16,9 +16,11 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedModel
 
 from t2r.adapters import family_of
+from t2r.attention import recurrent_sites
 from t2r.errors import T2RError
+from t2r.training import processes
 from t2r.training.recipe import Stage
-from t2r.training.trainer import StageTrainer, batch_shape, last_checkpoint
+from t2r.training.trainer import StageTrainer, batch_shape, last_checkpoint, writing
 
 logger = logging.getLogger(__name__)
 
@@ -27,32 +29,40 @@ class Run:
     """The working folder of a conversion: its plan, what is finished, and the checkpoints of what is not.
 
     Everything is written to a temporary name and renamed: whenever the process dies, the folder says truly how far it
-    came."""
+    came. Of several processes only the main one writes."""
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
         self.folder = folder
         self.file = folder / "run.json"
-        if self.file.exists():
-            self.facts: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8"))
-            if self.facts["plan"] != json.loads(json.dumps(plan)):
-                raise T2RError(
-                    f"{folder} holds an unfinished run with other options ({difference(self.facts['plan'], plan)}): "
-                    "repeat its command to go on, or remove the folder to start anew"
-                )
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.facts = {"plan": plan}
-            self.write()
+        self.facts: dict[str, Any] = {"plan": plan}
+        with processes.main_first():
+            if self.file.exists():
+                self.facts = json.loads(self.file.read_text(encoding="utf-8"))
+                self.check("plan", plan)
+            else:
+                self.write()
+
+    def check(self, key: str, now: Any) -> None:
+        """What is now must be what was when the run began."""
+        old, new = {key: self.facts[key]}, {key: json.loads(json.dumps(now))}
+        if old != new:
+            raise T2RError(
+                f"{self.folder} holds an unfinished run with other options ({difference(old, new)}): "
+                "repeat its command to go on, or remove the folder to start anew"
+            )
 
     def write(self) -> None:
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
-        temporary.replace(self.file)
+        if processes.is_main():
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                temporary = self.file.with_suffix(".tmp")
+                temporary.write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
+                temporary.replace(self.file)
 
     def remember(self, key: str, make: Callable[[], Any]) -> Any:
-        """A fact that is found once: on resuming it is what it was."""
+        """A fact that is found once: on resuming it is what it was. Every process looks; the main one's counts."""
         if key not in self.facts:
-            self.facts[key] = make()
+            self.facts[key] = processes.agreed(make())
             self.write()
         return self.facts[key]
 
@@ -67,8 +77,9 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """The first thing in which two plans differ."""
     for key in sorted({*old, *new}):
         if old.get(key) != new.get(key):
-            if isinstance(old.get(key), dict) and isinstance(new.get(key), dict):
-                return f"{key}.{difference(old[key], new[key])}"
+            was, now = (dict(enumerate(x)) if isinstance(x, list) else x for x in (old.get(key), new.get(key)))
+            if isinstance(was, dict) and isinstance(now, dict):
+                return f"{key}.{difference(was, now)}"
             return f"{key}: {str(old.get(key))[:60]} there, {str(new.get(key))[:60]} now"
     return "their order"
 
@@ -94,7 +105,7 @@ def run_stage(
     if run.finished(stage.name):
         load_weights(model, run.weights(stage.name))
         return model
-    folder = run.folder / stage.name
+    folder = run.folder / f"{stage.name}.checkpoints"
     options: dict[str, Any] = {"seed": seed, "bf16": bf16, "report_to": report_to, "progress": progress}
     trained = with_lora(model, stage) if stage.train == "lora" else model
     fused = [model] if teacher is None else [model, teacher]
@@ -105,21 +116,16 @@ def run_stage(
     announce(stage, steps, trained, teacher, dataset)
     trainer = StageTrainer(trained, stage, steps, dataset, folder, teacher, save_steps=save_steps, **options)
     checkpoint = last_checkpoint(folder)
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except OSError as error:
-        raise T2RError(
-            f"{folder} cannot be written ({error}): free some space and repeat the command to go on"
-        ) from error
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     for part in fused:
         compile_layers(part, undo=True)
     if stage.train == "lora":
         model = trained.merge_and_unload()  # type: ignore[operator]
-    if trainer.is_world_process_zero():
-        run.remember(f"{stage.name}.log", lambda: [e for e in trainer.state.log_history if "loss" in e])
+    run.remember(f"{stage.name}.log", lambda: [e for e in trainer.state.log_history if "loss" in e])
+    if processes.is_main():
         save_weights(model, run.weights(stage.name))
         shutil.rmtree(folder, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
+    processes.wait()
     trainer.accelerator.free_memory()
     model.requires_grad_(True)
     return model
@@ -213,9 +219,9 @@ def with_lora(model: PreTrainedModel, stage: Stage) -> Any:
         raise T2RError("train: lora needs the peft extra: pip install 't2r[peft]'") from error
     config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, target_modules="all-linear")
     adapted = get_peft_model(model, config)
-    for name, parameter in adapted.named_parameters():
-        if ".feature_map." in name:
-            parameter.requires_grad_(True)
+    for site in recurrent_sites(adapted):
+        if site.feature_map.trainable:
+            site.feature_map.requires_grad_(True)
     return adapted
 
 
@@ -227,8 +233,9 @@ def save_weights(model: PreTrainedModel, path: Path) -> None:
             seen.add(tensor.data_ptr())
             tensors[name] = tensor.detach().cpu().contiguous()
     temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary)
-    temporary.replace(path)
+    with writing(path):
+        save_file(tensors, temporary)
+        temporary.replace(path)
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:

@@ -34,6 +34,8 @@ class Schedule:
             raise T2RError(f"no schedule {self.kind!r}: choose one of {', '.join(KINDS)}")
         if self.kind == "cosine_restarts" and not self.period:
             raise T2RError("schedule cosine_restarts needs a period, in steps")
+        if self.period_mult < 1:
+            raise T2RError(f"period_mult is {self.period_mult}: a cycle cannot be shorter than the one before")
 
     def at(self, step: int) -> float:
         """The rate of step `step`, counted from 0."""
@@ -51,9 +53,9 @@ class Schedule:
             return self.floor + (self.peak - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
         return self.peak
 
-    def restarted(self, since: int) -> float:
+    def restarted(self, since: float) -> float:
         length, cycle = float(self.period or 0), 0
         while since >= length:
-            since, length, cycle = int(since - length), length * self.period_mult, cycle + 1
+            since, length, cycle = since - length, length * self.period_mult, cycle + 1
         low, high = self.floor * self.shrink**cycle, self.peak * self.shrink**cycle
         return low + (high - low) * 0.5 * (1 + math.cos(math.pi * since / length))

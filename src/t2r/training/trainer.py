@@ -4,11 +4,14 @@ checkpoints and several processes are theirs."""
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
@@ -16,11 +19,14 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from t2r.attention import recurrent_sites
 from t2r.errors import T2RError
+from t2r.training import processes
 from t2r.training.objectives import capture_head_input, distillation_loss, head_is_linear, transferring
 from t2r.training.recipe import Stage
 
 COMPLETE = "complete"
 """The last file of a checkpoint: without it the checkpoint was cut off and is not used."""
+LEARNED = "learned.safetensors"
+"""In a checkpoint of a LoRA stage: all that is trained. peft itself would save the adapters only, not the maps."""
 
 
 class StageTrainer(Trainer):
@@ -68,6 +74,7 @@ class StageTrainer(Trainer):
             dataloader_pin_memory=torch.cuda.is_available(),
             ddp_find_unused_parameters=False,
         )
+        arguments._n_gpu = min(1, arguments.n_gpu)  # without a launcher, one: DataParallel would multiply the batch
         super().__init__(
             model=model,
             args=arguments,
@@ -76,67 +83,137 @@ class StageTrainer(Trainer):
             callbacks=[Watch()],
         )
         self.stage, self.teacher = stage, teacher
-        self.model_accepts_loss_kwargs = False  # our losses are means: accumulation divides them
-        self.terms: dict[str, list[Tensor]] = {}
-        self.linear_heads: bool | None = None
+        # Whether the loss is divided by what `get_batch_samples` counts, or a mean that accumulation has to divide.
+        self.model_accepts_loss_kwargs = stage.objective != "transfer"
+        self.terms: dict[str, Tensor] = {}
+        self.linear_heads = False
+        if stage.objective != "transfer" and not self.is_fsdp_enabled:  # FSDP has whole weights inside a forward only
+            block: Any = dataset[0]
+            probe = block["input_ids"][None, :8].to(model.device)
+            self.linear_heads = all(head_is_linear(part, probe) for part in (model, teacher) if part is not None)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of an optimizer step, and how many tokens of them are to be learned from, in all processes."""
+        batches, _ = super().get_batch_samples(*args, **kwargs)
+        if not batches or not self.model_accepts_loss_kwargs:
+            return batches, None
+        scored = torch.stack([(batch["labels"][:, 1:] >= 0).sum() for batch in batches]).sum()
+        return batches, self.accelerator.reduce(scored.to(self.args.device), "sum")
 
     def compute_loss(  # type: ignore[override]
-        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+        **_: Any,
     ) -> Any:
         inputs = dict(inputs)
-        labels = inputs.pop("labels", None)
+        labels = inputs.pop("labels")[:, 1:].flatten()
         if self.stage.objective == "transfer":
             with transferring(model) as errors:
                 model(**inputs, use_cache=False)
             return torch.stack(errors).mean()
-        if self.stage.objective == "task":
-            return model(**inputs, labels=labels, use_cache=False).loss
-        return self.distill(model, inputs, labels)
+        # Processes average their gradients, so each divides its sum by its share of the count.
+        count = None if num_items_in_batch is None else num_items_in_batch / processes.count()
+        return self.against(model, inputs, labels, count)
 
-    def distill(self, model: Any, inputs: dict[str, Tensor], labels: Tensor | None) -> Tensor:
+    def against(self, model: Any, inputs: dict[str, Tensor], labels: Tensor, count: Tensor | None) -> Tensor:
+        """The loss against the text and, in a distillation, against the teacher's distribution."""
         stage, teacher = self.stage, self.teacher
-        assert teacher is not None and labels is not None
+        distills = stage.objective == "distill"
+        weights = (stage.kl_weight, stage.task_weight) if distills else (0.0, 1.0)
         student: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        if self.linear_heads is None:
-            probe = inputs["input_ids"][:1, :8]
-            self.linear_heads = head_is_linear(teacher, probe) and head_is_linear(student, probe)
-        weights = {"kl_weight": stage.kl_weight, "task_weight": stage.task_weight, "temperature": stage.temperature}
-        targets = labels[:, 1:].flatten()
+        theirs: Any = None
+        heads: dict[str, Any] = {}
         if self.linear_heads:
-            with torch.no_grad(), capture_head_input(teacher) as of_teacher:
-                teacher(**inputs, use_cache=False)
+            heads["student_head"] = student.get_output_embeddings()
             with capture_head_input(student) as of_student:
                 model(**inputs, use_cache=False)
-            ours, theirs = of_student[0], of_teacher[0]
-            heads = {
-                "student_head": student.get_output_embeddings(),
-                "teacher_head": teacher.get_output_embeddings(),
-            }
+            ours = of_student[0]
+            if teacher is not None:
+                heads["teacher_head"] = teacher.get_output_embeddings()
+                with torch.no_grad(), capture_head_input(teacher) as of_teacher:
+                    teacher(**inputs, use_cache=False)
+                theirs = of_teacher[0]
         else:  # something follows the output embeddings (a cap, a scale): logits as they come, of the whole batch
-            with torch.no_grad():
-                theirs = teacher(**inputs, use_cache=False).logits
-            ours, heads = model(**inputs, use_cache=False).logits, {}
+            ours = model(**inputs, use_cache=False).logits
+            if teacher is not None:
+                with torch.no_grad():
+                    theirs = teacher(**inputs, use_cache=False).logits
         loss, kl, task = distillation_loss(
-            ours[:, :-1].flatten(0, 1), theirs[:, :-1].flatten(0, 1), targets, **heads, **weights
+            ours[:, :-1].flatten(0, 1),
+            None if theirs is None else theirs[:, :-1].flatten(0, 1),
+            labels,
+            count=count,
+            kl_weight=weights[0],
+            task_weight=weights[1],
+            temperature=stage.temperature,
+            **heads,
         )
-        self.note("kl", kl)
-        if stage.task_weight:
-            self.note("task", task)
+        if distills:
+            scored = (labels >= 0).sum()
+            share = scored.clamp_min(1) if count is None else count
+            self.note("tokens", scored)
+            self.note("kl", kl * share)
+            if stage.task_weight:
+                self.note("task", task * share)
         return loss
 
     def note(self, name: str, value: Tensor) -> None:
-        self.terms.setdefault(name, []).append(value.detach())
+        self.terms[name] = self.terms.get(name, 0) + value.detach()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:
-            logs |= {name: torch.stack(values).mean().item() for name, values in self.terms.items()}
+        if "loss" in logs and self.terms:
+            sums = {name: self.accelerator.reduce(value, "sum") for name, value in self.terms.items()}
+            logs |= {name: (x / sums["tokens"]).item() for name, x in sums.items() if name != "tokens"}
             self.terms.clear()
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._save_checkpoint(*args, **kwargs)
-        if self.is_world_process_zero():
-            (Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}" / COMPLETE).touch()
+        if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
+            raise T2RError(
+                f"the weights are not finite at step {self.state.global_step}: lower the learning rate; "
+                f"{kept(self.args)}"
+            )
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        with writing(folder):
+            super()._save_checkpoint(*args, **kwargs)
+            self.accelerator.wait_for_everyone()  # each process has saved its random state
+            if self.is_world_process_zero():
+                (folder / COMPLETE).touch()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.stage.train != "lora":
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: p.detach().cpu().contiguous() for name, p in self.learned().items()}, folder / LEARNED)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.stage.train != "lora":
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        saved, own = load_file(Path(resume_from_checkpoint) / LEARNED), self.learned()
+        for name, parameter in own.items():
+            parameter.data.copy_(saved[name])
+
+    def learned(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Whatever goes wrong inside is about writing: a full disk, in the words of torch, safetensors or Python."""
+    try:
+        yield
+    except T2RError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise T2RError(
+            f"{place} cannot be written ({error}): free some space and repeat the command to go on"
+        ) from error
 
 
 class Watch(TrainerCallback):
@@ -152,7 +229,7 @@ class Watch(TrainerCallback):
             return
         if not math.isfinite(loss):
             raise T2RError(f"the loss is {loss} at step {state.global_step}: lower the learning rate; {kept(args)}")
-        self.bad = self.bad + 1 if loss > 4 * self.best + 1 else 0
+        self.bad = self.bad + 1 if loss > 2 * self.best + 1 else 0
         self.best = min(self.best, loss)
         if self.bad >= 3:
             raise T2RError(
@@ -174,7 +251,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def batch_shape(stage: Stage) -> tuple[int, int]:
     """Rows of a forward on one device, and forwards per optimizer step, so that a step is `batch_tokens` in all."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = processes.count()
     rows = stage.batch_tokens // stage.block_size
     if rows % world:
         raise T2RError(f"a batch of {rows} blocks cannot be shared evenly by {world} processes")
@@ -194,10 +271,11 @@ def choose_trained(model: nn.Module, stage: Stage) -> None:
     maps = {id(p) for site in sites for p in site.feature_map.parameters()}
     attention = {id(p) for site in sites for p in site.parameters()}
     frozen = {id(p) for site in sites if not site.feature_map.trainable for p in site.feature_map.parameters()}
+    frozen |= {id(p) for m in model.modules() if "Sinusoidal" in type(m).__name__ for p in m.parameters()}
     chosen = {"maps": maps, "attention": attention}.get(stage.train)
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         learns = (chosen is None or id(parameter) in chosen) and id(parameter) not in frozen
-        parameter.requires_grad_(learns and "embed_positions" not in name and parameter.is_floating_point())
+        parameter.requires_grad_(learns and parameter.is_floating_point())
     if not any(p.requires_grad for p in model.parameters()):
         raise T2RError(f"stage {stage.name!r} has nothing to train: its maps have no parameters, or are frozen")
 
@@ -205,12 +283,13 @@ def choose_trained(model: nn.Module, stage: Stage) -> None:
 def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
     maps = {id(p) for site in recurrent_sites(model) for p in site.feature_map.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
+    map_rate = stage.learning_rate if stage.map_learning_rate is None else stage.map_learning_rate
     groups = [
-        {"params": [p for p in trained if id(p) in maps], "lr": stage.map_learning_rate or stage.learning_rate},
+        {"params": [p for p in trained if id(p) in maps], "lr": map_rate},
         {"params": [p for p in trained if id(p) not in maps], "lr": stage.learning_rate},
     ]
     groups = [group for group in groups if group["params"]]
-    if stage.optimizer == "nag":  # fairseq's nag is this, its velocity rescaled with the rate
+    if stage.optimizer == "nag":  # fairseq's nag is this, its velocity rescaled with the rate (and weight decay decoupled)
         return torch.optim.SGD(
             groups, lr=stage.learning_rate, momentum=stage.momentum, nesterov=True, weight_decay=stage.weight_decay
         )

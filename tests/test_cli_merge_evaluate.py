@@ -1,0 +1,94 @@
+"""`t2r merge` and `t2r evaluate`, through the real command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from families import tiny
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import t2r
+from t2r.cli import app
+
+TEXT = "the old man and the sea went out with a boat to catch fish but he came home with none . " * 40
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny GPT-2 and Llama, as they were and swapped, with a tokenizer each, and a text."""
+    root = tmp_path_factory.mktemp("models")
+    core = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.train_from_iterator([TEXT], trainers.WordLevelTrainer(special_tokens=["<pad>", "<s>", "</s>", "<unk>"]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    for name in ("gpt2", "llama"):
+        tiny(name, torch.float32).save_pretrained(root / name)
+        t2r.swap(tiny(name, torch.float32), feature_size=6).save_pretrained(root / f"{name}-rnn")
+        for folder in (root / name, root / f"{name}-rnn"):
+            tokenizer.save_pretrained(folder)
+    (root / "text.txt").write_text(TEXT)
+    return root
+
+
+def test_merge_saves_a_folder_that_answers_the_same(folders, tmp_path):
+    result = run("merge", folders / "gpt2-rnn", tmp_path / "merged")
+    assert result.exit_code == 0, result.output
+    assert "multiplications per token before" in result.stdout
+    before = AutoModelForCausalLM.from_pretrained(folders / "gpt2-rnn")
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(3, 20)[None]
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(before.generate(ids, **options), after.generate(ids, **options))
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("llama-rnn", "rotated by position"), ("gpt2", "is not a t2r model"), ("nowhere/at/all", "no folder")],
+)
+def test_merge_refuses_and_leaves_nothing_behind(folders, tmp_path, source, says):
+    result = run("merge", folders / source, tmp_path / "merged")
+    assert result.exit_code != 0
+    assert says in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_merge_keeps_its_source(folders):
+    result = run("merge", folders / "gpt2-rnn", folders / "gpt2-rnn")
+    assert "cannot be undone" in str(result.exception)
+
+
+def test_evaluate_compares_models_with_the_first(folders):
+    arguments = (
+        "--text",
+        folders / "text.txt",
+        "--window",
+        32,
+        "--stride",
+        16,
+        "--limit",
+        6,
+        "--no-generation",
+        "--json",
+    )
+    result = run("evaluate", folders / "llama", folders / "llama-rnn", *arguments)
+    assert result.exit_code == 0, result.output
+    teacher, student = json.loads(result.stdout)
+    assert teacher["tokens"] == student["tokens"] == 96
+    assert student["kl"] > 0
+    assert student["perplexity"] != teacher["perplexity"]
+
+
+def test_evaluate_prints_a_table(folders):
+    arguments = ("--text", folders / "text.txt", "--window", 32, "--stride", 16, "--limit", 4, "--no-generation")
+    result = run("evaluate", folders / "gpt2", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "gpt2" in result.stdout
