@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
-from families import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import t2r
+from families import tiny
 from t2r.cli import app
 
 TEXT = "the old man and the sea went out with a boat to catch fish but he came home with none . " * 40

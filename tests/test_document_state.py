@@ -15,7 +15,8 @@ from families import tiny
 from t2r.cli import app
 from t2r.generation.state import PIECE, read_document
 
-WORDS = ["the", "old", "man", "and", "the", "sea", "went", "out", "with", "a", "boat", "to", "catch", "fish", "but", "he", "came", "home", "with", "none"]
+TEXT = "the old man and the sea went out with a boat to catch fish but he came home with none"
+WORDS = TEXT.split()
 
 
 @pytest.fixture(scope="module")

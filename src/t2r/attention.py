@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout as drop
-from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
@@ -25,6 +23,8 @@ from t2r import ops
 from t2r.cache import Added, RecurrentLayer, adopt
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap, FeatureMap, repeat_heads
+from t2r.masks import documents_from_positions, make_mask, padding_and_starts
+from t2r.softmax import softmax_attention
 
 NAME = "t2r"
 """The attention implementation's name: `model.config._attn_implementation` of every swapped model."""
@@ -292,147 +292,6 @@ def attention_forward(
         if isinstance(module, InterfaceAttention):
             module.show(query, key, value, attention_mask, scaling, causal, out)
     return out.transpose(1, 2).contiguous(), None
-
-
-def softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    causal: bool,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-) -> Tensor:
-    """Exact attention. The mask is ours (see `make_mask`), so causality and windows are added here.
-
-    The queries are the last of the positions that the keys stand for."""
-    refuse_full_mask(mask)
-    queries, keys = q.shape[2], k.shape[2]
-    gqa = q.shape[1] != k.shape[1]
-    if mask is None and sliding_window is None and softcap is None and position_bias is None and queries == keys:
-        # Nothing but causality: the fused kernels know that by themselves.
-        return scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=causal and queries > 1, scale=scaling, enable_gqa=gqa
-        )
-    allowed = None
-    if causal and (queries > 1 or (sliding_window is not None and keys > sliding_window)):
-        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-        allowed = (distance >= 0)[None]
-        if sliding_window is not None:
-            allowed = allowed & (distance < sliding_window)
-    if mask is not None:
-        mask = mask[:, -keys:]
-        if mask.dtype == torch.bool:
-            seen = mask[:, None, :]
-        else:
-            seen = mask[:, -queries:, None] == mask[:, None, :]
-        allowed = seen if allowed is None else allowed & seen
-        if causal:  # a padded position sees itself, lest its row be empty: its output is never used
-            own = torch.arange(keys - queries, keys, device=q.device)[:, None] == torch.arange(keys, device=q.device)
-            allowed = allowed | own
-    if allowed is not None:
-        allowed = allowed[:, None]
-    if softcap is not None:
-        return capped_attention(q, k, v, allowed, scaling, dropout, softcap)
-    if position_bias is not None:
-        bias = position_bias.to(q.dtype)
-        allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
-    return scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scaling, enable_gqa=gqa)
-
-
-def capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling: float, dropout: float, softcap: float
-) -> Tensor:
-    """Exact attention with scores that never exceed a cap (Gemma 2), which no fused kernel of PyTorch's can do."""
-    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scaling / softcap)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.float32)  # whatever the model's dtype, as Gemma does
-    return drop(weights.to(q.dtype), dropout) @ v
-
-
-# --- Masks --------------------------------------------------------------------------------------------------
-#
-# A recurrence knows three things of the other positions: which are padding, and where a new document begins.
-# So a mask here is None, or `[batch, keys]`: boolean (true: a real token), or the number of the document that
-# each position belongs to.
-
-
-def make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    device: torch.device | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """What transformers builds once per forward and gives to every layer."""
-    if use_vmap:
-        raise T2RError(
-            "this model combines its causal mask with one of its own (a prefix that sees itself, image tokens): "
-            "a recurrence reads from left to right and cannot do that"
-        )
-    if attention_mask is not None:
-        # Looking at the values costs a wait for the device: worth it for a whole text, not for one token.
-        if q_length > 1 and not torch.compiler.is_compiling() and bool(attention_mask.all()):
-            return None
-        return attention_mask
-    if mask_function is None or q_length != kv_length or q_length == 1:
-        return None
-    # Position ids that restart are known to transformers' mask function alone: ask it whether each position may
-    # look at the one before it.
-    rows = torch.arange(batch_size, device=device)[:, None]
-    columns = torch.arange(1, q_length, device=device)[None, :]
-    begins = ~mask_function(rows, 0, columns, columns - 1)
-    if not torch.compiler.is_compiling() and not bool(begins.any()):
-        return None
-    return (pad(begins.long(), (1, 0)).cumsum(1) + 1).expand(batch_size, -1)
-
-
-def padding_and_starts(mask: Tensor | None, time: int) -> tuple[Tensor | None, Tensor | None]:
-    """Split a mask into what `t2r.ops` asks for, for the last `time` positions."""
-    refuse_full_mask(mask)
-    if mask is None:
-        return None, None
-    mask = mask[:, -time:]
-    if mask.dtype == torch.bool:
-        return mask, None
-    starts = torch.zeros_like(mask, dtype=torch.bool)
-    starts[:, 1:] = mask[:, 1:] != mask[:, :-1]
-    return None, starts
-
-
-def documents_from_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
-    """Numbers of documents, from position ids that restart; None where they do not.
-
-    For families that hand position ids to their attention but not to their mask (OPT)."""
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
-        return None
-    if torch.compiler.is_compiling():
-        return number_documents(position_ids, batch)
-    # Looking at the values waits for the device: once per forward, not once per layer.
-    if not hasattr(position_ids, "t2r_documents"):
-        restarts = bool((position_ids.diff(dim=1) != 1).any())
-        position_ids.t2r_documents = number_documents(position_ids, batch) if restarts else None  # type: ignore[attr-defined]
-    return position_ids.t2r_documents  # type: ignore[attr-defined]
-
-
-def number_documents(position_ids: Tensor, batch: int) -> Tensor:
-    return (pad((position_ids.diff(dim=1) != 1).long(), (1, 0)).cumsum(1) + 1).expand(batch, -1)
-
-
-def refuse_full_mask(mask: Tensor | None) -> None:
-    if mask is not None and mask.dim() != 2:
-        raise T2RError(
-            f"a {mask.dim()}-D attention mask says more than which tokens are padding; a recurrence reads from left "
-            "to right and takes a padding mask [batch, tokens] only (for packed documents: position_ids that restart)"
-        )
 
 
 # --- Modes --------------------------------------------------------------------------------------------------

@@ -20,10 +20,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from t2r import __version__
 from t2r.adapters import family_of, model_mixins
-from t2r.attention import NAME, refuse_full_mask
+from t2r.attention import NAME
 from t2r.cache import RecurrentLayer, T2RCache, T2REncoderDecoderCache, load_state
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
+from t2r.masks import refuse_full_mask
 from t2r.model_card import model_card
 from t2r.surgery import install, install_proved
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from typing import Annotated, Any
 
 import typer
@@ -71,6 +72,8 @@ def convert(
             progress=not (quiet or as_json),
             **options,
         )
+    if os.environ.get("RANK", "0") != "0":
+        return  # of several processes, one speaks
     if as_json:
         print(json.dumps(results, indent=2))
     elif not quiet:

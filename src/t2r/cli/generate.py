@@ -78,7 +78,9 @@ def generate(
     from t2r.loading import load_model, load_tokenizer
 
     with calm(quiet or as_json):
-        loaded = load_model(model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
+        loaded: Any = load_model(
+            model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+        )
         tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
         if tokenizer is None:
             raise T2RError(f"{model} has no tokenizer: save the one it was trained with into that folder")

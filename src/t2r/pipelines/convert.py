@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import logging
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +20,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from t2r.adapters import family_of
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data import Blocks, check_block_size, tokenize_corpus, write_corpus
+from t2r.data.fingerprint import of_model
 from t2r.errors import T2RError
 from t2r.evaluation import encode, perplexity, read_text
+from t2r.evaluation.perplexity import WINDOW
 from t2r.feature_maps import AffineMap
 from t2r.loading import check_destination, choose_device, load_model, load_tokenizer, whole_folder
-from t2r.merging import merge, merge_cost
+from t2r.merging import merge, merge_cost, mergeable_sites
 from t2r.modeling import swap
-from t2r.training.recipe import Recipe, Stage, load_recipe
+from t2r.training import processes
+from t2r.training.recipe import Recipe, load_recipe
 from t2r.training.run import Run, run_stage
 from t2r.training.sensitivity import most_sensitive
 
@@ -65,7 +69,7 @@ def convert(
     """Swap, train, evaluate, merge if possible, save. Returns what was measured, which is saved too.
 
     Args:
-        model: a folder, a hub name, or a model (then give its `tokenizer`).
+        model: a folder, a hub name, or a model (then give its `tokenizer`), which is itself converted.
         out: the folder to make. While it works, `out.run` beside it holds the unfinished run; the same call goes on.
         train: text files, globs, JSONL or `datasets:` names, or `teacher`: the model writes its own.
         valid: a text to measure perplexity on, before and after.
@@ -86,39 +90,61 @@ def convert(
     swap_options = plan.swap | options
     if auto is None and softmax_layers is not None:
         swap_options["softmax_layers"] = softmax_layers
-    place = choose_device(device)
+    place = processes.join(choose_device(device))
+    bf16 = place.type == "cuda" if bf16 is None else bf16
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     base, tokens = load_base(model, tokenizer, place, hub)
     config = T2RConfig(**swap_options)
+    if auto is not None:
+        check_auto(auto, plan, config, base)
+    positions = max_positions(base)
+    for stage in plan.stages:
+        check_block_size(stage.block_size, positions)
+    text = None if valid is None else encode(tokens, read_text(valid, tokens))
 
+    by_teacher = train in ("teacher", ["teacher"])
+    sources = [train] if isinstance(train, str) else list(train)
     run = Run(
         Path(out + ".run"),
         {
             "model": base.config.name_or_path,
-            "train": list(train) if not isinstance(train, str) else train,
+            "weights": of_model(base),
+            "train": sources,
+            "teacher_tokens": teacher_tokens if by_teacher else None,
+            "valid": valid,
+            "limit": limit,
             "recipe": plan.to_dict(),
             "swap": swap_options,
             "softmax_layers": softmax_layers,
             "seed": seed,
             "documents": documents,
+            "bf16": bf16,
         },
     )
-    text_of = train
-    if train == "teacher":
-        text_of = str(
-            write_corpus(base, tokens, run.folder / "corpus", tokens=teacher_tokens, seed=seed, progress=progress)
-        )
-    corpus = tokenize_corpus(text_of, tokens, progress=progress)
-    blocks = {stage.block_size: make_blocks(corpus, stage, base, documents) for stage in plan.stages}
+    with processes.main_first():
+        try:
+            if by_teacher:
+                length = max(stage.block_size for stage in plan.stages)
+                wanted: dict[str, Any] = {"tokens": teacher_tokens, "length": length, "seed": seed}
+                sources = [str(write_corpus(base, tokens, run.folder / "corpus", **wanted, progress=progress))]
+            # What the teacher wrote has its own marks between documents.
+            corpus = tokenize_corpus(sources, tokens, add_eos=not by_teacher, progress=progress)
+        except OSError as error:
+            raise T2RError(f"the tokens of the text cannot be cached: {error}") from error
+    run.remember("corpus", lambda: corpus.folder.name)
+    run.check("corpus", corpus.folder.name)  # named by what is in it
+    blocks = {stage.block_size: Blocks(corpus, stage.block_size, documents=documents) for stage in plan.stages}
 
     teacher = copy.deepcopy(base).eval().requires_grad_(False)
     if place.type == "cuda":
-        teacher.to(torch.bfloat16)
+        halve(teacher)
     student = swap(base, config)
+    if merged:
+        mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
     student.config.use_cache = True
     training: dict[str, Any] = {
         "seed": seed,
-        "bf16": place.type == "cuda" if bf16 is None else bf16,
+        "bf16": bf16,
         "save_steps": save_steps,
         "report_to": report_to,
         "progress": progress,
@@ -126,7 +152,6 @@ def convert(
     }
     if place.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for the sums of bf16 features; evaluation sets it back
-    text = None if valid is None else encode(tokens, read_text(valid, tokens))
     results: dict[str, Any] = {"teacher": measure(teacher, text, limit, run, "teacher"), "stages": {}}
     results["swapped"] = measure(student, text, limit, run, "swapped", teacher)
     for index, stage in enumerate(plan.stages):
@@ -137,6 +162,8 @@ def convert(
         results["stages"][stage.name] = measure(student, text, limit, run, stage.name, teacher)
         if index == 0 and auto is not None:
             student = keep_sensitive(run, student, teacher, config, auto, blocks[stage.block_size], results)
+    results["log"] = {stage.name: run.facts[f"{stage.name}.log"] for stage in plan.stages}
+    results = finite(results)
     return finish(run, student, tokens, plan, results, out, merged, overwrite)
 
 
@@ -154,15 +181,36 @@ def within(plan: Recipe, minutes: float) -> Recipe:
 
 def summary(results: dict[str, Any]) -> Table:
     """The perplexities, in the order in which they came about."""
-    table = Table("model", "perplexity", "against the teacher", "KL to the teacher")
-    rows = [("teacher", results["teacher"]), ("swapped, not trained", results["swapped"])]
-    rows += [(f"after {name}", measured) for name, measured in results["stages"].items()]
-    for name, measured in rows:
-        if measured is not None:
-            ratio = measured["perplexity"] / results["teacher"]["perplexity"] - 1
-            kl = "" if measured["kl"] is None else f"{measured['kl']:.4f}"
-            table.add_row(name, f"{measured['perplexity']:.2f}", f"{ratio:+.1%}", kl)
+    table = Table(*HEADER)
+    for row in rows(results):
+        table.add_row(*row)
     return table
+
+
+HEADER = ("model", "perplexity", "against the teacher", "KL to the teacher")
+
+
+def rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    measured = [("teacher", results["teacher"]), ("swapped, not trained", results["swapped"])]
+    measured += [(f"after {name}", values) for name, values in results["stages"].items()]
+    cells = []
+    for name, values in measured:
+        if values is not None:
+            own, kl = values["perplexity"], values["kl"]
+            ratio = "" if own is None else f"{own / results['teacher']['perplexity'] - 1:+.1%}"
+            cells.append(
+                (name, "not finite" if own is None else f"{own:.2f}", ratio, "" if kl is None else f"{kl:.4f}")
+            )
+    return cells
+
+
+def finite(value: Any) -> Any:
+    """The same without infinities and NaN, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load_base(
@@ -171,20 +219,25 @@ def load_base(
     """The model in float32, to be trained, and its tokenizer."""
     if isinstance(model, str):
         tokenizer = tokenizer or load_tokenizer(model, **hub)
-        model = load_model(model, dtype="float32", device=str(place), **hub)
+        base = load_model(model, dtype="float32", device=str(place), **hub)
     else:
-        model = model.float().to(place)
+        base = model.float().to(place)
+    if base.config.is_encoder_decoder:
+        raise T2RError(f"convert trains language models; {base.config.model_type} is an encoder-decoder")
     if tokenizer is None:
         raise T2RError("there is no tokenizer for this model: give one")
-    if model.config.is_encoder_decoder:
-        raise T2RError(f"convert trains language models; {model.config.model_type} is an encoder-decoder")
-    return model, tokenizer
+    return base, tokenizer
 
 
-def make_blocks(corpus: Any, stage: Stage, model: PreTrainedModel, documents: bool) -> Blocks:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    check_block_size(stage.block_size, family_of(model).max_positions(model) or positions)
-    return Blocks(corpus, stage.block_size, documents=documents)
+def max_positions(model: PreTrainedModel) -> int | None:
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    return family_of(model).max_positions(model) or positions
+
+
+def halve(model: PreTrainedModel) -> None:
+    """Weights in bfloat16. Not buffers: the frequencies of rotary positions would be rounded too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def measure(
@@ -195,9 +248,8 @@ def measure(
         return None
 
     def score() -> dict[str, Any]:
-        training = model.training
-        result = perplexity(model.eval(), text, limit=limit, teacher=teacher)
-        model.train(training)
+        window = min(WINDOW, max_positions(model) or WINDOW)
+        result = perplexity(model, text, window=window, stride=window // 2, limit=limit, teacher=teacher)
         kl = None if result.kl is None else result.kl.mean().item()
         return {"perplexity": result.perplexity, "kl": kl, "tokens": result.tokens}
 
@@ -216,6 +268,19 @@ def parse_auto(softmax_layers: Any) -> int | None:
     return int(count)
 
 
+def check_auto(count: int, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:
+    """Before anything is trained: can the layers that matter most be found and kept?"""
+    layers = len(family_of(model).decoder_layers(model))
+    if plan.stages[0].objective != "transfer":
+        raise T2RError(
+            f"softmax_layers=auto:{count} needs a recipe that begins with a transfer, which {plan.name} does not"
+        )
+    if config.softmax_every is not None or config.softmax_layers:
+        raise T2RError(f"softmax_layers=auto:{count} chooses the layers: give no others, and no softmax_every")
+    if count >= layers:
+        raise T2RError(f"softmax_layers=auto:{count} would keep all of the {layers} layers: nothing would be swapped")
+
+
 def keep_sensitive(
     run: Run,
     student: Any,
@@ -226,7 +291,7 @@ def keep_sensitive(
     results: dict[str, Any],
 ) -> PreTrainedModel:
     """After the first stage: measure each layer alone, and give the ones that matter most their softmax back."""
-    scan = run.remember("sensitivity", lambda: most_sensitive(student, blocks))
+    scan = run.remember("sensitivity", lambda: [list(cost) for cost in most_sensitive(student, blocks)])
     results["sensitivity"] = scan
     kept = sorted(int(layer) for layer, _ in scan[:count])
     logger.info("layers that matter most, kept as softmax attention: %s", kept)
@@ -257,12 +322,29 @@ def finish(
     )
     if merged or (merged is None and sites and merge_cost(student).pays):
         merge(student, force=bool(merged))
-    results["merged"] = student.t2r_config.merged  # type: ignore[attr-defined]
-    results["log"] = {stage.name: run.facts.get(f"{stage.name}.log") for stage in plan.stages}
-    with whole_folder(out, overwrite=overwrite) as folder:
-        student.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(plan.to_dict(), sort_keys=False), encoding="utf-8")
-        (folder / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    shutil.rmtree(run.folder, ignore_errors=True)
+    results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
+    if processes.is_main():
+        with whole_folder(out, overwrite=overwrite) as folder:
+            student.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            (folder / "recipe.yaml").write_text(yaml.safe_dump(plan.to_dict(), sort_keys=False), encoding="utf-8")
+            (folder / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
+            with (folder / "README.md").open("a", encoding="utf-8") as card:
+                card.write(card_section(plan, results))
+        shutil.rmtree(run.folder, ignore_errors=True)
+    processes.wait()
     return results
+
+
+def card_section(plan: Recipe, results: dict[str, Any]) -> str:
+    """For the model card: how it was trained, and what came of it."""
+    lines = [
+        "",
+        "## Results",
+        "",
+        f"Trained with the recipe `{plan.name}` (recipe.yaml; all numbers: results.json).",
+        "",
+    ]
+    if measured := rows(results):
+        lines += [f"| {' | '.join(cells)} |" for cells in (HEADER, ("---",) * len(HEADER), *measured)] + [""]
+    return "\n".join(lines)

@@ -25,14 +25,17 @@ the rest."""
 @contextmanager
 def transferring(model: nn.Module) -> Iterator[list[Tensor]]:
     """Inside the `with` block every site computes both attentions and passes the exact one on; the list collects, for
-    each site, the squared error of the recurrence relative to the size of what it should have given.
+    each site, the squared error of the recurrence relative to the size of what it should have given, a mean over the
+    rows of the batch: so it does not matter how a batch is divided.
 
     One model is enough: its trunk is the teacher's as long as only the maps are trained."""
     errors: list[Tensor] = []
 
     def observe(ours: Tensor, exact: Tensor) -> None:
-        exact = exact.detach().float()
-        errors.append((ours.float() - exact).square().mean() / exact.square().mean().clamp_min(1e-12))
+        wide = torch.promote_types(exact.dtype, torch.float32)
+        exact = exact.detach().to(wide)
+        error, size = (x.square().flatten(1).mean(1) for x in (ours.to(wide) - exact, exact))
+        errors.append((error / size.clamp_min(1e-12)).mean())
 
     with exact_attention(model):
         sites = recurrent_sites(model)
@@ -74,7 +77,8 @@ def head_is_linear(model: PreTrainedModel, input_ids: Tensor) -> bool:
         return False
     training = model.training
     model.eval()  # dropout would draw random numbers, which a resumed run would then draw once more
-    with capture_head_input(model) as captured:
+    # Compiled layers would be compiled once more, for this shape.
+    with torch.compiler.set_stance("force_eager"), capture_head_input(model) as captured:
         logits = model(input_ids=input_ids, use_cache=False).logits
     model.train(training)
     again = linear(captured[0][:, -1:], head.weight, head.bias)
@@ -103,7 +107,10 @@ def distillation_loss(
     """
     heads = (None, None) if student_head is None else (student_head.weight, student_head.bias)
     reference = (None, None) if teacher_head is None else (teacher_head.weight.detach(), teacher_head.bias)
-    return _ChunkedDistillation.apply(student, *heads, teacher, *reference, labels, kl_weight, task_weight, temperature)
+    scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
+    weights = (0.0 if teacher is None else kl_weight, task_weight, temperature)
+    # A batch of prompts alone has nothing to learn from: its loss is 0, not 0 / 0.
+    return _ChunkedDistillation.apply(student, *heads, teacher, *reference, labels, scored.clamp_min(1), *weights)
 
 
 class _ChunkedDistillation(torch.autograd.Function):
@@ -188,9 +195,7 @@ def task_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, gradient.masked_fill_((labels < 0)[:, None], 0)
 
 
-def kl_and_gradient(
-    logits: Tensor, reference: Tensor, temperature: float, labels: Tensor
-) -> tuple[Tensor, Tensor]:
+def kl_and_gradient(logits: Tensor, reference: Tensor, temperature: float, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The sum over tokens of T^2 KL(reference || logits) at temperature T, and its gradient by the logits."""
     log_q = (logits / temperature).log_softmax(-1)
     log_p = (reference / temperature).log_softmax(-1)

@@ -73,7 +73,7 @@ class Run:
         return self.weights(stage).exists()
 
 
-def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+def difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:
     """The first thing in which two plans differ."""
     for key in sorted({*old, *new}):
         if old.get(key) != new.get(key):
@@ -107,7 +107,7 @@ def run_stage(
         return model
     folder = run.folder / f"{stage.name}.checkpoints"
     options: dict[str, Any] = {"seed": seed, "bf16": bf16, "report_to": report_to, "progress": progress}
-    trained = with_lora(model, stage) if stage.train == "lora" else model
+    trained = with_lora(model, stage, seed) if stage.train == "lora" else model
     fused = [model] if teacher is None else [model, teacher]
     if compiled and stage.objective != "transfer":
         for part in fused:
@@ -211,14 +211,16 @@ def announce(stage: Stage, steps: int, model: Any, teacher: Any, dataset: Any) -
     )
 
 
-def with_lora(model: PreTrainedModel, stage: Stage) -> Any:
+def with_lora(model: PreTrainedModel, stage: Stage, seed: int) -> Any:
     """The model with low-rank adapters on its linear layers, the maps trained in full."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise T2RError("train: lora needs the peft extra: pip install 't2r[peft]'") from error
     config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, target_modules="all-linear")
-    adapted = get_peft_model(model, config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config)
     for site in recurrent_sites(adapted):
         if site.feature_map.trainable:
             site.feature_map.requires_grad_(True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
@@ -39,8 +40,12 @@ def most_sensitive(model: PreTrainedModel, blocks: Any, count: int = BLOCKS) -> 
 
 
 def loss_of(model: PreTrainedModel, batch: dict[str, Any]) -> float:
-    losses = []
+    """A mean over all tokens that are to be learned from."""
+    total, count = 0.0, 0
     for start in range(0, len(batch["input_ids"]), 4):
         rows = {name: x[start : start + 4] for name, x in batch.items()}
-        losses.append(model(**rows, use_cache=False).loss.item())
-    return sum(losses) / len(losses)
+        labels = rows.pop("labels")[:, 1:].flatten()
+        logits = model(**rows, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        total += cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
+        count += int((labels >= 0).sum())
+    return total / max(1, count)

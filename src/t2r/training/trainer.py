@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from t2r.attention import recurrent_sites
 from t2r.errors import T2RError
@@ -82,6 +82,7 @@ class StageTrainer(Trainer):
             optimizers=(optimizer, scheduler),
             callbacks=[Watch()],
         )
+        self.remove_callback(PrinterCallback)  # without a progress bar it prints to stdout, among our results
         self.stage, self.teacher = stage, teacher
         # Whether the loss is divided by what `get_batch_samples` counts, or a mean that accumulation has to divide.
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
@@ -171,7 +172,7 @@ class StageTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
+        if not all(p.isfinite().all() for p in self.learned().values()):
             raise T2RError(
                 f"the weights are not finite at step {self.state.global_step}: lower the learning rate; "
                 f"{kept(self.args)}"
@@ -200,7 +201,8 @@ class StageTrainer(Trainer):
             parameter.data.copy_(saved[name])
 
     def learned(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        model: Any = self.model
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 @contextmanager
@@ -233,8 +235,8 @@ class Watch(TrainerCallback):
         self.best = min(self.best, loss)
         if self.bad >= 3:
             raise T2RError(
-                f"the loss has grown from {self.best:.3g} to {loss:.3g} by step {state.global_step}: it diverges; lower "
-                f"the learning rate; {kept(args)}"
+                f"the loss has grown from {self.best:.3g} to {loss:.3g} by step {state.global_step}: it diverges; "
+                f"lower the learning rate; {kept(args)}"
             )
 
 
@@ -289,7 +291,7 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
         {"params": [p for p in trained if id(p) not in maps], "lr": stage.learning_rate},
     ]
     groups = [group for group in groups if group["params"]]
-    if stage.optimizer == "nag":  # fairseq's nag is this, its velocity rescaled with the rate (and weight decay decoupled)
+    if stage.optimizer == "nag":  # fairseq's is this, its velocity rescaled with the rate (and its decay decoupled)
         return torch.optim.SGD(
             groups, lr=stage.learning_rate, momentum=stage.momentum, nesterov=True, weight_decay=stage.weight_decay
         )

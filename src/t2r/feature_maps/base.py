@@ -1,0 +1,214 @@
+"""What every feature map is, and what those with a learned affine part share."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from t2r.errors import T2RError
+from t2r.feature_maps.tensors import affine, like_linear
+
+# A state many times larger than the head it serves is a slip of the keyboard, not a plan: at 16 times the
+# head's size the state already holds as much as the keys and values of 8 * head_dim tokens.
+LARGEST_RATIO = 16
+
+
+class FeatureMap(nn.Module):
+    """φ for the heads of one layer.
+
+    Args:
+        head_dim: size of a query and of a key.
+        num_heads: query heads.
+        feature_size: size of φ(x); None takes the map's own default.
+        num_key_value_heads: key heads, `num_heads` unless said otherwise.
+        grouped: one map and state per key/value head; False: one per query head.
+        shared: queries and keys use the same parameters; False: queries have their own, per query head.
+        seed: of everything drawn. Give each layer its own, or all layers draw the same.
+        trainable: False freezes the parameters.
+    """
+
+    name: ClassVar[str]
+    mergeable: ClassVar[bool] = False  # affine, then a function of the features alone: see AffineMap
+    separable: ClassVar[bool] = True  # whether shared=False makes sense
+    even: ClassVar[bool] = False  # whether features come in pairs
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        num_heads: int,
+        feature_size: int | None = None,
+        num_key_value_heads: int | None = None,
+        grouped: bool = True,
+        shared: bool = True,
+        seed: int = 0,
+        trainable: bool = True,
+    ) -> None:
+        super().__init__()
+        self.check(head_dim, feature_size)
+        self.head_dim = head_dim
+        self.feature_size = self.default_feature_size(head_dim) if feature_size is None else feature_size
+        self.num_heads = num_heads
+        self.num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        if self.num_key_value_heads < 1 or num_heads % self.num_key_value_heads:
+            raise T2RError(
+                f"{num_heads} query heads cannot be divided among {self.num_key_value_heads} key/value heads"
+            )
+        if not (shared or self.separable):
+            raise T2RError(
+                f"feature map {self.name!r} cannot have separate maps for queries and keys: its kernel needs "
+                "the same random vectors on both sides; leave shared=True"
+            )
+        self.key_heads = self.num_key_value_heads if grouped else num_heads
+        self.shared = shared
+        self.seed = seed
+        self.trainable = trainable
+
+    @property
+    def signed(self) -> bool:
+        """Whether features can be negative, which the denominator of the attention must know."""
+        return False
+
+    @classmethod
+    def default_feature_size(cls, head_dim: int) -> int:
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, head_dim: int, feature_size: int | None) -> None:
+        """Raise T2RError, with the reason, if the map cannot have that size."""
+        size = cls.default_feature_size(head_dim) if feature_size is None else feature_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise T2RError(f"feature_size must be a whole number, at least 1; got {size!r}")
+        if cls.even and size % 2:
+            raise T2RError(
+                f"feature_size counts the features of {cls.name!r}, which come in pairs: it must be even; "
+                f"got {size}, try {size + 1}"
+            )
+        if size > LARGEST_RATIO * head_dim:
+            raise T2RError(
+                f"feature_size {size} is more than {LARGEST_RATIO} times the head's size {head_dim}: "
+                f"surely a mistake; use at most {LARGEST_RATIO * head_dim}"
+            )
+
+    def queries(self, q: Tensor) -> Tensor:
+        """φ of queries `[batch, num_heads, time, head_dim]`: the same with `feature_size` last."""
+        raise NotImplementedError
+
+    def keys(self, k: Tensor) -> Tensor:
+        """φ of keys `[batch, num_key_value_heads, time, head_dim]`, for `key_heads` heads."""
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.queries(q), self.keys(k)
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Fill the parameters and buffers, in place."""
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """(Re)draw the parameters and buffers in place, from `seed` unless a CPU generator is given.
+
+        On the meta device, where models are built before their weights are loaded, nothing is drawn.
+        """
+        if any(tensor.is_meta for tensor in self.state_dict().values()):
+            return
+        self.draw(torch.Generator("cpu").manual_seed(self.seed) if generator is None else generator)
+
+    def finish(self) -> None:
+        """The last line of a constructor, once the tensors are in place."""
+        self.requires_grad_(self.trainable)
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return (
+            f"head_dim={self.head_dim}, feature_size={self.feature_size}, num_heads={self.num_heads}, "
+            f"key_heads={self.key_heads}"
+        )
+
+
+class HeadAffine(nn.Module):
+    """The weights of one affine map per head."""
+
+    def __init__(self, heads: int, rows: int, dim: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, rows, dim))
+        self.bias = nn.Parameter(torch.empty(heads, rows)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return affine(x, self.weight, self.bias)
+
+    def expanded(self, heads: int) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias with a map for each of `heads`, those of a group repeated."""
+        times = heads // self.weight.shape[0]
+        bias = None if self.bias is None else self.bias.repeat_interleave(times, dim=0)
+        return self.weight.repeat_interleave(times, dim=0), bias
+
+
+class AffineMap(FeatureMap):
+    """A learned affine map, then a function of its outputs alone: what merge folds into the projections."""
+
+    mergeable = True
+    has_bias: ClassVar[bool]
+
+    def __init__(self, *, init: str, **common: Any) -> None:
+        super().__init__(**common)
+        if init not in ("paper", "identity"):
+            raise T2RError(f"no initialization {init!r}: choose paper or identity")
+        self.init = init
+        shape = (self.rows, self.head_dim, self.has_bias)
+        self.key_map = HeadAffine(self.key_heads, *shape)
+        self.query_map = None if self.shared else HeadAffine(self.num_heads, *shape)
+        self.finish()
+
+    @property
+    def rows(self) -> int:
+        """Outputs of the affine part."""
+        return self.feature_size
+
+    def activate(self, x: Tensor) -> Tensor:
+        """What follows the affine part."""
+        raise NotImplementedError
+
+    def identity_rows(self, generator: torch.Generator) -> Tensor:
+        """Weights `[key_heads, rows, head_dim]` under which the map resembles softmax attention."""
+        raise NotImplementedError
+
+    def affine_q(self) -> tuple[Tensor, Tensor | None]:
+        """The affine part for queries: weight `[num_heads, rows, head_dim]` and bias `[num_heads, rows]`."""
+        return (self.query_map or self.key_map).expanded(self.num_heads)
+
+    def affine_k(self) -> tuple[Tensor, Tensor | None]:
+        """The affine part for keys: weight `[key_heads, rows, head_dim]` and bias `[key_heads, rows]`."""
+        return self.key_map.weight, self.key_map.bias
+
+    def drop_affine(self) -> None:
+        """After a merge: only `activate` is left, for features that come from the projections themselves."""
+        del self.key_map, self.query_map
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.activate((self.query_map or self.key_map)(q))
+
+    def keys(self, k: Tensor) -> Tensor:
+        return self.activate(self.key_map(k))
+
+    def draw(self, generator: torch.Generator) -> None:
+        weight, bias = self.affine_k()
+        if self.init == "identity":
+            weight.copy_(self.identity_rows(generator))
+            if bias is not None:
+                bias.zero_()
+        else:
+            weight.copy_(like_linear(*weight.shape, dim=self.head_dim, generator=generator))
+            if bias is not None:
+                bias.copy_(like_linear(*bias.shape, dim=self.head_dim, generator=generator))
+        if self.query_map is not None:
+            # Separate maps start equal, as if shared: drawn apart, φ(q)·φ(k) would say nothing about q·k.
+            weight, bias = self.key_map.expanded(self.num_heads)
+            self.query_map.weight.copy_(weight)
+            if self.query_map.bias is not None and bias is not None:
+                self.query_map.bias.copy_(bias)
+        if self.init == "identity":
+            self.undo_scale()
+
+    def undo_scale(self) -> None:
+        """Queries come divided by the root of the head's size: make good for it where the map minds."""

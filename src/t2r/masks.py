@@ -1,0 +1,88 @@
+"""What a recurrence must know of the other positions: which are padding, and where a new document begins.
+
+So a mask here is None, or `[batch, keys]`: boolean (true: a real token), or the number of the document that each
+position belongs to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from t2r.errors import T2RError
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """What transformers builds once per forward and gives to every layer."""
+    if use_vmap:
+        raise T2RError(
+            "this model combines its causal mask with one of its own (a prefix that sees itself, image tokens): "
+            "a recurrence reads from left to right and cannot do that"
+        )
+    if attention_mask is not None:
+        # Looking at the values costs a wait for the device: worth it for a whole text, not for one token.
+        if q_length > 1 and not torch.compiler.is_compiling() and bool(attention_mask.all()):
+            return None
+        return attention_mask
+    if mask_function is None or q_length != kv_length or q_length == 1:
+        return None
+    # Position ids that restart are known to transformers' mask function alone: ask it whether each position may
+    # look at the one before it.
+    rows = torch.arange(batch_size, device=device)[:, None]
+    columns = torch.arange(1, q_length, device=device)[None, :]
+    begins = ~mask_function(rows, 0, columns, columns - 1)
+    if not torch.compiler.is_compiling() and not bool(begins.any()):
+        return None
+    return (pad(begins.long(), (1, 0)).cumsum(1) + 1).expand(batch_size, -1)
+
+
+def padding_and_starts(mask: Tensor | None, time: int) -> tuple[Tensor | None, Tensor | None]:
+    """Split a mask into what `t2r.ops` asks for, for the last `time` positions."""
+    refuse_full_mask(mask)
+    if mask is None:
+        return None, None
+    mask = mask[:, -time:]
+    if mask.dtype == torch.bool:
+        return mask, None
+    starts = torch.zeros_like(mask, dtype=torch.bool)
+    starts[:, 1:] = mask[:, 1:] != mask[:, :-1]
+    return None, starts
+
+
+def documents_from_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
+    """Numbers of documents, from position ids that restart; None where they do not.
+
+    For families that hand position ids to their attention but not to their mask (OPT)."""
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
+        return None
+    if torch.compiler.is_compiling():
+        return number_documents(position_ids, batch)
+    # Looking at the values waits for the device: once per forward, not once per layer.
+    if not hasattr(position_ids, "t2r_documents"):
+        restarts = bool((position_ids.diff(dim=1) != 1).any())
+        position_ids.t2r_documents = number_documents(position_ids, batch) if restarts else None  # type: ignore[attr-defined]
+    return position_ids.t2r_documents  # type: ignore[attr-defined]
+
+
+def number_documents(position_ids: Tensor, batch: int) -> Tensor:
+    return (pad((position_ids.diff(dim=1) != 1).long(), (1, 0)).cumsum(1) + 1).expand(batch, -1)
+
+
+def refuse_full_mask(mask: Tensor | None) -> None:
+    if mask is not None and mask.dim() != 2:
+        raise T2RError(
+            f"a {mask.dim()}-D attention mask says more than which tokens are padding; a recurrence reads from left "
+            "to right and takes a padding mask [batch, tokens] only (for packed documents: position_ids that restart)"
+        )
