@@ -219,7 +219,7 @@ def test_a_padded_source_equals_each_source_alone(model_type, softmax_layers):
 
 @family
 @kept
-def test_continuing_from_a_returned_cache(model_type, softmax_layers):
+def test_continuing_from_a_returned_or_saved_cache(model_type, softmax_layers, tmp_path):
     model = swapped(model_type, softmax_layers=softmax_layers)
     inputs = prompts(model_type, padding=None)
     options = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
@@ -230,8 +230,10 @@ def test_continuing_from_a_returned_cache(model_type, softmax_layers):
     else:
         # The mask, lest a pad token that was generated be taken for padding.
         more = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
-    again = model.generate(**more, **options, max_new_tokens=6, past_key_values=first.past_key_values)
-    assert torch.equal(again.sequences, whole)
+    first.past_key_values.save(tmp_path / "state")
+    for cache in (first.past_key_values, model.load_state(tmp_path / "state")):
+        again = model.generate(**more, **options, max_new_tokens=6, past_key_values=cache)
+        assert torch.equal(again.sequences, whole)
 
 
 @family

@@ -130,20 +130,27 @@ def fold(site: ProjectionAttention) -> tuple[Affine, Affine]:
 
 @torch.no_grad()
 def fold_one(outer: Affine, inner: Affine, scale: float) -> Affine:
-    """outer(scale * inner(x)): per-head weights `[heads, rows, head_dim]` after `[heads * head_dim, hidden]`."""
-    weight = outer.weight.double()
+    """outer(scale * inner(x)): per-head weights `[heads, rows, head_dim]` after `[heads * head_dim, hidden]`.
+
+    On the CPU: not every accelerator has float64."""
+    outer, inner = exactly(outer), exactly(inner)
+    weight = outer.weight
     heads, _, head_dim = weight.shape
-    projection = inner.weight.double().unflatten(0, (-1, head_dim))
+    projection = inner.weight.unflatten(0, (-1, head_dim))
     projection = projection.repeat_interleave(heads // projection.shape[0], dim=0)  # un-grouped keys
     merged = scale * weight @ projection
     bias: Tensor | None = None
     if inner.bias is not None:
-        own = inner.bias.double().unflatten(0, (-1, head_dim))
+        own = inner.bias.unflatten(0, (-1, head_dim))
         own = own.repeat_interleave(heads // own.shape[0], dim=0)
         bias = scale * (weight @ own[..., None])[..., 0]
     if outer.bias is not None:
-        bias = outer.bias.double() if bias is None else bias + outer.bias.double()
+        bias = outer.bias if bias is None else bias + outer.bias
     return Affine(merged.flatten(0, 1), None if bias is None else bias.flatten())
+
+
+def exactly(part: Affine) -> Affine:
+    return Affine(part.weight.cpu().double(), None if part.bias is None else part.bias.cpu().double())
 
 
 def merge_cost(model: PreTrainedModel) -> MergeCost:
@@ -171,7 +178,7 @@ def sample_logits(model: PreTrainedModel) -> Tensor:
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {})
     training = model.training
     model.eval()
-    logits: Tensor = model(**inputs, use_cache=False).logits.double()
+    logits: Tensor = model(**inputs, use_cache=False).logits.cpu().double()
     if training:
         model.train()
     return logits
