@@ -124,6 +124,9 @@ def _built(model_type: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     no_dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
     no_dropout |= {
+        "layerdrop": 0.0,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
         "attn_pdrop": 0.0,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,

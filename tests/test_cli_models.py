@@ -328,7 +328,7 @@ def test_json(run, folders, model_type):
         assert 1 <= first["new_tokens"] <= 6
         assert first["tokens_per_second"] > 0
         assert (first["dtype"], first["device"]) == ("float32", "cpu")
-        assert first["backend"] == (None if kind == "" else "chunked" if model_type == "marian" else "quadratic")
+        assert first["backend"] == (None if kind == "" else "chunked")
         assert (blank["text"], blank["new_tokens"], blank["state_bytes"]) == ("", 0, 0)
         ids = words(TEXT[0], return_tensors="pt").input_ids
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, return_dict_in_generate=True)

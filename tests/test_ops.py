@@ -474,6 +474,15 @@ def test_chunked_forms_neither_t_by_t_nor_t_by_k_by_d():
     assert time * value < min(time * time, time * feature * value)
 
 
+@pytest.mark.parametrize("backend", ["quadratic", "recurrent", "chunked"])
+def test_gradient_checkpointing_changes_nothing(backend):
+    def checkpointed(*args, **options):
+        return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, **options)
+
+    case, run = make_case(state=True), ops.BACKENDS[backend].run
+    assert_same(outputs_and_gradients(checkpointed, case), outputs_and_gradients(run, case), case.tolerance)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_compiles_to_one_graph(causal):
     case = make_case(time=100, dtype=torch.float32, mask="left", state=True, causal=causal)

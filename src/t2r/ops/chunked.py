@@ -127,9 +127,10 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: gradient checkpointing recomputes them when they are asked for
         # Someone may call backward inside autocast, which would lower the matrix products of float32 tensors.
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            return *_backward(ctx.saved_tensors, ctx.size, ctx.signed, *grads[:3]), *(None,) * 5
+        with torch.autocast(saved[0].device.type, enabled=False):
+            return *_backward(saved, ctx.size, ctx.signed, *grads[:3]), *(None,) * 5
 
 
 def _backward(
