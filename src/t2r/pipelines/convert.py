@@ -8,7 +8,8 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.adapters import family_of
 from t2r.config import OPTIONS, T2RConfig
-from t2r.data import Blocks, check_block_size, tokenize_corpus, write_corpus
+from t2r.data import Blocks, TokenCorpus, check_block_size, tokenize_corpus, write_corpus
 from t2r.data.fingerprint import of_model
 from t2r.errors import T2RError
 from t2r.evaluation import encode, perplexity, read_text
@@ -121,16 +122,7 @@ def convert(
             "bf16": bf16,
         },
     )
-    with processes.main_first():
-        try:
-            if by_teacher:
-                length = max(stage.block_size for stage in plan.stages)
-                wanted: dict[str, Any] = {"tokens": teacher_tokens, "length": length, "seed": seed}
-                sources = [str(write_corpus(base, tokens, run.folder / "corpus", **wanted, progress=progress))]
-            # What the teacher wrote has its own marks between documents.
-            corpus = tokenize_corpus(sources, tokens, add_eos=not by_teacher, progress=progress)
-        except OSError as error:
-            raise T2RError(f"the tokens of the text cannot be cached: {error}") from error
+    corpus = make_corpus(run, base, tokens, None if by_teacher else sources, plan, teacher_tokens, seed, progress)
     run.remember("corpus", lambda: corpus.folder.name)
     run.check("corpus", corpus.folder.name)  # named by what is in it
     blocks = {stage.block_size: Blocks(corpus, stage.block_size, documents=documents) for stage in plan.stages}
@@ -150,21 +142,54 @@ def convert(
         "progress": progress,
         "compiled": place.type == "cuda" if compiled is None else compiled,
     }
-    if place.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for the sums of bf16 features; evaluation sets it back
     results: dict[str, Any] = {"teacher": measure(teacher, text, limit, run, "teacher"), "stages": {}}
     results["swapped"] = measure(student, text, limit, run, "swapped", teacher)
     for index, stage in enumerate(plan.stages):
-        needs_teacher = stage.objective == "distill"
-        student = run_stage(
-            run, student, stage, blocks[stage.block_size], teacher if needs_teacher else None, **training
-        )
+        own = blocks[stage.block_size]
+        with fast_sums(place):
+            student = run_stage(run, student, stage, own, teacher if stage.objective == "distill" else None, **training)
         results["stages"][stage.name] = measure(student, text, limit, run, stage.name, teacher)
         if index == 0 and auto is not None:
-            student = keep_sensitive(run, student, teacher, config, auto, blocks[stage.block_size], results)
+            student = keep_sensitive(run, student, teacher, config, auto, own, results)
     results["log"] = {stage.name: run.facts[f"{stage.name}.log"] for stage in plan.stages}
     results = finite(results)
     return finish(run, student, tokens, plan, results, out, merged, overwrite)
+
+
+def make_corpus(
+    run: Run,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: list[str] | None,
+    plan: Recipe,
+    teacher_tokens: int,
+    seed: int,
+    progress: bool,
+) -> TokenCorpus:
+    """The tokens to train on; without sources, of what the model itself writes first."""
+    with processes.main_first():
+        try:
+            if sources is not None:
+                return tokenize_corpus(sources, tokenizer, progress=progress)
+            length = max(stage.block_size for stage in plan.stages)
+            wanted: dict[str, Any] = {"tokens": teacher_tokens, "length": length, "seed": seed}
+            written = write_corpus(base, tokenizer, run.folder / "corpus", **wanted, progress=progress)
+            # What the teacher wrote has its own marks between documents.
+            return tokenize_corpus(str(written), tokenizer, add_eos=False, progress=progress)
+        except OSError as error:
+            raise T2RError(f"the tokens of the text cannot be cached: {error}") from error
+
+
+@contextmanager
+def fast_sums(place: torch.device) -> Iterator[None]:
+    """On a GPU, TF32 for the float32 products of bf16 features while it trains; measurements keep full precision."""
+    before = torch.get_float32_matmul_precision()
+    if place.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def within(plan: Recipe, minutes: float) -> Recipe:
