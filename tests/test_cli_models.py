@@ -393,6 +393,7 @@ def broken(folders, tmp_path) -> Path:
         ("inspect {b}/nowhere", "there is no folder"),
         ("inspect {b}/empty", "has no config.json"),
         ("inspect {b}/file", "is not a saved state, or was cut off"),
+        ("inspect {f}/llama --softmax-layers auto:2", "only convert can find them"),
         ("inspect {b}/json", "not a valid JSON"),
         ("inspect {b}/wrong", "cannot be loaded"),
         ("inspect {b}/code", "--trust-remote-code"),

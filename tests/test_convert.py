@@ -204,6 +204,15 @@ def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monk
     assert seen == {"equal": True, "teacher": True}
 
 
+@pytest.mark.parametrize("wrong", [{"train": "empty.txt"}, {"feature_size": 7}])
+def test_what_is_refused_at_once_leaves_nothing_behind(world, tmp_path, wrong):
+    (tmp_path / "empty.txt").touch()
+    wrong = {name: str(tmp_path / x) if name == "train" else x for name, x in wrong.items()}
+    with pytest.raises(T2RError):
+        run(world, tmp_path / "out", **wrong)
+    assert list(tmp_path.glob("out*")) == []
+
+
 def test_the_teacher_writes(world, tmp_path, monkeypatch):
     asked = {}
 

@@ -79,7 +79,10 @@ class T2RConfig(PreTrainedConfig):
             if self.softmax_every < 1:
                 raise T2RError(f"softmax_every={self.softmax_every}: keep every n-th layer, n at least 1")
             return [i for i in range(layers) if (layers - 1 - i) % self.softmax_every == 0]
-        kept = sorted(set(self.softmax_layers or []))
+        chosen = self.softmax_layers or []
+        if isinstance(chosen, str) or not all(type(layer) is int for layer in chosen):
+            raise T2RError(f"softmax_layers: give numbers, not {chosen!r}; only convert can find them (auto:N)")
+        kept = sorted(set(chosen))
         for layer in kept:
             if not 0 <= layer < layers:
                 raise T2RError(f"softmax_layers: there is no layer {layer}; the model has layers 0 to {layers - 1}")

@@ -123,8 +123,6 @@ def convert(
         },
     )
     corpus = make_corpus(run, base, tokens, None if by_teacher else sources, plan, teacher_tokens, seed, progress)
-    run.remember("corpus", lambda: corpus.folder.name)
-    run.check("corpus", corpus.folder.name)  # named by what is in it
     blocks = {stage.block_size: Blocks(corpus, stage.block_size, documents=documents) for stage in plan.stages}
 
     teacher = copy.deepcopy(base).eval().requires_grad_(False)
@@ -134,6 +132,9 @@ def convert(
     if merged:
         mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
     student.config.use_cache = True
+    # Nothing is refused from here on: the run begins. A corpus is named by what is in it.
+    run.remember("corpus", lambda: corpus.folder.name)
+    run.check("corpus", corpus.folder.name)
     training: dict[str, Any] = {
         "seed": seed,
         "bf16": bf16,

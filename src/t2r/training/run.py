@@ -29,18 +29,16 @@ class Run:
     """The working folder of a conversion: its plan, what is finished, and the checkpoints of what is not.
 
     Everything is written to a temporary name and renamed: whenever the process dies, the folder says truly how far it
-    came. Of several processes only the main one writes."""
+    came. Of several processes only the main one writes, and not before the first fact is found: what is refused at once
+    leaves no folder behind."""
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
         self.folder = folder
         self.file = folder / "run.json"
         self.facts: dict[str, Any] = {"plan": plan}
-        with processes.main_first():
-            if self.file.exists():
-                self.facts = json.loads(self.file.read_text(encoding="utf-8"))
-                self.check("plan", plan)
-            else:
-                self.write()
+        if self.file.exists():
+            self.facts = json.loads(self.file.read_text(encoding="utf-8"))
+            self.check("plan", plan)
 
     def check(self, key: str, now: Any) -> None:
         """What is now must be what was when the run began."""
