@@ -16,6 +16,8 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.fsmt.modeling_fsmt import SinusoidalPositionalEmbedding
 
+from t2r import models
+
 VOCABULARY, POSITIONS, PAD, EOS = 97, 64, 0, 2
 
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
@@ -39,6 +41,11 @@ SEQ2SEQ = TOKENS | {
     "decoder_start_token_id": EOS,
     "forced_eos_token_id": None,
     "forced_bos_token_id": None,
+}
+ADAPTIVE_LM = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "max_position_embeddings")} | {
+    "cutoffs": [20, 50],
+    "adaptive_factor": 2,
+    "softmax_dropout": 0.0,
 }
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
 GPT_NEOX = {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
@@ -82,6 +89,7 @@ class Row(NamedTuple):
 
 
 FAMILIES = {
+    "adaptive_lm": Row("AdaptiveLMForCausalLM", "AdaptiveLMConfig", ADAPTIVE_LM),
     "bart": Row("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, seq2seq=True),
     # With a cache, as it is by default, it reads several tokens at once without a causal mask; without, only float32.
     # Older ones, whose positions know nothing of a cache, do not even read one token after another rightly.
@@ -133,9 +141,9 @@ def _built(model_type: str, seed: int) -> PreTrainedModel:
         "hidden_dropout": 0.0,
         "dropout_rate": 0.0,
     }
-    known = getattr(transformers, config_class)()
+    known = named(config_class)()
     fields = fields | {name: value for name, value in no_dropout.items() if hasattr(known, name)}
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**fields))
+    model = named(model_class)(named(config_class)(**fields))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "position" not in name:
@@ -143,6 +151,11 @@ def _built(model_type: str, seed: int) -> PreTrainedModel:
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
     return model
+
+
+def named(name: str) -> Any:
+    """A class of transformers', or of our own."""
+    return getattr(transformers, name, None) or getattr(models, name)
 
 
 def tiny(model_type: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "src" / "t2r"
 # Each may import those above it, and nothing beside or below it. `cli` may import anything.
 LAYERS = (
     ("errors",),
+    ("models",),
     ("config",),
     ("ops",),
     ("feature_maps", "cache", "masks"),
@@ -22,7 +23,7 @@ LAYERS = (
     ("surgery", "model_card"),
     ("modeling", "merging"),
     ("loading",),
-    ("inspection",),
+    ("inspection", "fairseq"),
     ("data",),
     ("generation",),
     ("evaluation",),

@@ -29,6 +29,7 @@ import t2r
 from families import tiny
 from t2r.data import TokenCorpus, tokenize_corpus
 from t2r.errors import T2RError
+from t2r.evaluation import perplexity
 from t2r.pipelines import convert as module
 from t2r.pipelines.convert import convert, finite, halve, rows, summary, within
 from t2r.training.recipe import load_recipe
@@ -155,9 +156,7 @@ def test_the_whole_way(world, tmp_path, model_type):
     written = loaded.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False)
     assert written.shape[1] == inputs["input_ids"].shape[1] + 5
     assert loaded.t2r_config.merged is results["merged"]
-    again = module.perplexity(
-        loaded, module.encode(tokenizer, (world / "valid.txt").read_text() + "\n"), window=64, stride=32
-    )
+    again = perplexity(loaded, module.encode(tokenizer, (world / "valid.txt").read_text() + "\n"), window=64, stride=32)
     assert again.perplexity == pytest.approx(results["stages"]["distill"]["perplexity"], rel=1e-4)
     assert len(summary(results).rows) == 4
 

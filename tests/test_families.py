@@ -92,7 +92,7 @@ def test_the_model_stays_what_it_was(model_type):
     sites = recurrent_sites(model)
     assert len(sites) == (6 if is_seq2seq(model_type) else 3)
     assert not any(site.exact for site in sites)
-    assert model.get_input_embeddings().weight.shape[0] == VOCABULARY
+    assert model.get_input_embeddings().num_embeddings == VOCABULARY
     if "resizing its embeddings" not in registered(model_type).lacks:
         model.resize_token_embeddings(VOCABULARY + 3)
         assert model(**batch(model_type)).logits.shape[-1] == VOCABULARY + 3
@@ -116,6 +116,70 @@ def test_separate_and_ungrouped_maps(model_type, shared, grouped):
     assert cache.layers[0].state.s.shape[1] == (
         2 if grouped and "num_key_value_heads" in FAMILIES[model_type][2] else 4
     )
+
+
+# --- Forgetting ---------------------------------------------------------------------------------------------
+
+FORGETS = {"decay": True, "rotary": False, "feature_map": "hedgehog", "feature_size": 8}
+
+
+@family
+@kept
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_with_forgetting_it_generates_like_recomputation(model_type, softmax_layers, options):
+    model = swapped(model_type, **FORGETS, softmax_layers=softmax_layers)
+    assert_generates_like_recomputation(model, model_type, **options)
+
+
+@decoder
+def test_forgetting_goes_by_tokens_and_not_by_padding(model_type):
+    model = swapped(model_type, **FORGETS)
+    for padding in ("left", "right"):
+        inputs = batch(model_type, padding=padding)
+        mask = inputs["attention_mask"].bool()
+        with torch.no_grad():
+            together = model(**inputs, position_ids=position_ids(mask)).logits
+            for row, real in enumerate(mask):
+                alone = model(inputs["input_ids"][row : row + 1, real]).logits[0]
+                assert (together[row, real] - alone).abs().max() < LOGITS[torch.float64]
+
+
+@decoder
+def test_without_rotation_only_order_and_distance_matter(model_type):
+    """The teacher's rotation still decides what the exact attention gives, and nothing of the recurrence."""
+    if registered(model_type).positions != "rotary":
+        pytest.skip("it has no rotary positions")
+    model, inputs = swapped(model_type, **FORGETS), batch(model_type, padding=None)
+    dtype = FAMILIES[model_type].dtype
+    with torch.no_grad():
+        here = model(**inputs).logits
+        later = model(**inputs, position_ids=torch.arange(9)[None] * 3 + 7).logits
+        assert torch.equal(here, later)
+        teacher, exact = tiny(model_type, dtype), swapped(model_type, dtype, **FORGETS)
+        with t2r.exact_attention(exact):
+            assert (exact(**inputs).logits - teacher(**inputs).logits).abs().max() < LOGITS[dtype]
+
+
+@family
+def test_with_forgetting_it_learns_from_exact_attention(model_type):
+    """What the transfer compares is what the model then computes, with its maps' own inputs."""
+    model, inputs = swapped(model_type, **FORGETS), batch(model_type, padding=None)
+    if model_type == "fsmt":
+        inputs |= {"use_cache": False}
+    site, seen = recurrent_sites(model)[0], {}  # the first: its inputs are the same either way
+    site.observer = lambda ours, exact: seen.update(ours=ours, exact=exact)
+    with torch.no_grad(), t2r.exact_attention(model):
+        model(**inputs)
+    site.observer = None
+    assert not torch.allclose(seen["ours"], seen["exact"], atol=1e-3)
+    heard = []
+    hook = getattr(site, "o_proj", None) or getattr(site, "out_proj", None) or getattr(site, "c_proj", None)
+    hook = hook or getattr(site, "dense", None) or getattr(site, "o", None)
+    hook.register_forward_pre_hook(lambda module, args: heard.append(args[0]))
+    with torch.no_grad():
+        model(**inputs)
+    ours = seen["ours"].transpose(1, 2).flatten(2)
+    assert torch.allclose(heard[0].reshape(ours.shape), ours, atol=1e-9)
 
 
 # --- Generation = full recomputation ------------------------------------------------------------------------
@@ -523,6 +587,6 @@ def test_four_thousand_tokens_in_constant_memory(model_type):
 def test_the_loss_is_the_loss_of_the_logits(model_type):
     model, inputs = swapped(model_type), batch(model_type, padding=None)
     labels = inputs["input_ids"]
-    out = model(**inputs, labels=labels)
-    expected = cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-    assert torch.allclose(out.loss.float(), expected, atol=1e-5)
+    loss, logits = model(**inputs, labels=labels).loss, model(**inputs).logits
+    expected = cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    assert torch.allclose(loss.float(), expected, atol=1e-5)

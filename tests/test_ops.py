@@ -37,12 +37,14 @@ class Case:
     state: State | None
     mask: torch.Tensor | None
     starts: torch.Tensor | None
+    decay: torch.Tensor | None
     causal: bool
     signed: bool
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"mask": self.mask, "starts": self.starts, "causal": self.causal, "signed": self.signed}
+        options = {"mask": self.mask, "starts": self.starts, "decay": self.decay}
+        return options | {"causal": self.causal, "signed": self.signed}
 
     @property
     def tolerance(self) -> float:
@@ -63,6 +65,7 @@ def make_case(
     mask=None,
     starts=False,
     state=False,
+    decay=False,
     zeros=False,
     seed=0,
 ) -> Case:
@@ -98,7 +101,11 @@ def make_case(
     elif mask == "holes":
         mask = torch.rand(batch, keys, generator=generator) > 0.4
     starts = (torch.rand(batch, keys, generator=generator) > 0.7) if starts and causal else None
-    return Case(q, k, v, given, mask, starts, causal, signed)
+    rates = None
+    if decay and causal:  # from none at all to the fastest there is
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        rates = (torch.rand(key_heads, feature, generator=generator) * 1.2 - 0.1).clamp(0, 1).to(exact)
+    return Case(q, k, v, given, mask, starts, rates, causal, signed)
 
 
 @st.composite
@@ -118,13 +125,14 @@ def cases(draw, dtypes=(torch.float64,), causal=None, **fixed) -> Case:
         "mask": draw(st.sampled_from([None, "left", "right", "holes"])),
         "starts": draw(st.booleans()),
         "state": draw(st.booleans()),
+        "decay": draw(st.booleans()),
         "zeros": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**31)),
     }
     return make_case(**{**arguments, **fixed})
 
 
-def steps(q, k, v, *, state=None, mask=None, starts=None, causal=True, signed=False):
+def steps(q, k, v, *, state=None, mask=None, starts=None, decay=None, causal=True, signed=False):
     """The sequence as a user of the RNN runs it: one call of `step` a token."""
     if not causal:
         out, state = ops.linear_attention(q, k, v, state=state, mask=mask, causal=False, signed=signed)
@@ -141,6 +149,7 @@ def steps(q, k, v, *, state=None, mask=None, starts=None, causal=True, signed=Fa
             v[:, :, now],
             state,
             mask=None if mask is None else mask[:, now],
+            decay=decay,
             signed=signed,
         )
         outputs.append(out)
@@ -154,7 +163,10 @@ def outputs_and_gradients(run, case: Case, **options) -> dict[str, torch.Tensor]
         s, z = (x.clone().requires_grad_() for x in case.state[:2])
         inputs |= {"ds": s, "dz": z}
         state = State(s, z, case.state.z_abs)
-    out, new = run(q, k, v, state=state, **{**case.options, **options})
+    options = {**case.options, **options}
+    if case.decay is not None:
+        options["decay"] = inputs["d_decay"] = case.decay.clone().requires_grad_()
+    out, new = run(q, k, v, state=state, **options)
     results = {"out": out, "s": new.s, "z": new.z}
     generator = torch.Generator().manual_seed(1)
     loss = sum(
@@ -214,6 +226,7 @@ def test_all_forms_agree_in_lower_precision(case, chunk_size):
         None if case.state is None else State(*(None if x is None else x.double() for x in case.state)),
         case.mask,
         case.starts,
+        None if case.decay is None else case.decay.double(),
         case.causal,
         case.signed,
     )
@@ -232,8 +245,10 @@ def test_all_forms_agree_in_lower_precision(case, chunk_size):
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("mask", [None, "holes"])
-def test_gradcheck(signed, starts, mask):
+@pytest.mark.parametrize("decay", [False, True])
+def test_gradcheck(signed, starts, mask, decay):
     case = make_case(time=6, feature=3, value=2, signed=signed, starts=starts, mask=mask, state=True)
+    rates = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
     # Finite differences cannot see kinks: keep relu features off zero, and signed ones where no bound acts.
     q, k = (case.q + 4, case.k + 4) if signed else (case.q + 0.1, case.k + 0.1)
     if case.mask is not None:
@@ -243,9 +258,11 @@ def test_gradcheck(signed, starts, mask):
         ops.linear_attention(q, k, case.v, state=case.state, **case.options)
     assert count.bounded == 0
     inputs = [x.clone().requires_grad_() for x in (q, k, case.v, case.state.s, case.state.z)]
+    inputs += [rates.requires_grad_()] if decay else []
 
-    def run(q, k, v, s, z):
-        out, new = chunked.linear_attention(q, k, v, state=State(s, z, case.state.z_abs), chunk_size=4, **case.options)
+    def run(q, k, v, s, z, rates=None):
+        options = {**case.options, "decay": rates, "chunk_size": 4}
+        out, new = chunked.linear_attention(q, k, v, state=State(s, z, case.state.z_abs), **options)
         return out, new.s, new.z
 
     assert torch.autograd.gradcheck(run, inputs)
@@ -293,13 +310,14 @@ def test_packed_documents_equal_separate_ones(case, lengths):
             state=case.state,
             signed=case.signed,
             starts=starts,
+            decay=case.decay,
             causal=True,
             **options,
         )
         state = case.state
         for a, b in itertools.pairwise(edges):
             out, state = ops.linear_attention(
-                case.q[:, :, a:b], case.k[:, :, a:b], case.v[:, :, a:b], state=state, signed=case.signed
+                *(x[:, :, a:b] for x in (case.q, case.k, case.v)), state=state, signed=case.signed, decay=case.decay
             )
             assert_same({"out": packed[:, :, a:b]}, {"out": out}, case.tolerance, f"{backend} {a}:{b} ")
             last, state = state, None
@@ -323,7 +341,8 @@ def test_padding_changes_no_real_position(case, backend):
         real = case.mask[row]
         state = None if case.state is None else State(*(None if x is None else x[row : row + 1] for x in case.state))
         q, k, v = (x[row : row + 1, :, real] for x in (case.q, case.k, case.v))
-        alone, alone_end = ops.linear_attention(q, k, v, state=state, signed=case.signed, backend=backend)
+        options = {"signed": case.signed, "decay": case.decay, "backend": backend}
+        alone, alone_end = ops.linear_attention(q, k, v, state=state, **options)
         assert_same(
             {"out": out[row : row + 1, :, real], "s": end.s[row : row + 1]},
             {"out": alone, "s": alone_end.s},
@@ -398,7 +417,7 @@ def test_a_signed_denominator_near_zero_stays_bounded(form, offset, dtype):
     q = torch.ones(1, 1, 2, 1, dtype=dtype)
     k = torch.tensor([1.0, -1.0 + offset], dtype=dtype).view(1, 1, 2, 1)
     v = torch.tensor([[1.0, 300.0], [-1.0, -300.0]], dtype=dtype).view(1, 1, 2, 2)
-    results = outputs_and_gradients(run, Case(q, k, v, None, None, None, True, True))
+    results = outputs_and_gradients(run, Case(q, k, v, None, None, None, None, True, True))
     assert all(x.isfinite().all() for x in results.values())
     assert results["out"].abs().max() <= 300 / SIGNED_FLOOR * 1.01
     with ops.count_bounds() as count:
@@ -426,12 +445,16 @@ def test_extreme_float16_features_stay_finite(form, scale):
     assert state.s.isfinite().all()
 
 
-def test_step_in_place_updates_the_given_memory():
-    case = make_case(time=1, state=True, signed=True)
-    expected, _ = ops.step(case.q, case.k, case.v, case.state, signed=True)
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("mask", [None, "left"])
+def test_step_in_place_updates_the_given_memory(decay, mask):
+    case = make_case(time=1, state=True, signed=True, decay=decay, mask=mask, seed=2)
+    options = {"signed": True, "decay": case.decay, "mask": case.mask}
+    expected, after = ops.step(case.q, case.k, case.v, case.state, **options)
     state = State(*(x.clone() for x in case.state))
-    out, same = ops.step(case.q, case.k, case.v, state, signed=True, inplace=True)
+    out, same = ops.step(case.q, case.k, case.v, state, inplace=True, **options)
     assert same is state
+    assert all(torch.allclose(a, b) for a, b in zip(state, after, strict=True))
     assert torch.allclose(out, expected)
     assert not torch.equal(state.s, case.state.s)
 
@@ -450,6 +473,44 @@ def test_an_empty_sequence_leaves_the_state_alone(backend, causal):
         assert torch.equal(out, ops.look(q, case.state, out.dtype))
 
 
+@settings(max_examples=100)
+@given(cases(causal=True, starts=False, state=True))
+def test_absorb_is_attention_that_nobody_reads(case):
+    _, expected = ops.linear_attention(case.q, case.k, case.v, state=case.state, **case.options)
+    state = ops.absorb(case.state, case.k, case.v, mask=case.mask, decay=case.decay)
+    assert_same({"s": state.s, "z": state.z}, {"s": expected.s, "z": expected.z}, case.tolerance)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+def test_the_fastest_decay_over_many_chunks(backend):
+    """Powers of the decay reach from exp(64) down to nothing: no overflow, and rounding as without."""
+    case = make_case(time=600, dtype=torch.float32, state=True, mask="holes")
+    case.decay = torch.tensor([[0.0, 1e-4, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    exact = make_case(time=600, dtype=torch.float64, state=True, mask="holes")
+    exact.decay = case.decay.double()
+    expected = outputs_and_gradients(reference.recurrent, exact)
+    assert_same(outputs_and_gradients(ops.BACKENDS[backend].run, case), expected, 5e-3)
+
+
+def test_rates_are_bounded_alike_in_every_form():
+    case = make_case(decay=True)
+    wild = torch.tensor([[-1.0, 0.2, 3.0, 100.0]] * 2, dtype=torch.float64)
+    tame = wild.clamp(0, ops.FASTEST_DECAY)
+    for backend in ("quadratic", "recurrent", "chunked"):
+        a, b = (ops.linear_attention(case.q, case.k, case.v, decay=d, backend=backend)[0] for d in (wild, tame))
+        assert torch.equal(a, b)
+
+
+def test_without_forgetting_a_decay_changes_nothing():
+    case = make_case(time=300, state=True)
+    for backend in ("quadratic", "recurrent", "chunked"):
+        a, b = (
+            ops.linear_attention(case.q, case.k, case.v, state=case.state, decay=d, backend=backend)[0]
+            for d in (None, torch.zeros(2, 4, dtype=torch.float64))
+        )
+        assert torch.allclose(a, b, atol=1e-12)
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers the largest number of elements that any operation inside gives back."""
 
@@ -463,12 +524,13 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_chunked_forms_neither_t_by_t_nor_t_by_k_by_d():
+@pytest.mark.parametrize("decay", [None, torch.full((1, 16), 0.1)])
+def test_chunked_forms_neither_t_by_t_nor_t_by_k_by_d(decay):
     time, feature, value = 4096, 16, 32
     q, k = (torch.rand(1, 1, time, feature, requires_grad=True) for _ in "qk")
     v = torch.rand(1, 1, time, value, requires_grad=True)
     with LargestTensor() as seen:
-        out, _ = chunked.linear_attention(q, k, v)
+        out, _ = chunked.linear_attention(q, k, v, decay=decay)
         out.sum().backward()
     assert seen.largest <= time * max(feature, value)
     assert time * value < min(time * time, time * feature * value)
@@ -483,12 +545,12 @@ def test_gradient_checkpointing_changes_nothing(backend):
     assert_same(outputs_and_gradients(checkpointed, case), outputs_and_gradients(run, case), case.tolerance)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_compiles_to_one_graph(causal):
-    case = make_case(time=100, dtype=torch.float32, mask="left", state=True, causal=causal)
+@pytest.mark.parametrize(("causal", "decay"), [(True, False), (True, True), (False, False)])
+def test_compiles_to_one_graph(causal, decay):
+    case = make_case(time=100, dtype=torch.float32, mask="left", state=True, causal=causal, decay=decay)
 
     def run(q, k, v, s, z):
-        out, state = ops.linear_attention(q, k, v, state=State(s, z), mask=case.mask, causal=causal)
+        out, state = ops.linear_attention(q, k, v, state=State(s, z), **case.options)
         return out.sum() + state.s.sum()
 
     inputs = [x.clone().requires_grad_() for x in (case.q, case.k, case.v, *case.state[:2])]
@@ -506,6 +568,8 @@ def test_compiles_to_one_graph(causal):
         ({"mask": torch.ones(2, 9)}, "must be boolean"),
         ({"mask": torch.ones(2, 8, dtype=torch.bool)}, r"mask has shape \(2, 8\)"),
         ({"starts": torch.ones(2, 9, dtype=torch.bool), "causal": False}, "needs causal=True"),
+        ({"decay": torch.ones(2, 4), "causal": False}, "nothing is older"),
+        ({"decay": torch.ones(2, 3)}, r"decay has shape \(2, 3\), expected \(2, 4\)"),
         ({"k": torch.rand(2, 3, 9, 4)}, "cannot share"),
         ({"v": torch.rand(2, 2, 8, 3)}, "v has shape"),
         ({"q": torch.ones(2, 4, 9, 4, dtype=torch.long)}, "floating-point"),

@@ -5,7 +5,9 @@ import math
 
 import pytest
 
+from t2r.data.vocabulary import word_tokenizer
 from t2r.errors import T2RError
+from t2r.training.preset import load_preset, shipped_presets
 from t2r.training.recipe import Stage, load_recipe, shipped_recipes
 from t2r.training.schedule import Schedule
 
@@ -50,14 +52,29 @@ def fairseq_cosine(step, *, lr, warmup, init, floor, period, mult, shrink):
 SETTINGS = {"lr": 0.5, "warmup": 8000, "init": 1e-7, "floor": 5e-5, "period": 135_000, "mult": 2, "shrink": 0.75}
 
 
-def test_paper_lm_is_the_paper():
-    recipe = load_recipe("paper-lm")
+# The same, from random initialization.
+SCRATCH = PAPER | {
+    "steps": 286_000,
+    "batch_tokens": 73_728,  # max tokens 3072, 8 GPUs, update-freq 3
+    "warmup_steps": 16_000,
+    "learning_rate": 1.0,
+    "min_learning_rate": 1e-4,
+    "period": 270_000,
+}
+SCRATCH_SETTINGS = SETTINGS | {"lr": 1.0, "warmup": 16_000, "floor": 1e-4, "period": 270_000}
+
+
+@pytest.mark.parametrize(
+    ("name", "paper", "swap"), [("paper-lm", PAPER, PAPER_SWAP), ("paper-lm-scratch", SCRATCH, {})]
+)
+def test_recipes_of_the_paper_are_the_paper(name, paper, swap):
+    recipe = load_recipe(name)
     (stage,) = recipe.stages
     effective = dataclasses.asdict(stage)
-    assert {name: effective[name] for name in PAPER} == PAPER
-    assert recipe.swap == PAPER_SWAP
+    assert {name: effective[name] for name in paper} == paper
+    assert recipe.swap == swap
     # Whatever else a stage has does not apply to this one, or is as good as absent.
-    rest = set(effective) - set(PAPER)
+    rest = set(effective) - set(paper)
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
         *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "lora_rank"),
@@ -91,6 +108,69 @@ def test_paper_rates(step, rate):
         assert ours == pytest.approx(rate, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 1e-7),
+        (1, 1e-7 + 0.9999999 / 16_000),
+        (8_000, 0.50000005),
+        (15_999, 1e-7 + 0.9999999 * 15_999 / 16_000),
+        (16_000, 1.0),
+        (16_001, None),
+        (60_000, None),
+        (151_000, 0.50005),  # half of the period: between peak and floor
+        (200_000, None),
+        (285_999, None),  # the last step of the run and of the first cycle
+        (286_000, 0.75),
+    ],
+)
+def test_paper_rates_from_scratch(step, rate):
+    (stage,) = load_recipe("paper-lm-scratch").stages
+    ours = stage.make_schedule(stage.steps).at(step)
+    assert ours == pytest.approx(fairseq_cosine(step, **SCRATCH_SETTINGS), rel=1e-9)
+    if rate is not None:
+        assert ours == pytest.approx(rate, rel=1e-9)
+
+
+# Typed from the paper (section on language modeling, and the appendix's table) and, for what it leaves at fairseq's
+# defaults of `transformer_lm_wiki103`, from Baevski and Auli.
+PAPER_MODEL = {
+    "model_type": "adaptive_lm",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 8,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "activation_function": "relu",
+    "dropout": 0.2,
+    "layerdrop": 0.2,
+    "attention_dropout": 0.1,
+    "activation_dropout": 0.1,
+    "cutoffs": [20_000, 60_000],
+    "adaptive_factor": 4,
+    "softmax_dropout": 0.2,
+    "tie_word_embeddings": True,
+    "tie_adaptive_projections": True,
+    "scale_embedding": True,
+    "final_layer_norm": False,
+    "first_position": 2,
+}
+
+
+def test_adaptive_lm_paper_is_the_paper():
+    preset = load_preset("adaptive-lm-paper")
+    assert preset.plan() == load_recipe("paper-lm-scratch")
+    assert preset.tokenizer == {"kind": "word"}
+    assert preset.swap == {}
+    # WikiText-103 has 267,735 words with <eos> and <unk>, and fairseq's dictionary of it 267,744 entries.
+    words = word_tokenizer([f"w{i}" for i in range(267_733)])
+    config = preset.make_config(words)
+    effective = config.to_dict()
+    assert {name: effective[name] for name in PAPER_MODEL} == PAPER_MODEL
+    assert effective["vocab_size"] == 267_744
+    assert config.hidden_size // config.num_attention_heads == 128
+    assert (config.pad_token_id, config.eos_token_id) == (1, 2)
+
+
 @pytest.mark.parametrize("mult", [1, 1.5, 2])
 def test_restarts_are_fairseqs(mult):
     settings = {"lr": 1.0, "warmup": 3, "init": 0.1, "floor": 0.01, "period": 7, "mult": mult, "shrink": 0.5}
@@ -111,11 +191,30 @@ def test_other_schedules():
     assert Schedule("cosine", 2.0, 10).at(0) == 2  # no warm-up
 
 
+@pytest.mark.parametrize(
+    ("stage", "steps", "warmup", "period"),
+    [
+        ({"warmup_steps": 100}, 101, 100, None),
+        ({"warmup_steps": 100}, 100, 10, None),
+        ({"warmup_steps": 100}, 5, 0, None),
+        ({"warmup_steps": 0}, 1, 0, None),
+        ({"warmup_steps": 16_000, "period": 270_000, "schedule": "cosine_restarts"}, 286, 16, 270),
+        ({"warmup_steps": 16_000, "period": 270_000, "schedule": "cosine_restarts"}, 16_001, 16_000, 270_000),
+        ({"warmup_steps": 16_000, "period": 270_000, "schedule": "cosine_restarts"}, 1, 0, 1),
+    ],
+)
+def test_a_budget_shorter_than_its_warm_up(stage, steps, warmup, period):
+    fitted = Stage("a", "task", steps=steps, **stage).fitted(steps)
+    assert (fitted.warmup_steps, fitted.period) == (warmup, period)
+    rates = [fitted.make_schedule(steps).at(step) for step in range(steps)]
+    assert max(rates) == fitted.learning_rate
+
+
 def test_the_default_transfers_and_then_distills():
     recipe = load_recipe("distill-lm")
     assert [(s.objective, s.train) for s in recipe.stages] == [("transfer", "maps"), ("distill", "all")]
     assert recipe.swap["feature_map"] == "hedgehog"
-    assert shipped_recipes() == ["distill-lm", "paper-lm"]
+    assert shipped_recipes() == ["distill-lm", "paper-lm", "paper-lm-scratch", "scratch-lm"]
 
 
 def test_overrides():
@@ -226,6 +325,84 @@ def test_a_stage_made_in_python_is_checked_too():
         Stage("a", "task")
     with pytest.raises(T2RError, match="minutes must be positive"):
         Stage("a", "task", minutes=math.nan)
+
+
+# --- Presets --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_presets())
+def test_shipped_presets(name):
+    preset = load_preset(name)
+    assert preset.name == name
+    assert preset.description
+    assert all(stage.objective == "task" for stage in preset.plan().stages)
+
+
+def test_where_presets_are_found(tmp_path):
+    import yaml
+
+    preset = load_preset("gpt2-tiny", ["n_embd=32", "layer_norm_epsilon=1e-6"])
+    assert (preset.model["n_embd"], preset.model["layer_norm_epsilon"]) == (32, 1e-6)
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump(preset.to_dict(), sort_keys=False))
+    assert load_preset(file) == preset
+    assert preset.plan(["steps=7"]).stages[0].steps == 7
+    assert preset.plan().stages[0].steps == 300  # an override is not remembered
+    with pytest.raises(T2RError, match=r"no preset 'gpt2'.*gpt2-tiny.*or the folder of a model"):
+        load_preset("gpt2")
+    with pytest.raises(T2RError, match="there is no preset file"):
+        load_preset(tmp_path / "none.yaml")
+
+
+MODEL = "model: {model_type: gpt2}\n"
+TOKENIZER = "tokenizer: {kind: bpe, vocab_size: 300}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[", "is not YAML"),
+        ("3", "describes no model"),
+        (TOKENIZER, "describes no model"),
+        (MODEL, "`tokenizer` needs a kind"),
+        (MODEL + "tokenizer: bpe", "`tokenizer` needs a kind"),
+        (MODEL + TOKENIZER + "learning_rate: 3", "no field learning_rate"),
+        (MODEL + "tokenizer: {kind: bpe, vocab_size: 300, size: 3}", "a tokenizer has no field size"),
+        (MODEL + "tokenizer: {kind: bpe, vocab_size: many}", "'many' is not a whole number"),
+        (MODEL + "tokenizer: {kind: letters}", "no tokenizer of kind 'letters'"),
+        (MODEL + "tokenizer: {kind: bpe}", "a bpe tokenizer needs a vocab_size"),
+        (MODEL + TOKENIZER + "recipe: 3", "`recipe` is the name of one, or its stages"),
+        (MODEL + TOKENIZER + "swap: {feature_sise: 3}", "swap is made of the options"),
+        ("model: {model_type: gpt7}\n" + TOKENIZER, "transformers knows no model_type 'gpt7'"),
+        ("model: {n_embd: 3}\n" + TOKENIZER, "transformers knows no model_type"),
+        ("model: {model_type: vit}\n" + TOKENIZER, "vit is not a plain language model"),
+        ("model: {model_type: bart}\n" + TOKENIZER, "bart is not a plain language model"),
+        ("model: {model_type: gpt2, n_layers: 3}\n" + TOKENIZER, "gpt2 has no field n_layers"),
+    ],
+)
+def test_presets_that_are_refused(tmp_path, text, words):
+    (file := tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(T2RError) as error:
+        load_preset(file)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("n_layr=3", "gpt2 has no field n_layr"),
+        ("n_layer", "write field=value"),
+        ("=3", "write field=value"),
+        ("model_type=bart", "write field=value, of a field"),
+        ("n_layer=[", "not YAML"),
+        ("n_layer=many", "n_layer"),
+        ("vocab_size=5", "vocab_size 5 is less than the tokenizer's 7"),
+    ],
+)
+def test_models_that_are_refused(override, words):
+    with pytest.raises(T2RError) as error:
+        load_preset("gpt2-tiny", [override]).make_config(word_tokenizer(["a", "b", "c"]))
+    assert words in str(error.value)
 
 
 def test_a_recipe_survives_its_file(tmp_path):

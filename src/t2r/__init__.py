@@ -23,6 +23,7 @@ _EXPORTS = {
     "feature_maps": "t2r.feature_maps",
     "merge": "t2r.merging:merge",
     "ops": "t2r.ops",
+    "pretrain": "t2r.pipelines.pretrain:pretrain",
     "swap": "t2r.modeling:swap",
 }
 
@@ -38,6 +39,7 @@ __all__ = [
     "feature_maps",
     "merge",
     "ops",
+    "pretrain",
     "swap",
 ]
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from t2r.merging import merge
     from t2r.modeling import T2RForCausalLM, T2RForSeq2SeqLM, swap
     from t2r.pipelines.convert import convert
+    from t2r.pipelines.pretrain import pretrain
 else:
 
     def __getattr__(name: str) -> object:

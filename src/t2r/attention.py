@@ -51,7 +51,27 @@ class Recurrence(nn.Module):
     ) -> Tensor:
         """Causal attention over the new tokens and the state of all before: `[batch, heads, time, head_dim]`."""
         phi_q, phi_k = self.feature_map(q * scaling, k)
-        return advance(phi_q, phi_k, self.spread(v), mask, layer, self.feature_map.signed)
+        return self.advance(phi_q, phi_k, v, mask, layer)
+
+    def advance(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
+        """One token or many: read them into the layer's state, if there is a layer, and give the outputs."""
+        v, time = self.spread(v), phi_k.shape[2]
+        padding, starts = padding_and_starts(mask, time)
+        how: dict[str, Any] = {"mask": padding, "decay": self.feature_map.decay, "signed": self.feature_map.signed}
+        if not isinstance(layer, RecurrentLayer):
+            out, _ = ops.linear_attention(phi_q, phi_k, v, starts=starts, **how)
+            return out
+        state = layer.state
+        if state is not None and state.s.device != phi_q.device:
+            state = state.map(lambda x: x.to(phi_q.device))
+        if time == 1 and state is not None and starts is None:
+            # Without gradients the state keeps its address: nothing is allocated, and a compiled step stays valid.
+            inplace = not torch.is_grad_enabled() and not layer.record_past
+            out, state = ops.step(phi_q, phi_k, v, state, inplace=inplace, **how)
+        else:
+            out, state = ops.linear_attention(phi_q, phi_k, v, state=state, starts=starts, **how)
+        layer.store(state, time, Added(phi_k, v, padding, how["decay"]))
+        return out
 
     def show(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, causal: bool, out: Tensor
@@ -61,35 +81,13 @@ class Recurrence(nn.Module):
             return
         phi_q, phi_k = self.feature_map(q * scaling, k)
         padding, starts = padding_and_starts(mask, k.shape[2])
-        signed = self.feature_map.signed
-        ours, _ = ops.linear_attention(
-            phi_q, phi_k, self.spread(v), mask=padding, starts=starts, causal=causal, signed=signed
-        )
+        how: dict[str, Any] = {"mask": padding, "decay": self.feature_map.decay, "signed": self.feature_map.signed}
+        ours, _ = ops.linear_attention(phi_q, phi_k, self.spread(v), starts=starts, causal=causal, **how)
         self.observer(ours, out)
 
     def spread(self, v: Tensor) -> Tensor:
         """Values for every key head of the map: with un-grouped keys, one per query head."""
         return repeat_heads(v, self.feature_map.key_heads)
-
-
-def advance(phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, signed: bool) -> Tensor:
-    """One token or many: read them into the layer's state, if there is a layer, and give the outputs."""
-    time = phi_k.shape[2]
-    padding, starts = padding_and_starts(mask, time)
-    if not isinstance(layer, RecurrentLayer):
-        out, _ = ops.linear_attention(phi_q, phi_k, v, mask=padding, starts=starts, signed=signed)
-        return out
-    state = layer.state
-    if state is not None and state.s.device != phi_q.device:
-        state = state.map(lambda x: x.to(phi_q.device))
-    if time == 1 and state is not None and starts is None:
-        # Without gradients the state keeps its address: nothing is allocated, and a compiled step stays valid.
-        inplace = not torch.is_grad_enabled() and not layer.record_past
-        out, state = ops.step(phi_q, phi_k, v, state, mask=padding, signed=signed, inplace=inplace)
-    else:
-        out, state = ops.linear_attention(phi_q, phi_k, v, state=state, mask=padding, starts=starts, signed=signed)
-    layer.store(state, time, Added(phi_k, v, padding))
-    return out
 
 
 class InterfaceAttention(Recurrence):
@@ -99,11 +97,30 @@ class InterfaceAttention(Recurrence):
 
     cache_layer: Any = None
     cache_arguments = ("past_key_values", "layer_past")
+    rotary: bool = True
+    """Whether the map sees queries and keys after their rotation. Without it the stock forward is given a rotation by
+    nothing, whatever its own way to rotate."""
+    unrotated: list[tuple[Tensor, Tensor]] | None = None
+    """While a list, the attention only notes queries and keys in it. For the observer, who is to see those without
+    their rotation although the exact attention needs them with it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cache = next((kwargs[name] for name in self.cache_arguments if kwargs.get(name) is not None), None)
-        self.cache_layer = adopt(cache, self.layer_idx, recurrent=not self.exact)
-        return super().forward(*args, **kwargs)
+        caches = {name: kwargs[name] for name in self.cache_arguments if kwargs.get(name) is not None}
+        self.cache_layer = adopt(next(iter(caches.values()), None), self.layer_idx, recurrent=not self.exact)
+        if self.rotary or kwargs.get("position_embeddings") is None:
+            return super().forward(*args, **kwargs)
+        cos, sin = kwargs["position_embeddings"]
+        still = {**kwargs, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+        if not self.exact:
+            return super().forward(*args, **still)
+        if self.observer is not None:
+            self.unrotated = []
+            with torch.no_grad():
+                super().forward(*args, **still | dict.fromkeys(caches))
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.unrotated = None
 
 
 class Affine(NamedTuple):
@@ -201,7 +218,7 @@ class ProjectionAttention(Recurrence):
     def attend_self(self, x: Tensor, mask: Tensor | None, layer: Any, position_bias: Tensor | None = None) -> Tensor:
         if self.merged is not None:
             phi_q, phi_k = self.merged.queries(x, self.feature_map), self.merged.keys(x, self.feature_map)
-            return advance(phi_q, phi_k, self.spread(self.values(x)), mask, layer, self.feature_map.signed)
+            return self.advance(phi_q, phi_k, self.values(x), mask, layer)
         q, k, v = self.project(x)
         if not self.exact:
             return self.attend(q, k, v, mask, layer, self.scaling)
@@ -281,6 +298,10 @@ def attention_forward(
     """What transformers calls, for every attention of a swapped model: recurrent sites, layers that kept their
     softmax attention, and encoders alike."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    noted = module.unrotated if isinstance(module, InterfaceAttention) else None
+    if noted is not None and not noted:
+        noted.append((query, key))
+        return query.transpose(1, 2).contiguous(), None
     if isinstance(module, InterfaceAttention) and not module.exact:
         out = module.attend(query, key, value, attention_mask, module.cache_layer, scaling)
     else:
@@ -290,6 +311,7 @@ def attention_forward(
         options = (scaling, causal, dropout, sliding_window, softcap, position_bias)
         out = softmax_attention(query, key, value, attention_mask, *options)
         if isinstance(module, InterfaceAttention):
+            query, key = noted[0] if noted else (query, key)
             module.show(query, key, value, attention_mask, scaling, causal, out)
     return out.transpose(1, 2).contiguous(), None
 

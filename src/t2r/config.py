@@ -24,6 +24,9 @@ class T2RConfig(PreTrainedConfig):
         shared: queries and keys share one map.
         grouped: with grouped-query attention, one key map and one state per key/value head; otherwise one
             per query head: a larger state with more capacity.
+        decay: each feature of causal attention forgets, at a learned rate of its own.
+        rotary: with rotary positions, the map sees queries and keys after their rotation; False: before it, so that
+            only `decay` tells what is near.
         init: how the map starts, `paper` or `identity`. None: the map's own default.
         activation: of the `t2r` map.
         freeze_feature_map: do not train the map.
@@ -41,6 +44,8 @@ class T2RConfig(PreTrainedConfig):
     softmax_every: int | None = None
     shared: bool = True
     grouped: bool = True
+    decay: bool = False
+    rotary: bool = True
     init: str | None = None
     activation: str = "relu"
     freeze_feature_map: bool = False
@@ -97,6 +102,7 @@ class T2RConfig(PreTrainedConfig):
             "feature_size": size,
             "shared": self.shared,
             "grouped": self.grouped,
+            "decay": self.decay and not cross,
             "trainable": not self.freeze_feature_map,
             "seed": self.seed,
         }
@@ -121,9 +127,13 @@ OPTIONS = (
     "softmax_every",
     "shared",
     "grouped",
+    "decay",
+    "rotary",
     "init",
     "activation",
     "freeze_feature_map",
     "seed",
 )
 """What a user chooses: the same names in `swap`, on the command line and in the saved file."""
+
+AutoConfig.register("t2r", T2RConfig, exist_ok=True)

@@ -173,7 +173,8 @@ def sample_logits(model: PreTrainedModel) -> Tensor:
     """The logits of a few random tokens."""
     generator = torch.Generator().manual_seed(0)
     embeddings: Any = model.get_input_embeddings(), model.get_output_embeddings()  # source and target may differ
-    vocabulary = min(table.weight.shape[0] for table in embeddings if table is not None)
+    tables = [table.weight for table in embeddings if hasattr(table, "weight")]  # adaptive ones have many
+    vocabulary = min((weight.shape[0] for weight in tables), default=model.config.vocab_size)
     ids = torch.randint(0, vocabulary, (2, 24), generator=generator).to(model.device)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {})
     training = model.training

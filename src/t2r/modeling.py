@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from t2r import __version__
+from t2r import __version__, models
 from t2r.adapters import family_of, model_mixins
 from t2r.attention import NAME
 from t2r.cache import RecurrentLayer, T2RCache, T2REncoderDecoderCache, load_state
@@ -294,7 +294,7 @@ class T2RModel:
         """The class to build and the configuration to build it from."""
         base = config.base_config
         names = base.architectures or []
-        base_class = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+        base_class = next((found for found in map(model_class, names) if found is not None), None)
         if base_class is None:
             raise T2RError(f"this transformers has no model class {' or '.join(names) or '(none is named)'}")
         recurrent = t2r_class(base_class)
@@ -316,6 +316,11 @@ class T2RForSeq2SeqLM(T2RModel):
     """A swapped encoder-decoder: its decoder is recurrent, its encoder stays as it was."""
 
     auto_class = "AutoModelForSeq2SeqLM"
+
+
+def model_class(name: str) -> Any:
+    """The model class of this name, transformers' or our own; None if there is none."""
+    return getattr(transformers, name, None) or getattr(models, name, None)
 
 
 @functools.cache
@@ -347,7 +352,7 @@ def t2r_class(base: Any) -> type[T2RModel]:
 
 def __getattr__(name: str) -> Any:
     """Pickle finds the classes that `t2r_class` makes by name, in a process that has not made them yet."""
-    base = getattr(transformers, name.removeprefix("T2R"), None) if name.startswith("T2R") else None
+    base = model_class(name.removeprefix("T2R")) if name.startswith("T2R") else None
     if base is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return t2r_class(base)

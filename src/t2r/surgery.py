@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from t2r.adapters import Family, Site, change_class, family_of, refusal
-from t2r.attention import NAME, ProjectionAttention, Recurrence, exact_attention
+from t2r.attention import NAME, InterfaceAttention, ProjectionAttention, Recurrence, exact_attention
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, feature_map_class, make_feature_map
@@ -32,9 +33,16 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     chosen = [site for site in sites if site.layer not in kept]
     if not chosen:
         raise T2RError("every layer is kept as softmax attention: nothing would be swapped")
+    if not config.rotary and family.positions == "rotary" and not all(takes_rotation(s.module) for s in chosen):
+        raise T2RError(
+            f"the attention of {family.model_type} does not say how it rotates queries and keys: "
+            "rotary=False cannot be done here"
+        )
     maps = [make_map(family, site, config, index) for index, site in enumerate(chosen)]
     for site, feature_map in zip(chosen, maps, strict=True):
         operate(site.module, family.recurrent_class(site.module), feature_map)
+        if isinstance(site.module, InterfaceAttention):
+            site.module.rotary = config.rotary
         if config.merged:
             assert isinstance(site.module, ProjectionAttention)
             site.module.become_merged()
@@ -45,6 +53,10 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     for notice in family.notices(model, chosen):
         logger.warning(notice)
     return chosen
+
+
+def takes_rotation(module: nn.Module) -> bool:
+    return "position_embeddings" in inspect.signature(type(module).forward).parameters
 
 
 def make_map(family: Family, site: Site, config: T2RConfig, index: int) -> FeatureMap:

@@ -24,6 +24,7 @@ __all__ = [
 
 # model_type -> the module of that name here, which defines FAMILY. Imported when it is needed.
 FAMILIES = (
+    "adaptive_lm",
     "bart",
     "fsmt",
     "gemma",

@@ -19,6 +19,7 @@ class Added(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Tensor | None
+    decay: Tensor | None = None  # of the map, not of a row of the batch
 
 
 class RecurrentLayer(CacheLayerMixin):
@@ -95,10 +96,10 @@ class RecurrentLayer(CacheLayerMixin):
             masks = [
                 torch.ones_like(a.k[:, 0, :, 0], dtype=torch.bool) if a.mask is None else a.mask for a in self.recorded
             ]
-            hidden = ~torch.cat(masks, dim=1)[:, None, :-remove, None]
             assert self.state is not None
             before = self.state.map(torch.zeros_like) if self.before is None else self.before
-            self.state = absorb(before, k.masked_fill(hidden, 0), v.masked_fill(hidden, 0))
+            mask = torch.cat(masks, dim=1)[:, :-remove]
+            self.state = absorb(before, k, v, mask=mask, decay=self.recorded[0].decay)
             self.length -= remove
         self.recorded, self.before = [], None
 
@@ -124,7 +125,10 @@ class RecurrentLayer(CacheLayerMixin):
         """Rearrange the batch, and with it what could be taken back."""
         self.state = None if self.state is None else self.state.map(function)
         self.before = None if self.before is None else self.before.map(function)
-        self.recorded = [Added(*(None if x is None else function(x) for x in added)) for added in self.recorded]  # type: ignore[arg-type]
+        self.recorded = [
+            Added(function(a.k), function(a.v), None if a.mask is None else function(a.mask), a.decay)
+            for a in self.recorded
+        ]
 
 
 # --- Layers of either kind ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from t2r import __version__
-from t2r.cli import bench, convert, evaluate, generate, info, inspect, merge, swap
+from t2r.cli import bench, convert, evaluate, generate, import_, info, inspect, merge, pretrain, swap
 from t2r.errors import T2RError
 
 app = typer.Typer(
@@ -21,11 +21,13 @@ app = typer.Typer(
     rich_markup_mode=None,  # importing rich would take longer than all the rest of --help
 )
 app.command()(convert.convert)
+app.command()(pretrain.pretrain)
 app.command()(swap.swap)
 app.command()(merge.merge)
 app.command()(inspect.inspect)
 app.command()(generate.generate)
 app.command()(evaluate.evaluate)
+app.command(name="import")(import_.import_)
 app.command()(info.info)
 app.add_typer(bench.app, name="bench")
 

@@ -97,6 +97,7 @@ class CorpusWriter:
         self._dtypes = {"tokens": dtype, "starts": np.dtype(np.int64), "unscored": np.dtype(np.int64)}
         self._inside = False  # a document
         self._scored = True
+        self._last: int | None = None  # token
 
     def __enter__(self) -> CorpusWriter:
         parent = self.folder.parent
@@ -121,11 +122,13 @@ class CorpusWriter:
             self._write("unscored", [self.count])
             self._scored = scored
         self._write("tokens", ids)
+        self._last = ids[-1]
         self.count += len(ids)
 
     def end_document(self, eos: int | None, scored: bool) -> None:
-        """What follows is another document. One without any tokens is none, and gets no end."""
-        if self._inside and eos is not None:
+        """What follows is another document. One without any tokens is none, and gets no end; nor does one that has
+        its end already (where a line end is the EOS token, as in word-level text)."""
+        if self._inside and eos is not None and self._last != eos:
             self.add([eos], scored)
         self._inside = False
 

@@ -88,9 +88,11 @@ def tokenize_corpus(
     return TokenCorpus(folder)
 
 
-def read_all(sources: list[Source], tokenizer: PreTrainedTokenizerBase, lines: bool, progress: bool) -> Iterator[Part]:
+def read_all(
+    sources: list[Source], tokenizer: PreTrainedTokenizerBase, lines: bool, progress: bool, title: str = "tokenising"
+) -> Iterator[Part]:
     """Every source, one after the other, behind a bar that counts the bytes read."""
-    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("", total=sum(source.size for source in sources))
         done = 0

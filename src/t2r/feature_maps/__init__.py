@@ -12,7 +12,9 @@ layer at once: one tensor of weights per layer, and never a loop over heads.
 
 Queries arrive multiplied by `1/sqrt(head_dim)`. `feature_size` is always the size of φ(x), the rows of the
 state. With grouped-query attention a map belongs to a key/value head and the queries of its group use it too;
-un-grouped, there is a key map, and so a state, per query head.
+un-grouped, there is a key map, and so a state, per query head. With `decay` every feature forgets, at a rate of its
+own that is learned: what softmax attention tells from positions (what was said just now, or long ago) is then told
+by how much of it is left.
 
 To add a map: one class here, and its name in the tuple at the bottom.
 """
@@ -141,6 +143,10 @@ class EluMap(FeatureMap):
     """elu(x) + 1: no parameters (so nothing to share or to separate), and as many features as dimensions."""
 
     name = "elu"
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        self.finish()
 
     @classmethod
     def default_feature_size(cls, head_dim: int) -> int:

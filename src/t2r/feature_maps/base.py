@@ -1,16 +1,24 @@
 """What every feature map is, and what those with a learned affine part share."""
 
+import math
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from t2r.errors import T2RError
-from t2r.feature_maps.tensors import affine, like_linear
+from t2r.feature_maps.tensors import affine, full_precision, like_linear
+from t2r.ops import FASTEST_DECAY
 
 # A state many times larger than the head it serves is a slip of the keyboard, not a plan: at 16 times the
 # head's size the state already holds as much as the keys and values of 8 * head_dim tokens.
 LARGEST_RATIO = 16
+
+SLOWEST_START, FASTEST_START = 1 / 2000, 0.9
+"""Where rates of forgetting start, per token: spread evenly on a logarithmic scale, from a whole text to one word."""
+DECAY_PACE = 5.0
+"""Adam moves every number by about the learning rate, and a rate has further to go than a weight: from one word to a
+whole text it is 8 units of its logit. So the parameter is a fifth of the logit."""
 
 
 class FeatureMap(nn.Module):
@@ -23,6 +31,7 @@ class FeatureMap(nn.Module):
         num_key_value_heads: key heads, `num_heads` unless said otherwise.
         grouped: one map and state per key/value head; False: one per query head.
         shared: queries and keys use the same parameters; False: queries have their own, per query head.
+        decay: each feature forgets, at a rate of its own that is learned.
         seed: of everything drawn. Give each layer its own, or all layers draw the same.
         trainable: False freezes the parameters.
     """
@@ -41,6 +50,7 @@ class FeatureMap(nn.Module):
         num_key_value_heads: int | None = None,
         grouped: bool = True,
         shared: bool = True,
+        decay: bool = False,
         seed: int = 0,
         trainable: bool = True,
     ) -> None:
@@ -63,6 +73,14 @@ class FeatureMap(nn.Module):
         self.shared = shared
         self.seed = seed
         self.trainable = trainable
+        self.decay_logits = nn.Parameter(torch.empty(self.key_heads, self.feature_size)) if decay else None
+
+    @property
+    def decay(self) -> Tensor | None:
+        """The rates of forgetting `[key_heads, feature_size]`, as `ops` takes them, or None."""
+        if self.decay_logits is None:
+            return None
+        return FASTEST_DECAY * (DECAY_PACE * full_precision(self.decay_logits)).sigmoid()
 
     @property
     def signed(self) -> bool:
@@ -112,7 +130,12 @@ class FeatureMap(nn.Module):
         """
         if any(tensor.is_meta for tensor in self.state_dict().values()):
             return
-        self.draw(torch.Generator("cpu").manual_seed(self.seed) if generator is None else generator)
+        generator = torch.Generator("cpu").manual_seed(self.seed) if generator is None else generator
+        self.draw(generator)
+        if self.decay_logits is not None:
+            low, high = math.log(SLOWEST_START), math.log(FASTEST_START)
+            rates = torch.exp(low + (high - low) * torch.rand(self.decay_logits.shape, generator=generator))
+            self.decay_logits.copy_(torch.logit(rates / FASTEST_DECAY) / DECAY_PACE)
 
     def finish(self) -> None:
         """The last line of a constructor, once the tensors are in place."""

@@ -18,9 +18,19 @@ from torch import Tensor
 
 from t2r.errors import T2RError
 from t2r.ops import chunked, reference
-from t2r.ops.common import BoundCount, State, accumulator_dtype, cast_output, count_bounds
+from t2r.ops.common import (
+    FASTEST_DECAY,
+    BoundCount,
+    State,
+    accumulator_dtype,
+    cast_output,
+    clock,
+    count_bounds,
+    fade,
+)
 
 __all__ = [
+    "FASTEST_DECAY",
     "BoundCount",
     "State",
     "absorb",
@@ -67,6 +77,7 @@ def linear_attention(
     state: State | None = None,
     mask: Tensor | None = None,
     starts: Tensor | None = None,
+    decay: Tensor | None = None,
     causal: bool = True,
     signed: bool = False,
     backend: str = "auto",
@@ -80,6 +91,8 @@ def linear_attention(
         state: what came before; its gradient is computed too.
         mask: `[batch, time]`, true where a key counts. A masked key enters neither sum.
         starts: `[batch, time]`, true where a document begins: the state is reset before that position.
+        decay: `[key_heads, feature]`, rates of forgetting: with each token that counts, a row of the state shrinks to
+            exp(-rate) of what it was before the token is added. From 0 (never) to `FASTEST_DECAY`, and bounded to that.
         causal: a query sees the keys up to its own position; otherwise all of them (cross attention), and
             queries and keys may differ in number.
         signed: the features may be negative (see `t2r.ops.common.safe_denominator`).
@@ -88,6 +101,7 @@ def linear_attention(
     The sums are float32 (float64 for float64 inputs) whatever the inputs are, inside `torch.autocast` too.
     """
     _check(q, k, v, state, mask, starts, causal, signed)
+    decay = _bounded(decay, k, causal)
     name = choose(k.shape[2], q.device, causal) if backend == "auto" else backend
     if name not in BACKENDS:
         raise T2RError(f"no backend {name!r}: choose auto or one of {', '.join(BACKENDS)}")
@@ -99,13 +113,22 @@ def linear_attention(
         past = State.zeros(k, v, signed) if state is None else state
         return v.new_zeros(*q.shape[:3], v.shape[-1]), past
     with torch.autocast(q.device.type, enabled=False):
-        return BACKENDS[name].run(q, k, v, state=state, mask=mask, starts=starts, causal=causal, signed=signed)
+        return BACKENDS[name].run(
+            q, k, v, state=state, mask=mask, starts=starts, decay=decay, causal=causal, signed=signed
+        )
 
 
-def absorb(state: State, k: Tensor, v: Tensor) -> State:
+def absorb(state: State, k: Tensor, v: Tensor, *, mask: Tensor | None = None, decay: Tensor | None = None) -> State:
     """Add keys and values to a state without reading it."""
     with torch.autocast(k.device.type, enabled=False):
-        return reference.absorb(state, k.to(state.s.dtype), v.to(state.s.dtype))
+        k, v = k.to(state.s.dtype), v.to(state.s.dtype)
+        if mask is not None:
+            k, v = (x.masked_fill(~mask.bool()[:, None, :, None], 0) for x in (k, v))
+        if (decay := _bounded(decay, k, True)) is not None:
+            decay, time = decay.to(k.dtype), clock(None if mask is None else mask.bool(), k.shape[2], k)
+            end = time[:, -1:] if k.shape[2] else time.new_zeros(1, 1)
+            state, k = state.faded(fade(decay, end)[:, :, 0]), k * fade(decay, end - time)
+        return reference.absorb(state, k, v)
 
 
 def look(q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
@@ -121,6 +144,7 @@ def step(
     state: State | None = None,
     *,
     mask: Tensor | None = None,
+    decay: Tensor | None = None,
     signed: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, State]:
@@ -142,6 +166,17 @@ def step(
             keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
         if state is None:
             state = State.zeros(k, v, signed)
+        if (decay := _bounded(decay, k, True)) is not None:
+            left = torch.exp(-decay.to(dtype))[None]
+            if mask is not None:
+                left = torch.where(mask.bool()[:, :, None], left, 1.0)
+            if inplace:
+                state.s.mul_(left[..., None])
+                state.z.mul_(left)
+                if state.z_abs is not None:
+                    state.z_abs.mul_(left)
+            else:
+                state = state.faded(left)
         if inplace:
             state.s.addcmul_(keys.mT, values)
             state.z.add_(keys[:, :, 0])
@@ -150,6 +185,17 @@ def step(
         else:
             state = reference.absorb(state, keys, values)
     return look(q, state, v.dtype), state
+
+
+def _bounded(decay: Tensor | None, k: Tensor, causal: bool) -> Tensor | None:
+    """Rates that every backend can compute with."""
+    if decay is None:
+        return None
+    if not causal:
+        raise T2RError("decay (forgetting) needs causal=True: without an order of tokens nothing is older")
+    if tuple(decay.shape) != (k.shape[1], k.shape[3]):
+        raise T2RError(f"decay has shape {tuple(decay.shape)}, expected {(k.shape[1], k.shape[3])}")
+    return decay.clamp(0, FASTEST_DECAY)
 
 
 def _check(

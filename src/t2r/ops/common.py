@@ -18,6 +18,11 @@ SIGNED_FLOOR = 1e-2
 so that no output is larger than `max|v| / SIGNED_FLOOR`."""
 
 
+FASTEST_DECAY = 1.0
+"""The highest rate of forgetting: a row of the state is then e times smaller after every token. It bounds the powers
+that appear when a stretch of tokens is computed at once."""
+
+
 class State(NamedTuple):
     """The memory of linear attention, per key head: all that the past is to the future.
 
@@ -33,6 +38,11 @@ class State(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """The same function of each tensor."""
         return State(function(self.s), function(self.z), None if self.z_abs is None else function(self.z_abs))
+
+    def faded(self, left: Tensor) -> State:
+        """The same with each row multiplied by what is left of it, `[batch or 1, key_heads, feature]`."""
+        z_abs = None if self.z_abs is None else self.z_abs * left.detach()
+        return State(self.s * left[..., None], self.z * left, z_abs)
 
     @classmethod
     def zeros(cls, k: Tensor, v: Tensor, signed: bool = False) -> State:
@@ -98,6 +108,20 @@ def safe_denominator(den: Tensor, total: Tensor | None) -> Denominator:
         count.queries += bounded.numel()
         count.bounded += int(bounded.sum())
     return Denominator(torch.where(bounded, floor, den), bounded, empty)
+
+
+def clock(mask: Tensor | None, time: int, like: Tensor) -> Tensor:
+    """How many tokens have counted up to each position, itself included: `[batch, time]`, or `[1, time]` without a
+    mask. Forgetting goes by this clock, so that padding makes nothing older."""
+    if mask is None:
+        return torch.arange(1, time + 1, dtype=like.dtype, device=like.device)[None]
+    return mask.cumsum(1).to(like.dtype)
+
+
+def fade(decay: Tensor, elapsed: Tensor) -> Tensor:
+    """What is left of each row of the state after so many tokens: `[batch, key_heads, time, feature]` for elapsed
+    counts `[batch, time]`."""
+    return torch.exp(-decay[None, :, None] * elapsed[:, None, :, None])
 
 
 def cast_output(out: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from t2r.ops.common import State, accumulator_dtype, cast_output, fold_groups, read, safe_denominator
+from t2r.ops.common import State, accumulator_dtype, cast_output, clock, fade, fold_groups, read, safe_denominator
 
 
 def quadratic(
@@ -20,6 +20,7 @@ def quadratic(
     state: State | None = None,
     mask: Tensor | None = None,
     starts: Tensor | None = None,
+    decay: Tensor | None = None,
     causal: bool = True,
     signed: bool = False,
 ) -> tuple[Tensor, State]:
@@ -31,9 +32,23 @@ def quadratic(
     if mask is not None:
         k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
 
-    weights = q @ k.mT
-    total = q.detach().abs() @ k.detach().abs().mT if signed else None
-    num, den, seen = read(q, past)
+    group = heads // key_heads
+    if decay is None:
+        weights = q @ k.mT
+        total = q.detach().abs() @ k.detach().abs().mT if signed else None
+        num, den, seen = read(q, past)
+    else:
+        decay, time = decay.to(dtype), clock(mask, keys, k)
+        # How much of each feature of a key is left when a query comes; a key that comes later is hidden below.
+        left = fade(decay, (time[:, :, None] - time[:, None, :]).clamp_min(0).flatten(1))
+        left = left.unflatten(2, (keys, keys)).repeat(1, 1, group, 1, 1)
+        weights = torch.einsum("bhif,bhjf,bhijf->bhij", q, k, left)
+        total = (
+            torch.einsum("bhif,bhjf,bhijf->bhij", q.detach().abs(), k.detach().abs(), left.detach()) if signed else None
+        )
+        num, den, seen = read(q * fade(decay, time).repeat(1, 1, group, 1), past)
+        k = k * fade(decay, time[:, -1:] - time)
+        past = past.faded(fade(decay, time[:, -1:])[:, :, 0])
     keep = carry = None
     if causal:
         visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril()[None]
@@ -41,12 +56,12 @@ def quadratic(
             document = starts.cumsum(1)
             visible = visible & (document[:, :, None] == document[:, None, :])
             # The given state belongs to document 0; only the last document lives on in the new one.
-            before = (document == 0).repeat(1, heads // key_heads)[:, None]
+            before = (document == 0).repeat(1, group)[:, None]
             num, den = num * before[..., None], den * before
             seen = None if seen is None else seen * before
             keep = (document == document[:, -1:])[:, None, :, None]
             carry = (document[:, -1] == 0)[:, None, None]
-        hidden = ~visible.repeat(1, heads // key_heads, 1)[:, None]
+        hidden = ~visible.repeat(1, group, 1)[:, None]
         weights = weights.masked_fill(hidden, 0)
         total = None if total is None else total.masked_fill(hidden, 0)
 
@@ -76,10 +91,12 @@ def recurrent(
     state: State | None = None,
     mask: Tensor | None = None,
     starts: Tensor | None = None,
+    decay: Tensor | None = None,
     causal: bool = True,
     signed: bool = False,
 ) -> tuple[Tensor, State]:
-    """The recurrence of the paper: S += k v^T, z += k, out = q S / q z, for one position after another."""
+    """The recurrence of the paper: S += k v^T, z += k, out = q S / q z, for one position after another. With a decay,
+    S and z fade before each token that counts."""
     out_dtype, dtype = v.dtype, accumulator_dtype(q, k, v)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     state = State.zeros(k, v, signed) if state is None else state
@@ -90,6 +107,8 @@ def recurrent(
     for t in range(k.shape[2]):
         if starts is not None:
             state = forget(state, starts[:, t])
+        if decay is not None:
+            state = age(state, decay, None if mask is None else mask[:, t])
         state = absorb(state, k[:, :, t : t + 1], v[:, :, t : t + 1])
         if causal:
             outputs.append(look(q[:, :, t : t + 1], state))
@@ -105,6 +124,14 @@ def forget(state: State, where: Tensor) -> State:
     keep = ~where[:, None, None]
     z_abs = None if state.z_abs is None else state.z_abs * keep
     return State(state.s * keep[..., None], state.z * keep, z_abs)
+
+
+def age(state: State, decay: Tensor, where: Tensor | None) -> State:
+    """One token passes, in the sequences where `where [batch]` is true, and the state fades by it."""
+    left = torch.exp(-decay.to(state.z.dtype))[None]
+    if where is not None:
+        left = torch.where(where[:, None, None], left, 1.0)
+    return state.faded(left)
 
 
 def absorb(state: State, k: Tensor, v: Tensor) -> State:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import json
 import logging
-import math
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,12 +17,23 @@ from t2r.config import OPTIONS, T2RConfig
 from t2r.data import Blocks, TokenCorpus, check_block_size, tokenize_corpus, write_corpus
 from t2r.data.fingerprint import of_model
 from t2r.errors import T2RError
-from t2r.evaluation import encode, perplexity, read_text
-from t2r.evaluation.perplexity import WINDOW
+from t2r.evaluation import encode, read_text
 from t2r.feature_maps import AffineMap
-from t2r.loading import check_destination, choose_device, load_model, load_tokenizer, whole_folder
+from t2r.loading import check_destination, choose_device, load_model, load_tokenizer
 from t2r.merging import merge, merge_cost, mergeable_sites
 from t2r.modeling import swap
+from t2r.pipelines.training import (
+    as_table,
+    caching,
+    check_options,
+    fast_sums,
+    finite,
+    max_positions,
+    measure,
+    results_section,
+    save_trained,
+    within,
+)
 from t2r.training import processes
 from t2r.training.recipe import Recipe, load_recipe
 from t2r.training.run import Run, run_stage
@@ -81,8 +86,7 @@ def convert(
         limit: evaluate on so many windows only.
         options: of the swap, over the recipe's own.
     """
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise T2RError(f"no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+    check_options(options)
     check_destination(Path(out), overwrite)
     plan = load_recipe(recipe, overrides)
     if minutes is not None:
@@ -168,49 +172,19 @@ def make_corpus(
     progress: bool,
 ) -> TokenCorpus:
     """The tokens to train on; without sources, of what the model itself writes first."""
-    with processes.main_first():
-        try:
-            if sources is not None:
-                return tokenize_corpus(sources, tokenizer, progress=progress)
-            length = max(stage.block_size for stage in plan.stages)
-            wanted: dict[str, Any] = {"tokens": teacher_tokens, "length": length, "seed": seed}
-            written = write_corpus(base, tokenizer, run.folder / "corpus", **wanted, progress=progress)
-            # What the teacher wrote has its own marks between documents.
-            return tokenize_corpus(str(written), tokenizer, add_eos=False, progress=progress)
-        except OSError as error:
-            raise T2RError(f"the tokens of the text cannot be cached: {error}") from error
-
-
-@contextmanager
-def fast_sums(place: torch.device) -> Iterator[None]:
-    """On a GPU, TF32 for the float32 products of bf16 features while it trains; measurements keep full precision."""
-    before = torch.get_float32_matmul_precision()
-    if place.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def within(plan: Recipe, minutes: float) -> Recipe:
-    """The same stages in so many minutes, shared as their steps are."""
-    steps = [stage.steps or (stage.tokens or 0) / stage.batch_tokens for stage in plan.stages]
-    if not all(steps):
-        raise T2RError("minutes can be shared only among stages whose budgets are steps or tokens")
-    stages = tuple(
-        dataclasses.replace(stage, steps=None, tokens=None, minutes=minutes * own / sum(steps))
-        for stage, own in zip(plan.stages, steps, strict=True)
-    )
-    return dataclasses.replace(plan, stages=stages)
+    with caching():
+        if sources is not None:
+            return tokenize_corpus(sources, tokenizer, progress=progress)
+        length = max(stage.block_size for stage in plan.stages)
+        wanted: dict[str, Any] = {"tokens": teacher_tokens, "length": length, "seed": seed}
+        written = write_corpus(base, tokenizer, run.folder / "corpus", **wanted, progress=progress)
+        # What the teacher wrote has its own marks between documents.
+        return tokenize_corpus(str(written), tokenizer, add_eos=False, progress=progress)
 
 
 def summary(results: dict[str, Any]) -> Table:
     """The perplexities, in the order in which they came about."""
-    table = Table(*HEADER)
-    for row in rows(results):
-        table.add_row(*row)
-    return table
+    return as_table(HEADER, rows(results))
 
 
 HEADER = ("model", "perplexity", "against the teacher", "KL to the teacher")
@@ -230,15 +204,6 @@ def rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     return cells
 
 
-def finite(value: Any) -> Any:
-    """The same without infinities and NaN, which JSON does not know."""
-    if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def load_base(
     model: str | PreTrainedModel, tokenizer: Any, place: torch.device, hub: dict[str, Any]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -255,33 +220,10 @@ def load_base(
     return base, tokenizer
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    positions: int | None = getattr(model.config, "max_position_embeddings", None)
-    return family_of(model).max_positions(model) or positions
-
-
 def halve(model: PreTrainedModel) -> None:
     """Weights in bfloat16. Not buffers: the frequencies of rotary positions would be rounded too."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def measure(
-    model: PreTrainedModel, text: Any, limit: int | None, run: Run, name: str, teacher: PreTrainedModel | None = None
-) -> dict[str, Any] | None:
-    """Perplexity now, once: on resuming it is what it was."""
-    if text is None:
-        return None
-
-    def score() -> dict[str, Any]:
-        window = min(WINDOW, max_positions(model) or WINDOW)
-        result = perplexity(model, text, window=window, stride=window // 2, limit=limit, teacher=teacher)
-        kl = None if result.kl is None else result.kl.mean().item()
-        return {"perplexity": result.perplexity, "kl": kl, "tokens": result.tokens}
-
-    measured: dict[str, Any] = run.remember(f"measured.{name}", score)
-    logger.info("%s: perplexity %.3f", name, measured["perplexity"])
-    return measured
 
 
 def parse_auto(softmax_layers: Any) -> int | None:
@@ -349,28 +291,5 @@ def finish(
     if merged or (merged is None and sites and merge_cost(student).pays):
         merge(student, force=bool(merged))
     results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
-    if processes.is_main():
-        with whole_folder(out, overwrite=overwrite) as folder:
-            student.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            (folder / "recipe.yaml").write_text(yaml.safe_dump(plan.to_dict(), sort_keys=False), encoding="utf-8")
-            (folder / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
-            with (folder / "README.md").open("a", encoding="utf-8") as card:
-                card.write(card_section(plan, results))
-        shutil.rmtree(run.folder, ignore_errors=True)
-    processes.wait()
+    save_trained(run, student, tokenizer, plan, results, out, results_section(plan, HEADER, rows(results)), overwrite)
     return results
-
-
-def card_section(plan: Recipe, results: dict[str, Any]) -> str:
-    """For the model card: how it was trained, and what came of it."""
-    lines = [
-        "",
-        "## Results",
-        "",
-        f"Trained with the recipe `{plan.name}` (recipe.yaml; all numbers: results.json).",
-        "",
-    ]
-    if measured := rows(results):
-        lines += [f"| {' | '.join(cells)} |" for cells in (HEADER, ("---",) * len(HEADER), *measured)] + [""]
-    return "\n".join(lines)

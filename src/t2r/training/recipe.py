@@ -92,6 +92,15 @@ class Stage:
         except T2RError as error:
             raise T2RError(f"{where}: {error}") from error
 
+    def fitted(self, steps: int) -> Stage:
+        """The same for a budget of so many steps. One that ends before the warm-up does would never see the rate that
+        it was given, so the warm-up (and the period after it) shrinks in proportion, to a tenth where there is none."""
+        if self.warmup_steps < steps:
+            return self
+        whole = self.warmup_steps + self.period if self.period else 10 * self.warmup_steps
+        period = None if self.period is None else max(1, self.period * steps // whole)
+        return dataclasses.replace(self, warmup_steps=self.warmup_steps * steps // whole, period=period)
+
     def make_schedule(self, steps: int) -> Schedule:
         return Schedule(
             kind=self.schedule,
@@ -120,47 +129,66 @@ class Recipe:
 
 
 def shipped_recipes() -> list[str]:
-    return sorted(
-        Path(entry.name).stem for entry in files("t2r").joinpath("recipes").iterdir() if entry.name.endswith(".yaml")
-    )
+    return shipped("recipe")
+
+
+def shipped(kind: str) -> list[str]:
+    """The names of the YAML files that come with t2r, of this kind: `recipe` or `preset`."""
+    folder = files("t2r").joinpath(f"{kind}s")
+    return sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def read_yaml(kind: str, name: str | Path) -> Any:
+    """What a shipped file of this name says, or a YAML file at this path."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        if not path.is_file():
+            raise T2RError(f"there is no {kind} file {path}")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise T2RError(f"{kind} {name} cannot be read: {error}") from error
+    elif str(name) in shipped(kind):
+        text = files("t2r").joinpath(f"{kind}s").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    else:
+        raise T2RError(f"no {kind} {str(name)!r}: choose one of {', '.join(shipped(kind))}, or give a YAML file")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise T2RError(f"{kind} {name} is not YAML: {error}") from error
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """A shipped recipe by name, or a YAML file by path, with `stage.field=value` overrides."""
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        if not path.is_file():
-            raise T2RError(f"there is no recipe file {path}")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise T2RError(f"recipe {name} cannot be read: {error}") from error
-    elif str(name) in shipped_recipes():
-        text = files("t2r").joinpath("recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    else:
-        raise T2RError(f"no recipe {str(name)!r}: choose one of {', '.join(shipped_recipes())}, or give a YAML file")
-    try:
-        plan = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise T2RError(f"recipe {name} is not YAML: {error}") from error
+    return make_recipe(read_yaml("recipe", name), name, overrides)
+
+
+def make_recipe(plan: Any, name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe from what YAML says; `name` is what it goes by in errors, and unless it has one of its own."""
     stages = plan.get("stages") if isinstance(plan, dict) else None
     if not isinstance(stages, list) or not stages:
         raise T2RError(f"recipe {name} has no list of stages")
     for stage in stages:
         if not isinstance(stage, dict) or "name" not in stage or "objective" not in stage:
             raise T2RError(f"recipe {name}: a stage needs a name and an objective: {stage!r}")
+    plan = plan | {"stages": [dict(stage) for stage in stages]}
     for override in overrides:
         apply_override(plan, override)
     unknown = set(plan) - {f.name for f in fields(Recipe)}
     if unknown:
         raise T2RError(f"recipe {name}: no field {', '.join(sorted(unknown))}")
-    swap = plan.get("swap") or {}
-    if not isinstance(swap, dict) or not set(swap) <= set(OPTIONS):
-        raise T2RError(f"recipe {name}: swap is made of the options {', '.join(OPTIONS)}; got {swap!r}")
-    made = tuple(make_stage(stage) for stage in stages)
+    swap = check_swap(plan.get("swap"), f"recipe {name}")
+    made = tuple(make_stage(stage) for stage in plan["stages"])
     if len({stage.name for stage in made}) != len(made):
         raise T2RError(f"recipe {name}: two stages have the same name")
-    return Recipe(str(plan.get("name", path.stem)), made, plan.get("description", ""), swap)
+    return Recipe(str(plan.get("name", Path(name).stem)), made, plan.get("description", ""), swap)
+
+
+def check_swap(swap: Any, where: str) -> dict[str, Any]:
+    swap = swap or {}
+    if not isinstance(swap, dict) or not set(swap) <= set(OPTIONS):
+        raise T2RError(f"{where}: swap is made of the options {', '.join(OPTIONS)}; got {swap!r}")
+    return swap
 
 
 def apply_override(plan: dict[str, Any], override: str) -> None:

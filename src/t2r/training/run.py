@@ -20,9 +20,12 @@ from t2r.attention import recurrent_sites
 from t2r.errors import T2RError
 from t2r.training import processes
 from t2r.training.recipe import Stage
-from t2r.training.trainer import StageTrainer, batch_shape, last_checkpoint, writing
+from t2r.training.trainer import StageTrainer, batch_shape, choose_trained, last_checkpoint, writing
 
 logger = logging.getLogger(__name__)
+
+WORTH_CALIBRATING = 50
+"""Fewer steps than this are not told how long they will take: to find out would be a tenth of it."""
 
 
 class Run:
@@ -106,12 +109,22 @@ def run_stage(
     folder = run.folder / f"{stage.name}.checkpoints"
     options: dict[str, Any] = {"seed": seed, "bf16": bf16, "report_to": report_to, "progress": progress}
     trained = with_lora(model, stage, seed) if stage.train == "lora" else model
+    uses_cache = getattr(model.config, "use_cache", False)
     fused = [model] if teacher is None else [model, teacher]
     if compiled and stage.objective != "transfer":
         for part in fused:
             compile_layers(part)
-    steps = run.remember(f"{stage.name}.steps", lambda: count_steps(trained, stage, dataset, teacher, folder, options))
-    announce(stage, steps, trained, teacher, dataset)
+
+    def calibrated() -> float:
+        return run.remember(
+            f"{stage.name}.seconds", lambda: calibrate(trained, stage, dataset, teacher, folder, options)
+        )
+
+    steps = run.remember(f"{stage.name}.steps", lambda: count_steps(stage, dataset, calibrated))
+    stage = fit(stage, steps)
+    choose_trained(trained, stage)
+    seconds = calibrated() * steps if steps >= WORTH_CALIBRATING else None
+    announce(stage, steps, trained, teacher, dataset, seconds)
     trainer = StageTrainer(trained, stage, steps, dataset, folder, teacher, save_steps=save_steps, **options)
     checkpoint = last_checkpoint(folder)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -125,27 +138,25 @@ def run_stage(
         shutil.rmtree(folder, ignore_errors=True)
     processes.wait()
     trainer.accelerator.free_memory()
+    model.config.use_cache = uses_cache  # Trainer has turned it off
     model.requires_grad_(True)
     return model
 
 
 def compile_layers(model: PreTrainedModel, undo: bool = False) -> None:
-    for layer in family_of(model).decoder_layers(model):
+    try:
+        layers = family_of(model).decoder_layers(model)
+    except T2RError:  # a model of which we know nothing trains as it is
+        return
+    for layer in layers:
         if undo:
             layer._compiled_call_impl = None
         else:
             layer.compile(dynamic=False)
 
 
-def count_steps(
-    model: PreTrainedModel,
-    stage: Stage,
-    dataset: Any,
-    teacher: PreTrainedModel | None,
-    folder: Path,
-    options: dict[str, Any],
-) -> int:
-    """The stage's budget in optimizer steps."""
+def count_steps(stage: Stage, dataset: Any, calibrated: Callable[[], float]) -> int:
+    """The stage's budget in optimizer steps; `calibrated` finds out how many seconds one takes."""
     if stage.steps is not None:
         return stage.steps
     if stage.tokens is not None:
@@ -153,8 +164,21 @@ def count_steps(
     if stage.epochs is not None:
         return max(1, int(stage.epochs * len(dataset) * stage.block_size // stage.batch_tokens))
     assert stage.minutes is not None
-    seconds = calibrate(model, stage, dataset, teacher, folder, options)
-    return max(1, int(stage.minutes * 60 / seconds))
+    return max(1, int(stage.minutes * 60 / calibrated()))
+
+
+def fit(stage: Stage, steps: int) -> Stage:
+    """The stage with a warm-up that its budget has room for."""
+    fitted = stage.fitted(steps)
+    if fitted is not stage:
+        logger.warning(
+            "stage %s: %d steps end before the warm-up of %d would: it is shortened to %d",
+            stage.name,
+            steps,
+            stage.warmup_steps,
+            fitted.warmup_steps,
+        )
+    return fitted
 
 
 def calibrate(
@@ -165,7 +189,9 @@ def calibrate(
     folder: Path,
     options: dict[str, Any],
 ) -> float:
-    """Seconds per optimizer step: the median of a few forwards and backwards, which change no weight."""
+    """Seconds per optimizer step: the median of a few forwards and backwards, which change no weight.
+
+    What they draw at random is drawn again: a trainer starts from its seed."""
     trainer = StageTrainer(model, stage, 1, dataset, folder, teacher, **options)
     rows, accumulation = batch_shape(stage)
     batch = default_collate([dataset[i % len(dataset)] for i in range(rows)])
@@ -184,7 +210,7 @@ def calibrate(
     return sorted(times[1:])[1] * accumulation * 1.1  # the optimizer and the loader take their share
 
 
-def announce(stage: Stage, steps: int, model: Any, teacher: Any, dataset: Any) -> None:
+def announce(stage: Stage, steps: int, model: Any, teacher: Any, dataset: Any, seconds: float | None) -> None:
     """Before it starts: what it will take."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -195,7 +221,7 @@ def announce(stage: Stage, steps: int, model: Any, teacher: Any, dataset: Any) -
     bytes_ += trained * 4 * (1 + states)
     blocks = steps * stage.batch_tokens // stage.block_size
     logger.info(
-        "stage %s (%s, trains %s): %s steps, %s tokens (%.1f epochs of the corpus); %.1fM of %.1fM parameters learn; "
+        "stage %s (%s, trains %s): %s steps, %s tokens (%.1f epochs of the corpus)%s; %.1fM of %.1fM parameters learn; "
         "weights, gradients and optimizer need %.2f GB, activations come on top",
         stage.name,
         stage.objective,
@@ -203,10 +229,19 @@ def announce(stage: Stage, steps: int, model: Any, teacher: Any, dataset: Any) -
         f"{steps:,}",
         f"{steps * stage.batch_tokens:,}",
         blocks / len(dataset),
+        "" if seconds is None else f" in about {duration(seconds)}",
         trained / 1e6,
         parameters / 1e6,
         bytes_ / 1e9,
     )
+
+
+def duration(seconds: float) -> str:
+    """Words for a time that is known roughly."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(1, round(seconds))} seconds"
 
 
 def with_lora(model: PreTrainedModel, stage: Stage, seed: int) -> Any:

@@ -88,7 +88,10 @@ class StageTrainer(Trainer):
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
         self.terms: dict[str, Tensor] = {}
         self.linear_heads = False
-        if stage.objective != "transfer" and not self.is_fsdp_enabled:  # FSDP has whole weights inside a forward only
+        # Such a model forms the logits of the words it needs, and of no others: an adaptive softmax.
+        self.own_loss = stage.objective == "task" and bool(getattr(model, "loss_without_logits", False))
+        # FSDP has whole weights inside a forward only.
+        if stage.objective != "transfer" and not (self.own_loss or self.is_fsdp_enabled):
             block: Any = dataset[0]
             probe = block["input_ids"][None, :8].to(model.device)
             self.linear_heads = all(head_is_linear(part, probe) for part in (model, teacher) if part is not None)
@@ -110,14 +113,17 @@ class StageTrainer(Trainer):
         **_: Any,
     ) -> Any:
         inputs = dict(inputs)
-        labels = inputs.pop("labels")[:, 1:].flatten()
+        whole = inputs.pop("labels")
         if self.stage.objective == "transfer":
             with transferring(model) as errors:
                 model(**inputs, use_cache=False)
             return torch.stack(errors).mean()
         # Processes average their gradients, so each divides its sum by its share of the count.
         count = None if num_items_in_batch is None else num_items_in_batch / processes.count()
-        return self.against(model, inputs, labels, count)
+        if self.own_loss:  # it shifts the labels itself
+            scored = None if count is None else count.clamp_min(1)
+            return model(**inputs, labels=whole, num_items_in_batch=scored, use_cache=False).loss
+        return self.against(model, inputs, whole[:, 1:].flatten(), count)
 
     def against(self, model: Any, inputs: dict[str, Tensor], labels: Tensor, count: Tensor | None) -> Tensor:
         """The loss against the text and, in a distillation, against the teacher's distribution."""

@@ -1,0 +1,249 @@
+"""From nothing: a tokenizer and a model of any attention, trained on some text. For baselines, and for teachers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from t2r import __version__
+from t2r.config import T2RConfig
+from t2r.data import Blocks, check_block_size, tokenize_corpus
+from t2r.data.fingerprint import of_tokenizer
+from t2r.data.vocabulary import train_tokenizer
+from t2r.errors import T2RError
+from t2r.evaluation import encode, read_text
+from t2r.loading import check_destination, choose_device, explained, load_tokenizer
+from t2r.modeling import T2RModel, swap
+from t2r.pipelines.training import (
+    as_table,
+    as_yaml,
+    caching,
+    check_options,
+    fast_sums,
+    finite,
+    max_positions,
+    measure,
+    results_section,
+    save_trained,
+    within,
+)
+from t2r.training import processes
+from t2r.training.preset import Preset, load_preset
+from t2r.training.recipe import Recipe
+from t2r.training.run import Run, run_stage
+
+SOFTMAX = "softmax"
+"""As a feature map: none, the attention that the model has anyway."""
+
+
+def pretrain(
+    config: str,
+    out: str,
+    *,
+    train: str | Sequence[str],
+    valid: str | None = None,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    model_overrides: Sequence[str] = (),
+    minutes: float | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | None = None,
+    documents: bool = False,
+    seed: int = 0,
+    device: str = "auto",
+    bf16: bool | None = None,
+    compiled: bool | None = None,
+    limit: int | None = None,
+    save_steps: int | None = None,
+    report_to: str = "none",
+    overwrite: bool = False,
+    progress: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train a language model from random initialization, and its tokenizer. Returns what was measured.
+
+    Args:
+        config: the name of a shipped preset, a YAML file, or the folder of a model, whose shape alone is taken (and its
+            tokenizer).
+        out: the folder to make. While it works, `out.run` beside it holds the unfinished run; the same call goes on.
+        train: text files, globs, JSONL or `datasets:` names.
+        valid: a text to measure perplexity on, before and after.
+        recipe: in place of the preset's own: a shipped recipe or a YAML file; `overrides` are `stage.field=value`.
+        model_overrides: `field=value` of the model's configuration.
+        minutes: time for all stages together, shared in proportion to their tokens or steps.
+        tokenizer: in place of the preset's own, which is trained on the text: one, or the folder of one.
+        seed: of the weights, the order of the text, and dropout. The weights are the same on every machine.
+        limit: evaluate on so many windows only.
+        options: of the swap. With none of them the attention stays softmax, as it does with `feature_map="softmax"`.
+    """
+    check_options(options)
+    check_destination(Path(out), overwrite)
+    preset = load_preset(config, model_overrides)
+    if recipe is not None:
+        preset = dataclasses.replace(preset, recipe=recipe)
+    plan = make_plan(preset, overrides, minutes)
+    chosen = attention(preset.swap | plan.swap | options, seed)
+    place = processes.join(choose_device(device))
+    bf16 = place.type == "cuda" if bf16 is None else bf16
+    sources = [train] if isinstance(train, str) else list(train)
+
+    with caching():
+        tokens = make_tokenizer(preset, config, tokenizer, sources, progress)
+    shape = preset.make_config(tokens)
+    model = make_model(shape, chosen, seed)
+    for stage in plan.stages:
+        check_block_size(stage.block_size, max_positions(model))
+    text = None if valid is None else encode(tokens, read_text(valid, tokens))
+    run = Run(
+        Path(out + ".run"),
+        {
+            "config": shape.to_dict(),
+            "tokenizer": of_tokenizer(tokens),
+            "train": sources,
+            "valid": valid,
+            "limit": limit,
+            "recipe": plan.to_dict(),
+            "swap": chosen,
+            "seed": seed,
+            "documents": documents,
+            "bf16": bf16,
+        },
+    )
+    with caching():
+        corpus = tokenize_corpus(sources, tokens, progress=progress)
+    blocks = {stage.block_size: Blocks(corpus, stage.block_size, documents=documents) for stage in plan.stages}
+    # Nothing is refused from here on: the run begins.
+    run.remember("corpus", lambda: corpus.folder.name)
+    run.check("corpus", corpus.folder.name)
+    model.to(place)  # type: ignore[arg-type]
+    training: dict[str, Any] = {
+        "seed": seed,
+        "bf16": bf16,
+        "save_steps": save_steps,
+        "report_to": report_to,
+        "progress": progress,
+        "compiled": place.type == "cuda" if compiled is None else compiled,
+    }
+    results: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocabulary": len(tokens),
+        "tokens": len(corpus),
+        "untrained": measure(model, text, limit, run, "untrained", longest=max(blocks)),
+        "stages": {},
+    }
+    for stage in plan.stages:
+        with fast_sums(place):
+            model = run_stage(run, model, stage, blocks[stage.block_size], None, **training)
+        results["stages"][stage.name] = measure(model, text, limit, run, stage.name, longest=max(blocks))
+    results["log"] = {stage.name: run.facts[f"{stage.name}.log"] for stage in plan.stages}
+    results = finite(results)
+    model.eval()
+    done = dataclasses.replace(preset, recipe=plan.to_dict(), swap=chosen)  # with all that was changed on the way
+    files = {"README.md": model_card(model, preset, chosen, results), "preset.yaml": as_yaml(done.to_dict())}
+    section = results_section(plan, HEADER, rows(results))
+    save_trained(run, model, tokens, plan, results, out, section, overwrite, files)
+    return results
+
+
+def make_plan(preset: Preset, overrides: Sequence[str], minutes: float | None) -> Recipe:
+    plan = preset.plan(overrides)
+    for stage in plan.stages:
+        if stage.objective != "task":
+            raise T2RError(
+                f"stage {stage.name!r} of recipe {plan.name} is a {stage.objective}, which needs a teacher: pretrain "
+                "has none, and runs stages of the objective task"
+            )
+    return plan if minutes is None else within(plan, minutes)
+
+
+def attention(options: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The options of the swap; none of them for softmax attention."""
+    if options.get("feature_map") == SOFTMAX or not options:
+        if others := sorted(set(options) - {"feature_map", "seed"}):
+            raise T2RError(f"softmax attention has no {', '.join(others)}: choose another feature_map")
+        return {}
+    return {"seed": seed, **options}
+
+
+def make_tokenizer(
+    preset: Preset,
+    config: str,
+    tokenizer: PreTrainedTokenizerBase | str | None,
+    sources: list[str],
+    progress: bool,
+) -> PreTrainedTokenizerBase:
+    """The one that was given, the one in the folder of the model, or one that is trained on the text."""
+    if isinstance(tokenizer, str):
+        with explained(tokenizer, "the tokenizer of "):
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    elif tokenizer is None and Path(config).is_dir():
+        tokenizer = load_tokenizer(config)
+    if tokenizer is not None:
+        return tokenizer
+    wanted = preset.tokenizer or {"kind": "bpe", "vocab_size": preset.model["vocab_size"]}
+    return train_tokenizer(sources, **wanted, progress=progress)
+
+
+def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int) -> PreTrainedModel:
+    """Random weights, drawn on the CPU: the same on every machine, and whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        except (ValueError, RuntimeError) as error:
+            raise T2RError(f"this configuration of {shape.model_type} makes no model: {error}") from error
+    return swap(model, T2RConfig(**options)) if options else model
+
+
+# --- What came of it ----------------------------------------------------------------------------------------
+
+HEADER = ("model", "perplexity per token", "per word", "bits per byte")
+
+
+def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    measured = [("untrained", results["untrained"])]
+    measured += [(f"after {name}", values) for name, values in results["stages"].items()]
+    keys = {"perplexity": 2, "word_perplexity": 2, "bits_per_byte": 3}
+    return [
+        (name, *("" if values[key] is None else f"{values[key]:.{digits}f}" for key, digits in keys.items()))
+        for name, values in measured
+        if values is not None
+    ]
+
+
+def summary(results: dict[str, Any]) -> Table:
+    """The perplexities, in the order in which they came about."""
+    return as_table(HEADER, rows(results))
+
+
+def model_card(model: PreTrainedModel, preset: Preset, options: dict[str, Any], results: dict[str, Any]) -> str:
+    recurrent = isinstance(model, T2RModel)
+    metadata = {
+        "library_name": "t2r" if recurrent else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["t2r", "linear-attention", "rnn"] if recurrent else ["t2r"],
+    }
+    made = T2RConfig(**options).feature_map if recurrent else SOFTMAX
+    needs_us = recurrent or not type(model).__module__.startswith("transformers.")
+    return f"""---
+{yaml.safe_dump(metadata, sort_keys=False).strip()}
+---
+
+# {preset.name}
+
+A language model ({model.config.model_type}, {made} attention, {results["parameters"]:,} parameters) trained from random
+initialization by t2r {__version__}, on {results["tokens"]:,} tokens with a vocabulary of {results["vocabulary"]:,}:
+preset.yaml and recipe.yaml say how.
+
+```python
+{"import t2r" + chr(10) if needs_us else ""}from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("this-folder")
+```
+"""
