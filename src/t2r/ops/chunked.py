@@ -77,17 +77,17 @@ class _Frame(NamedTuple):
 
     def queries(self, x: Tensor) -> Tensor:
         """Queries folded by groups, or their gradient, into the frame or out of it."""
-        return (x.unflatten(2, (-1, self.query.shape[2])) * self.query[:, :, None]).flatten(2, 3)
+        by_group: Tensor = x.unflatten(2, (-1, self.query.shape[2]))
+        return (by_group * self.query[:, :, None]).flatten(2, 3)
 
     def age(self, x: Tensor) -> Tensor:
         """The sum over positions of `x [batch, key_heads, group * time, feature]` times their offset."""
-        by_group = x.unflatten(2, (-1, self.offset.shape[1]))
+        by_group: Tensor = x.unflatten(2, (-1, self.offset.shape[1]))
         return (by_group.sum(2) * self.offset[:, None, :, None]).sum((0, 2))
 
     def halfway(self, x: Tensor) -> Tensor:
         """The sum over the batch of `x [batch, key_heads, feature]` times half the length."""
-        total: Tensor = (x * self.half[:, :, None]).sum(0)
-        return total
+        return (x * self.half[:, :, None]).sum(0)
 
 
 class _Chunk(NamedTuple):
