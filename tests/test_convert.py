@@ -411,8 +411,8 @@ def test_killed_and_repeated_it_is_the_same(world, tmp_path):
 
 def test_two_processes_get_the_losses_of_one(world, tmp_path):
     arguments = command(world, tmp_path / "two", "--valid", str(world / "valid.txt"), "--device", "cpu", "--json")
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu"]
-    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    # Not by `accelerate launch --cpu`, which starts one process, however many it is asked for.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     # Dropout draws other numbers in each process.
     model = make_model("gpt2")
     for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):

@@ -133,6 +133,8 @@ def test_a_preset_that_was_saved_does_it_again(world, tmp_path):
     other = run(world, tmp_path / "two", tmp_path / "one" / "preset.yaml", overrides=(), seed=3)
     assert_same(tmp_path / "one", tmp_path / "two")
     assert len(other["log"]["pretrain"]) == 4
+    run(world, tmp_path / "three", tmp_path / "one" / "preset.yaml", overrides=(), feature_map="softmax")
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "three")) is GPT2LMHeadModel
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "rfa", "performer", "t2r", "hedgehog"])

@@ -88,7 +88,7 @@ def pretrain(
     if recipe is not None:
         preset = dataclasses.replace(preset, recipe=recipe)
     plan = make_plan(preset, overrides, minutes)
-    chosen = attention(preset.swap | plan.swap | options, seed)
+    chosen = attention(preset.swap | plan.swap, options, seed)
     place = processes.join(choose_device(device))
     bf16 = place.type == "cuda" if bf16 is None else bf16
     sources = [train] if isinstance(train, str) else list(train)
@@ -162,13 +162,14 @@ def make_plan(preset: Preset, overrides: Sequence[str], minutes: float | None) -
     return plan if minutes is None else within(plan, minutes)
 
 
-def attention(options: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The options of the swap; none of them for softmax attention."""
-    if options.get("feature_map") == SOFTMAX or not options:
-        if others := sorted(set(options) - {"feature_map", "seed"}):
+def attention(planned: dict[str, Any], options: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The options of the swap: what the caller says over what the preset and its recipe say. None: softmax."""
+    if options.get("feature_map") == SOFTMAX:
+        if others := sorted(set(options) - {"feature_map"}):
             raise T2RError(f"softmax attention has no {', '.join(others)}: choose another feature_map")
         return {}
-    return {"seed": seed, **options}
+    chosen = planned | options
+    return chosen | {"seed": seed} if chosen else {}
 
 
 def make_tokenizer(
