@@ -658,3 +658,39 @@ def test_performer_trains_in_bfloat16_without_diverging() -> None:
         assert math.isfinite(losses[-1])
         assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert sum(losses[-50:]) / 50 < math.log(4) / 2
+
+
+# --- Forgetting -------------------------------------------------------------------------------------------
+
+
+@every_layout
+@every_variant
+def test_rates_of_forgetting(variant: str, layout: str) -> None:
+    plain, fading = make(variant, layout), make(variant, layout, decay=True)
+    assert plain.decay is None
+    assert fading.decay is not None
+    assert fading.decay.shape == (fading.key_heads, fading.feature_size)
+    assert fading.decay.min() > 1 / 2100
+    assert fading.decay.max() <= 0.9 + 1e-6
+    assert torch.equal(fading.decay, make(variant, layout, decay=True).decay)
+    assert not torch.equal(fading.decay, make(variant, layout, decay=True, seed=1).decay)
+    assert fading.decay_logits is not None
+    assert fading.decay_logits.requires_grad
+    assert set(fading.state_dict()) - set(plain.state_dict()) == {"decay_logits"}
+    for name, tensor in plain.state_dict().items():  # what was drawn before it stays what it was
+        assert torch.equal(fading.state_dict()[name], tensor)
+    assert not make(variant, layout, decay=True, trainable=False).decay_logits.requires_grad  # type: ignore[union-attr]
+
+
+def test_rates_are_computed_in_full_precision_and_bounded() -> None:
+    feature_map = make("hedgehog", decay=True)
+    exact = feature_map.decay
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float16):
+            half = copy.deepcopy(feature_map).to(dtype)
+            assert half.decay.dtype == torch.float32
+            torch.testing.assert_close(half.decay, exact, rtol=0.06, atol=0)  # a logit of 8 rounded to 8 bits
+        feature_map.decay_logits.fill_(1e4)
+        assert feature_map.decay.max() == 1.0
+        feature_map.decay_logits.fill_(-1e4)
+        assert feature_map.decay.max() == 0.0

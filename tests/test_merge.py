@@ -28,7 +28,8 @@ family = pytest.mark.parametrize("model_type", MERGES)
 options = pytest.mark.parametrize(
     "options",
     [{"activation": name} for name in ACTIVATIONS]
-    + [{"shared": False}, {"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "shared": False}],
+    + [{"shared": False}, {"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "shared": False}]
+    + [{"feature_map": "hedgehog", "decay": True}],
     ids=lambda o: " ".join(map(str, o.values())),
 )
 

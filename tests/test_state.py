@@ -511,11 +511,12 @@ def test_positions_end_where_the_table_ends():
 
 
 @pytest.mark.parametrize("feature_map", ["t2r", "rfa"])  # rfa: signed features, a third tensor in the state
+@pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize(("model_type", "kept"), [("llama", None), ("gpt2", [1]), ("mistral", [2])])
 @torch.no_grad()
-def test_cropping_is_never_having_read(model_type, kept, feature_map):
+def test_cropping_is_never_having_read(model_type, kept, feature_map, decay):
     init = "identity" if feature_map == "t2r" else None
-    model = swapped(model_type, softmax_layers=kept, feature_map=feature_map, init=init)
+    model = swapped(model_type, softmax_layers=kept, feature_map=feature_map, init=init, decay=decay)
     ids = text(2, 14)
     for start in (0, 5):  # recording from the beginning, and from the middle
         cache = model.make_cache()
@@ -543,18 +544,20 @@ def test_cropping_is_never_having_read(model_type, kept, feature_map):
         assert (again - wanted).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("decay", [False, True])
 @torch.no_grad()
-def test_cropping_a_padded_batch():
-    model, inputs = swapped("llama", softmax_layers=[1]), batch("llama")
+def test_cropping_a_padded_batch(decay):
+    model, inputs = swapped("llama", softmax_layers=[1], decay=decay), batch("llama")
     cache = read(model, inputs["input_ids"], inputs["attention_mask"], record=True)
     cache.crop(-2)
     expected = read(model, inputs["input_ids"][:, :7], attention_mask=inputs["attention_mask"][:, :7])
     assert_alike(cache, expected, 1e-10)
 
 
+@pytest.mark.parametrize("decay", [False, True])
 @torch.no_grad()
-def test_beams_and_forks_of_a_recording_are_cropped_with_it():
-    model, ids = swapped("llama"), text(2, 8)
+def test_beams_and_forks_of_a_recording_are_cropped_with_it(decay):
+    model, ids = swapped("llama", decay=decay), text(2, 8)
     cache = model.make_cache()
     cache.activate_past_recording()
     model(ids[:, :5], past_key_values=cache)
@@ -591,8 +594,9 @@ def test_cropping_without_a_record_is_refused(kept):
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "marian"])
 @pytest.mark.parametrize("kept", [None, [1]])
-def test_assisted_decoding_is_greedy_decoding(model_type, kept):
-    model = swapped(model_type, softmax_layers=kept)
+@pytest.mark.parametrize("forgets", [{}, {"decay": True, "rotary": False}], ids=["keeps", "forgets"])
+def test_assisted_decoding_is_greedy_decoding(model_type, kept, forgets):
+    model = swapped(model_type, softmax_layers=kept, **forgets)
     ids = text(1, 8)
     expected = model.generate(ids, do_sample=False, max_new_tokens=12)
     if is_seq2seq(model_type):

@@ -54,7 +54,8 @@ def stage(objective="task", **fields):
 def pair(model_type="gpt2", dtype=torch.float32, **options):
     """A swapped model and its teacher."""
     base = tiny(model_type, dtype)
-    return t2r.swap(copy.deepcopy(base), feature_map="hedgehog", seed=3, **options), base.requires_grad_(False)
+    options = {"feature_map": "hedgehog", "seed": 3} | options
+    return t2r.swap(copy.deepcopy(base), **options), base.requires_grad_(False)
 
 
 def train(tmp_path, model, what, teacher=None, rows=None, **options):
@@ -203,8 +204,9 @@ def test_distill_stage_is_plain_kl(tmp_path, model_type, documents):
     ("model_type", "documents"),  # GPT-1's own attention knows no documents
     [("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True), ("openai-gpt", False)],
 )
-def test_transfer_passes_the_exact_output_on(model_type, documents):
-    student, teacher = pair(model_type, torch.float64, softmax_layers=[1])
+@pytest.mark.parametrize("forgets", [{}, {"decay": True, "rotary": False}], ids=["keeps", "forgets"])
+def test_transfer_passes_the_exact_output_on(model_type, documents, forgets):
+    student, teacher = pair(model_type, torch.float64, softmax_layers=[1], **forgets)
     choose_trained(student, stage("transfer"))
     batch = torch.utils.data.default_collate([Rows(documents=documents)[i] for i in range(3)])
     batch.pop("labels")
@@ -218,6 +220,24 @@ def test_transfer_passes_the_exact_output_on(model_type, documents):
     assert {p for p in student.parameters() if p.grad is not None} == maps
     assert all(p.grad.abs().sum() > 0 for p in maps)
     assert not any(site.exact or site.observer for site in recurrent_sites(student))
+
+
+def test_a_transfer_has_the_teacher_whole():
+    """No layer left out and nothing dropped in what is to be matched; the maps draw as they do in training."""
+    student, teacher = pair("adaptive_lm", torch.float64, feature_map="rfa")
+    student.config.layerdrop, student.config.dropout = 0.9, 0.5
+    for module in student.modules():
+        for name in ("layerdrop", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.9)
+    student.train()
+    inputs = {"input_ids": Rows().ids[:2], "use_cache": False}
+    with transferring(student) as errors:
+        assert all(site.feature_map.training for site in recurrent_sites(student))
+        logits = student(**inputs).logits
+    assert len(errors) == 3
+    torch.testing.assert_close(logits, teacher(**inputs).logits)
+    assert all(module.training for module in student.modules())
 
 
 def test_transfer_loss_is_zero_where_nothing_is_left_to_learn(monkeypatch):

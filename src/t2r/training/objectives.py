@@ -28,7 +28,8 @@ def transferring(model: nn.Module) -> Iterator[list[Tensor]]:
     each site, the squared error of the recurrence relative to the size of what it should have given, a mean over the
     rows of the batch: so it does not matter how a batch is divided.
 
-    One model is enough: its trunk is the teacher's as long as only the maps are trained."""
+    One model is enough: its trunk is the teacher's as long as only the maps are trained. It is in evaluation mode, as a
+    teacher is: no dropout in what is to be matched, and no layer left out. The maps train."""
     errors: list[Tensor] = []
 
     def observe(ours: Tensor, exact: Tensor) -> None:
@@ -37,13 +38,19 @@ def transferring(model: nn.Module) -> Iterator[list[Tensor]]:
         error, size = (x.square().flatten(1).mean(1) for x in (ours.to(wide) - exact, exact))
         errors.append((error / size.clamp_min(1e-12)).mean())
 
+    training = [module for module in model.modules() if module.training]
     with exact_attention(model):
         sites = recurrent_sites(model)
         try:
+            model.eval()
             for site in sites:
                 site.observer = observe
+                site.feature_map.train()
             yield errors
         finally:
+            model.eval()
+            for module in training:
+                module.training = True
             for site in sites:
                 site.observer = None
 
