@@ -28,7 +28,7 @@ LAYERS = (
     ("generation",),
     ("evaluation",),
     ("training",),
-    ("bench", "analysis", "environment"),
+    ("bench", "analysis", "environment", "page"),
     ("pipelines",),
     ("cli",),
 )

@@ -97,9 +97,12 @@ class Page:
             raise T2RError(f"{path} cannot be written: {error}") from error
 
 
+UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
 def _printable(text: str) -> str:
     """What a model writes may hold characters that no XML may."""
-    return "".join(c if c in "\t\n" or (c >= " " and not "\ud800" <= c <= "\udfff") else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 # --- Figures ------------------------------------------------------------------------------------------------
@@ -115,16 +118,19 @@ def lines(
     markers: bool = False,
     colors: Sequence[str] = COLORS,
 ) -> str:
-    """A line for each name, given as its xs and ys, as SVG."""
+    """A line for each name, given as its xs and ys, as SVG. With `log_x`, ticks stand where there are points."""
 
     def draw(axes: Axes) -> None:
         for i, (name, (xs, ys)) in enumerate(series.items()):
             axes.plot(xs, ys, label=name, color=colors[i % len(colors)], marker="o" if markers else None, markersize=4)
         if log_x:
-            axes.set_xscale("log", base=2)
-            _at_points(axes.xaxis, {value for xs, _ in series.values() for value in xs})
+            points = sorted({value for xs, _ in series.values() for value in xs})
+            axes.set_xscale("log")
+            axes.set_xticks(points, labels=[f"{value:,.0f}" for value in points])
+            axes.set_xticks([], minor=True)
         if log_y:
             axes.set_yscale("log")
+            _plain_ticks(axes.yaxis, [value for _, ys in series.values() for value in ys])
         else:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(x)
@@ -136,24 +142,31 @@ def lines(
     return _svg(draw, f"{y} against {x}: {', '.join(series)}")
 
 
-def bars(values: Mapping[str, float], y: str, *, log: bool = False, colors: Sequence[str] = COLORS) -> str:
-    """A bar for each name, with its value over it, as SVG."""
+def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: Sequence[str] = COLORS) -> str:
+    """A bar for each name, with its value beside it, as SVG. With `log` they begin at 1, or below the smallest."""
 
     def draw(axes: Axes) -> None:
-        drawn = axes.bar(list(values), list(values.values()), color=[colors[i % len(colors)] for i in range(len(values))])
-        axes.bar_label(drawn, fmt="%.4g", padding=2)
-        axes.margins(y=0.15)
+        own = [colors[i % len(colors)] for i in range(len(values))]
+        drawn = axes.barh(list(values), list(values.values()), color=own)
+        axes.bar_label(drawn, labels=[f"{value:,.2f}" for value in values.values()], padding=3)
+        axes.invert_yaxis()  # the first on top
         if log:
-            axes.set_yscale("log")
-        axes.tick_params(axis="x", labelrotation=20 if len(values) > 4 else 0)
-        axes.set_ylabel(y)
+            axes.set_xscale("log")
+            axes.set_xlim(left=min(1.0, *(value / 2 for value in values.values())))
+            _plain_ticks(axes.xaxis, [1.0, *values.values()])
+        axes.margins(x=0.2)
+        axes.set_xlabel(what)
 
-    return _svg(draw, f"{y}: {', '.join(values)}")
+    return _svg(draw, f"{what}: {', '.join(f'{name} {value:,.2f}' for name, value in values.items())}")
 
 
-def _at_points(axis: Any, values: set[float]) -> None:
-    """Ticks where something was measured, in plain numbers."""
-    axis.set_ticks(sorted(values), labels=[f"{value:,.0f}" for value in sorted(values)])
+def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
+    """On a logarithmic axis: 0.1 and 0.2 and 0.5, not powers; over many decades, the decades alone."""
+    from matplotlib.ticker import LogLocator
+
+    wide = max(values) > 1e3 * min(values)
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:,g}")
     axis.set_ticks([], minor=True)
 
 
@@ -166,7 +179,7 @@ def _svg(draw: Any, words: str) -> str:
         raise T2RError("figures need the plots extra: pip install 't2r[plots]'") from error
 
     inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
-    look: dict[str, Any] = {name: INK for name in inks}
+    look: Any = {name: INK for name in inks}
     look |= {"svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
     # Names inside an SVG must differ from those of other SVGs in the page, and not from one run to the next.
     look["svg.hashsalt"] = words

@@ -11,7 +11,6 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -201,42 +200,57 @@ def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
 
 
 def crossover(lengths: Sequence[int], reference: Sequence[float], times: Sequence[float]) -> float | None:
-    """The first length at which `times` is below `reference`: where the straight lines between measured points meet.
+    """The length from which on `times` is below `reference`: where the straight lines between measured points meet.
 
-    None: nowhere within what was measured. The first length of all: there or even before it."""
+    None: it is not below at the last of them. The first length: it is below everywhere, perhaps before it too."""
     behind = [own - other for own, other in zip(times, reference, strict=True)]
-    if behind[0] < 0:
+    last = max((i for i, gap in enumerate(behind) if gap >= 0), default=None)
+    if last is None:
         return float(lengths[0])
-    for (start, before), (end, after) in pairwise(zip(lengths, behind, strict=True)):
-        if after < 0:
-            return start + (end - start) * before / (before - after)
-    return None
+    if last == len(lengths) - 1:
+        return None
+    share = behind[last] / (behind[last] - behind[last + 1])
+    return lengths[last] + share * (lengths[last + 1] - lengths[last])
+
+
+# --- For people ---------------------------------------------------------------------------------------------
+
+HEADER = ("after", "model", "ms per step", "tokens/s", "cache")
 
 
 def tables(report: Report) -> list[Table | str]:
-    """The report for people."""
     from rich.table import Table
 
+    table = Table(title=title(report))
+    for heading in HEADER:
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for row, following in zip(rows := cells(report), [*rows[1:], None], strict=True):
+        table.add_row(*row, end_section=following is not None and following[0] != "")
+    return [table, *notes(report)]
+
+
+def title(report: Report) -> str:
     s = report.settings
     threads = f" ({s.threads} threads)" if s.device == "cpu" else ""
-    table = Table(
-        title=f"One more token: batch {s.batch}, {s.dtype} on {s.device}{threads}, "
+    return (
+        f"One more token: batch {s.batch}, {s.dtype} on {s.device}{threads}, "
         f"median of {s.repeats} times {s.steps} steps"
     )
-    for heading in ("after", "model", "ms per step", "tokens/s", "cache"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    lengths = sorted({point.length for point in report.points})
-    for length in lengths:
-        for i, point in enumerate(p for p in report.points if p.length == length):
-            table.add_row(
-                f"{length:,}" if i == 0 else "",
-                point.model,
-                f"{point.milliseconds:.2f}",
-                f"{point.tokens_per_second:,.0f}",
-                f"{point.cache_bytes / 2**20:.2f} MiB",
-            )
-        table.add_section()
-    return [table, *notes(report)]
+
+
+def cells(report: Report) -> list[tuple[str, ...]]:
+    """The rows under `HEADER`; a length stands at its first row only."""
+    first = report.points[0].model
+    return [
+        (
+            f"{point.length:,}" if point.model == first else "",
+            point.model,
+            f"{point.milliseconds:.2f}",
+            f"{point.tokens_per_second:,.0f}",
+            f"{point.cache_bytes / 2**20:.2f} MiB",
+        )
+        for point in report.points
+    ]
 
 
 def notes(report: Report) -> list[str]:

@@ -15,7 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from t2r.attention import recurrent_sites
 from t2r.errors import T2RError
@@ -82,7 +89,10 @@ class StageTrainer(Trainer):
             optimizers=(optimizer, scheduler),
             callbacks=[Watch()],
         )
-        self.remove_callback(PrinterCallback)  # without a progress bar it prints to stdout, among our results
+        # Each prints what is logged to stdout, among our results.
+        self.remove_callback(PrinterCallback)
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(Bar())
         self.stage, self.teacher = stage, teacher
         # Whether the loss is divided by what `get_batch_samples` counts, or a mean that accumulation has to divide.
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
@@ -222,6 +232,14 @@ def writing(place: Path) -> Iterator[None]:
         raise T2RError(
             f"{place} cannot be written ({error}): free some space and repeat the command to go on"
         ) from error
+
+
+class Bar(ProgressCallback):
+    """Progress on stderr, with the loss beside it."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.training_bar is not None and "loss" in (logs or {}):
+            self.training_bar.set_postfix(loss=f"{logs['loss']:.4g}")
 
 
 class Watch(TrainerCallback):

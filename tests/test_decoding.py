@@ -1,0 +1,132 @@
+"""Decoding measured: the steps are the models' own, the caches what they hold. How fast anything is is not tested."""
+
+import copy
+import io
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from rich.console import Console
+
+import t2r
+from families import POSITIONS, tiny
+from t2r.bench import decoding
+from t2r.errors import T2RError
+
+SHORT = {"steps": 2, "repeats": 2}
+
+
+def pair(model_type="gpt2", **options):
+    """A teacher and its recurrent form."""
+    teacher = tiny(model_type, torch.float32)
+    return {"teacher": teacher, "RNN": t2r.swap(copy.deepcopy(teacher), feature_map="hedgehog", **options)}
+
+
+def test_the_cache_of_a_teacher_grows_and_the_state_does_not():
+    models = pair(feature_size=4, decay=True)
+    config = models["teacher"].config
+    report = decoding.run(models, [40, 10], **SHORT)  # in any order
+    assert [(p.model, p.length) for p in report.points] == [("teacher", 10), ("RNN", 10), ("teacher", 40), ("RNN", 40)]
+    keys_and_values = 2 * config.n_layer * config.n_embd * 4
+    assert [p.cache_bytes for p in report.of("teacher")] == [10 * keys_and_values, 40 * keys_and_values]
+    head = config.n_embd // config.n_head
+    state = config.n_layer * config.n_head * 4 * (head + 1) * 4
+    assert [p.cache_bytes for p in report.of("RNN")] == [state, state]
+    for point in report.points:
+        assert point.milliseconds > 0
+        assert point.tokens_per_second == pytest.approx(1e3 / point.milliseconds)
+    assert report.extended == []
+    assert json.loads(json.dumps(asdict(report)))["settings"]["repeats"] == 2
+
+
+def test_a_batch_counts_as_many_tokens():
+    report = decoding.run({"teacher": tiny("llama", torch.float32)}, [8], batch=3, **SHORT)
+    (point,) = report.points
+    assert point.tokens_per_second == pytest.approx(3e3 / point.milliseconds)
+    assert (
+        point.cache_bytes == 3 * decoding.run({"x": tiny("llama", torch.float32)}, [8], **SHORT).points[0].cache_bytes
+    )
+
+
+def test_what_is_timed_is_a_step_after_the_whole_text():
+    """Every forward of a timed round sees one token, with all of the text before it in the cache."""
+    model, seen = tiny("gpt2", torch.float32), []
+
+    def note(module, args, kwargs):
+        seen.append((kwargs["input_ids"].shape[1], kwargs["past_key_values"]))
+
+    lengths = []
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    model.transformer.wpe.register_forward_hook(lambda m, args, out: lengths.append(int(args[0].max())))
+    decoding.run({"teacher": model}, [20], steps=3, repeats=1)
+    assert [tokens for tokens, _ in seen] == [20] + [1] * 8
+    assert lengths == [19, 20, 21, 22, 23, 20, 21, 22, 23]  # each round starts from the same length
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_positions_that_end_are_repeated_in_a_copy(model_type):
+    model = tiny(model_type, torch.float32)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    longer = decoding.with_positions(model, 3 * POSITIONS - 5)
+    assert longer is not model
+    assert longer.config.max_position_embeddings == 3 * POSITIONS
+    assert model.config.max_position_embeddings == POSITIONS
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name])
+    # Read from position 0 and from where the positions begin again, the same words are the same.
+    ids = torch.arange(5, 15)[None]
+    again = torch.arange(POSITIONS, POSITIONS + 10)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(longer(ids, position_ids=again).logits, model(ids).logits)
+    assert decoding.with_positions(model, POSITIONS) is model
+
+
+def test_beyond_its_positions_a_model_is_measured_and_that_is_said():
+    models = pair(feature_size=4)
+    t2r.merge(models["RNN"], force=True)
+    report = decoding.run(models, [3 * POSITIONS], **SHORT)
+    assert report.extended == ["teacher", "RNN"]
+    assert "only time and memory are measured" in decoding.notes(report)[-1]
+    assert decoding.run(pair("llama"), [3 * POSITIONS], **SHORT).extended == []  # rotary positions do not end
+
+
+@pytest.mark.parametrize(
+    ("reference", "times", "expected"),
+    [
+        ([1, 2, 3], [2, 2, 2], 200),  # equal there, faster after it
+        ([1, 1, 3], [2, 2, 2], 250),
+        ([1, 1, 1], [2, 2, 2], None),
+        ([3, 3, 3], [2, 2, 2], 100),
+        ([3, 1, 3], [2, 2, 2], 250),  # faster once by chance is not faster from there on
+    ],
+)
+def test_crossover(reference, times, expected):
+    assert decoding.crossover([100, 200, 300], reference, times) == expected
+
+
+def test_for_people():
+    settings = decoding.Settings(1, 16, 5, "float32", "cpu", 2)
+    points = [decoding.Point("teacher", 512, 2.0, 500.0, 1 << 20), decoding.Point("RNN", 512, 4.0, 250.0, 1 << 19)]
+    points += [decoding.Point("teacher", 2048, 8.0, 125.0, 1 << 22), decoding.Point("RNN", 2048, 4.0, 250.0, 1 << 19)]
+    report = decoding.Report(settings, points, {"RNN": 1024.0, "other": None}, [])
+    console = Console(file=io.StringIO(), width=120)
+    console.print(*decoding.tables(report))
+    text = console.file.getvalue()
+    for words in ("2,048", "8.00", "250", "4.00 MiB", "RNN is faster than teacher from about 1,024 tokens on"):
+        assert words in text
+    assert "other is not faster than teacher up to 2,048 tokens" in text
+
+
+def test_what_cannot_be_measured_is_refused():
+    model = tiny("gpt2", torch.float32)
+    with pytest.raises(T2RError, match="at least one model"):
+        decoding.run({}, [8])
+    with pytest.raises(T2RError, match="steps must be at least 1"):
+        decoding.run({"a": model}, [8], steps=0)
+    with pytest.raises(T2RError, match="encoder-decoder"):
+        decoding.run({"a": tiny("bart", torch.float32)}, [8])
+    with pytest.raises(T2RError, match="one dtype on one device"):
+        decoding.run({"a": model, "b": tiny("gpt2", torch.float64)}, [8])
+    with pytest.raises(T2RError, match="has no cache"):
+        decoding.run({"a": tiny("openai-gpt", torch.float32)}, [8], **SHORT)

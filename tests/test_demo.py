@@ -1,0 +1,163 @@
+"""The demo, whole, on a teacher made here: what it prints is what its page says, and stopping it loses nothing."""
+
+import importlib.util
+import random
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import t2r
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "convert_demo.py"
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "to", "it", "in", "rain", "or", "sun", "<b>&"]
+XHTML, SVG = "{http://www.w3.org/1999/xhtml}", "{http://www.w3.org/2000/svg}"
+
+
+def words(count, seed=0):
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A teacher of two small layers, and texts."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "train.txt").write_text(words(3000))
+    (folder / "valid.txt").write_text(words(1000, seed=1))
+    overrides = ("steps=20", "warmup_steps=0", "block_size=64", "batch_tokens=256")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("T2R_CACHE", str(folder / "cache"))
+        train = str(folder / "train.txt")
+        t2r.pretrain(
+            "gpt2-tiny", str(folder / "teacher"), train=train, overrides=overrides, device="cpu", progress=False
+        )
+    return folder
+
+
+@pytest.fixture
+def demo(world, tmp_path, monkeypatch):
+    """Runs the script with budgets of a few steps; what it does is the same."""
+    monkeypatch.setenv("T2R_CACHE", str(world / "cache"))
+    monkeypatch.setenv("COLUMNS", "150")
+    spec = importlib.util.spec_from_file_location("convert_demo", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "convert_demo", module)
+    spec.loader.exec_module(module)
+    module.SHORT = module.FULL = module.Budget(transfer=3, distill=3, windows=4)
+    module.LENGTHS, module.SAMPLE = (16, 64, 256), module.SAMPLE | {"max_new_tokens": 12}
+
+    def run(*arguments, teacher=world / "teacher"):
+        options = {
+            "teacher": teacher,
+            "train": world / "train.txt",
+            "valid": world / "valid.txt",
+            "out": tmp_path / "out",
+        }
+        named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        return CliRunner().invoke(app(module), [*named, *arguments])
+
+    run.module, run.out = module, tmp_path / "out"
+    return run
+
+
+def app(module):
+    made = typer.Typer()
+    made.command()(module.main)
+    return made
+
+
+def cells(tree):
+    return ["".join(cell.itertext()) for cell in tree.iter() if cell.tag in (f"{XHTML}td", f"{XHTML}th")]
+
+
+def test_the_page_has_the_numbers_that_were_printed(demo):
+    result = demo()
+    assert result.exit_code == 0, result.output
+    assert "'loss'" not in result.stdout  # what is logged goes to the curves, not among the results
+    page = (demo.out / "index.html").read_text()
+    tree = ElementTree.fromstring(page)  # well-formed
+    shown = cells(tree)
+    rows = re.findall(r"^│ (teacher|swapped, not trained|after \w+|merged.*?) +│ +([\d.]+) +│", result.stdout, re.M)
+    assert [name for name, _ in rows] == [
+        "teacher",
+        "swapped, not trained",
+        "after transfer",
+        "after distill",
+        "merged and saved, as loaded",
+    ]
+    assert rows[-1][1] == rows[-2][1]  # merging and saving changed nothing that can be seen
+    steps = re.findall(r"│ +[\d,]* │ (teacher|RNN) +│ +([\d.]+) │ +([\d,]+) │ +([\d.]+ MiB) │", result.stdout)
+    assert len(steps) == 6
+    for number in [cell for row in rows + steps for cell in row]:
+        assert number in shown
+    assert "only time and memory are measured" in page  # 256 is beyond its 128 positions
+    assert t2r.__version__ in shown
+    assert len(list(tree.iter(f"{SVG}svg"))) == 5  # perplexities, two stages, speed, memory
+
+
+def test_the_page_needs_no_network_and_no_scripts(demo):
+    demo()
+    page = (demo.out / "index.html").read_text()
+    tree = ElementTree.fromstring(page)
+    tags = {element.tag.rpartition("}")[2] for element in tree.iter()}
+    assert not tags & {"script", "link", "img", "iframe", "object", "image"}
+    for element in tree.iter():
+        for name, value in element.attrib.items():
+            assert "//" not in value, (name, value)
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#)", page)
+    assert "prefers-color-scheme: dark" in page
+    ids = re.findall(r' id="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_a_finished_conversion_is_taken_up_and_another_is_made_again(demo, monkeypatch):
+    interrupted = demo.module.decoding.run
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.module.decoding, "run", stop)
+    result = demo()
+    assert result.exit_code == 130
+    assert "the same command goes on" in result.stderr
+    assert not (demo.out / "index.html").exists()
+    written = (demo.out / "rnn" / "results.json").stat().st_mtime_ns
+
+    monkeypatch.setattr(demo.module.decoding, "run", interrupted)
+    result = demo()
+    assert result.exit_code == 0, result.output
+    assert "holds this conversion already" in result.stdout
+    assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns == written
+
+    demo.module.SHORT = demo.module.Budget(transfer=3, distill=4, windows=4)
+    result = demo()
+    assert result.exit_code == 0, result.output
+    assert "it is made again" in result.stdout
+    assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns != written
+
+
+def test_the_full_one_has_three_students(demo):
+    result = demo("--full", "--prompt", "the cat")
+    assert result.exit_code == 0, result.output
+    tree = ElementTree.fromstring((demo.out / "index.html").read_text())
+    for name in ("teacher", "RNN", "T2R-75%", "ELU"):
+        assert cells(tree).count(name) >= len(demo.module.LENGTHS)
+    kept = t2r.T2RForCausalLM.from_pretrained(demo.out / "t2r-75").t2r_config
+    assert kept.softmax_every == 4
+    assert kept.merged
+    elu = t2r.T2RForCausalLM.from_pretrained(demo.out / "elu").t2r_config
+    assert (elu.feature_map, elu.decay) == ("elu", False)
+    assert len(list(tree.iter(f"{XHTML}blockquote"))) == 4
+
+
+def test_a_teacher_that_is_not_there_is_one_line(demo, tmp_path):
+    result = demo(teacher=tmp_path / "nobody" / "here")
+    assert result.exit_code == 1
+    assert "there is no folder" in result.output
+    assert "Traceback" not in result.output
