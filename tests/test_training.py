@@ -15,7 +15,7 @@ from families import VOCABULARY, tiny
 from t2r.attention import exact_attention, recurrent_sites
 from t2r.errors import T2RError
 from t2r.training import objectives
-from t2r.training.objectives import capture_head_input, distillation_loss, head_is_linear, transferring
+from t2r.training.objectives import capture_head_input, distillation_loss, head_gives_logits, transferring
 from t2r.training.recipe import Stage
 from t2r.training.run import Run, load_weights, run_stage, save_weights
 from t2r.training.sensitivity import most_sensitive
@@ -164,23 +164,42 @@ def test_full_logits_are_never_formed(monkeypatch):
     assert seen.largest <= max(chunk * vocabulary, 2 * tokens * hidden) < tokens * vocabulary
 
 
+@pytest.mark.parametrize("task_weight", [0.0, 0.5])
+def test_full_logits_of_an_adaptive_softmax_are_never_formed(monkeypatch, task_weight):
+    model = tiny("adaptive_lm", torch.float32)
+    head, tokens, vocabulary, chunk = model.get_output_embeddings(), 64, VOCABULARY, 8
+    monkeypatch.setitem(objectives.CHUNK_LOGITS, "cpu", chunk * vocabulary)
+    student, teacher = torch.randn(2, tokens, 32).unbind()
+    labels = torch.randint(vocabulary, (tokens,))
+    student.requires_grad_()
+    with LargestTensor() as seen:
+        loss, *_ = distillation_loss(
+            student, teacher, labels, task_weight=task_weight, student_head=head, teacher_head=copy.deepcopy(head)
+        )
+        loss.backward()
+    weights = max(p.numel() for p in head.parameters())
+    assert seen.largest <= max(chunk * vocabulary, 2 * tokens * 32, weights) < tokens * vocabulary
+
+
 @pytest.mark.parametrize(
-    ("model_type", "linear"), [("gpt2", True), ("llama", True), ("gemma2", False), ("granite", False)]
+    ("model_type", "linear"),
+    [("gpt2", True), ("llama", True), ("adaptive_lm", True), ("gemma2", False), ("granite", False)],
 )
-def test_linear_heads_are_known(model_type, linear):
+def test_heads_that_give_the_logits_are_known(model_type, linear):
     model = tiny(model_type, torch.float32).train()
     if model_type == "gemma2":
         model.config.final_logit_softcapping = 5.0
     before = torch.get_rng_state()
-    assert head_is_linear(model, torch.arange(3, 9)[None]) is linear
+    assert head_gives_logits(model, torch.arange(3, 9)[None]) is linear
     assert torch.equal(before, torch.get_rng_state())
     assert model.training
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "granite"])
+@pytest.mark.parametrize("model_type", ["gpt2", "adaptive_lm", "granite"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_distill_stage_is_plain_kl(tmp_path, model_type, documents):
-    """Through the whole trainer, with linear heads and without, packed documents or not."""
+def test_distill_stage_is_plain_kl(tmp_path, model_type, documents, monkeypatch):
+    """Through the whole trainer, with linear heads, adaptive ones and logits as they come, packed documents or not."""
+    monkeypatch.setitem(objectives.CHUNK_LOGITS, "cpu", 7 * VOCABULARY)
     student, teacher = pair(model_type)
     rows = Rows(prompts=lambda i: 3 * i % 5, documents=documents)
     what = stage("distill", task_weight=0.5, temperature=1.5)

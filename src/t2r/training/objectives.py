@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from t2r.attention import exact_attention, recurrent_sites
@@ -77,18 +78,18 @@ def capture_head_input(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def head_is_linear(model: PreTrainedModel, input_ids: Tensor) -> bool:
-    """Are the logits a linear function of the head's input, and nothing else (no cap, scale or bias after it)?"""
+def head_gives_logits(model: PreTrainedModel, input_ids: Tensor) -> bool:
+    """Are the logits what the output embeddings make of their input, and nothing else (no cap or scale after it)?"""
     head: Any = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
+    if not hasattr(head, "out_features"):
         return False
     training = model.training
     model.eval()  # dropout would draw random numbers, which a resumed run would then draw once more
     # Compiled layers would be compiled once more, for this shape.
     with torch.compiler.set_stance("force_eager"), capture_head_input(model) as captured:
         logits = model(input_ids=input_ids, use_cache=False).logits
+        again = head(captured[0])  # of which it sees the last position, as before
     model.train(training)
-    again = linear(captured[0][:, -1:], head.weight, head.bias)
     return bool(torch.equal(again.to(logits.dtype), logits))
 
 
@@ -108,16 +109,55 @@ def distillation_loss(
     -100, or their sum divided by `count` where they are a part of a larger batch. Also the two terms, for the log.
     Without a teacher there is only the cross entropy.
 
-    With the output embeddings (`nn.Linear`) of both, `student` and `teacher` are what goes into them,
-    `[tokens, hidden]`, and logits are formed for a chunk of tokens at a time, forward and backward; without, they are
-    the logits themselves.
+    With the output embeddings of both, `student` and `teacher` are what goes into them, `[tokens, hidden]`, and logits
+    are formed for a chunk of tokens at a time, forward and backward; without, they are the logits themselves.
     """
+    if not all(head is None or type(head) is nn.Linear for head in (student_head, teacher_head)):
+        terms = (kl_weight, task_weight, temperature)
+        return in_pieces(student, teacher, labels, count, student_head, teacher_head, *terms)
     heads = (None, None) if student_head is None else (student_head.weight, student_head.bias)
     reference = (None, None) if teacher_head is None else (teacher_head.weight.detach(), teacher_head.bias)
     scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
     weights = (0.0 if teacher is None else kl_weight, task_weight, temperature)
     # A batch of prompts alone has nothing to learn from: its loss is 0, not 0 / 0.
     return _ChunkedDistillation.apply(student, *heads, teacher, *reference, labels, scored.clamp_min(1), *weights)
+
+
+def in_pieces(
+    student: Tensor,
+    teacher: Tensor | None,
+    labels: Tensor,
+    count: Tensor | int | None,
+    student_head: Any,
+    teacher_head: Any,
+    kl_weight: float,
+    task_weight: float,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for output embeddings of any kind (an adaptive softmax): each piece is computed once more in the
+    backward pass, so that only one piece's logits are there at a time."""
+    rows = max(1, CHUNK_LOGITS.get(student.device.type, LARGE_CHUNK_LOGITS) // student_head.out_features)
+
+    def piece(ours: Tensor, theirs: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = apply_head(student_head(ours), None, None)
+        kl = logits.new_zeros(())
+        if theirs is not None and kl_weight:
+            with torch.no_grad():
+                log_p = (apply_head(teacher_head(theirs), None, None) / temperature).log_softmax(-1)
+            log_q = (logits / temperature).log_softmax(-1)
+            per_token = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
+            kl = per_token.masked_fill(target < 0, 0).sum()
+        task = cross_entropy(logits, target, ignore_index=-100, reduction="sum") if task_weight else kl.new_zeros(())
+        return kl, task
+
+    sums = []
+    for start in range(0, student.shape[0], rows):
+        here = slice(start, start + rows)
+        theirs = None if teacher is None else teacher[here]
+        sums.append(torch.stack(checkpoint(piece, student[here], theirs, labels[here], use_reentrant=False)))
+    scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
+    kl, task = torch.stack(sums).sum(0) / scored.clamp_min(1)
+    return kl_weight * kl + task_weight * task, kl.detach(), task.detach()
 
 
 class _ChunkedDistillation(torch.autograd.Function):

@@ -27,7 +27,7 @@ from transformers import (
 from t2r.attention import recurrent_sites
 from t2r.errors import T2RError
 from t2r.training import processes
-from t2r.training.objectives import capture_head_input, distillation_loss, head_is_linear, transferring
+from t2r.training.objectives import capture_head_input, distillation_loss, head_gives_logits, transferring
 from t2r.training.recipe import Stage
 
 COMPLETE = "complete"
@@ -97,14 +97,14 @@ class StageTrainer(Trainer):
         # Whether the loss is divided by what `get_batch_samples` counts, or a mean that accumulation has to divide.
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
         self.terms: dict[str, Tensor] = {}
-        self.linear_heads = False
+        self.heads_known = False
         # Such a model forms the logits of the words it needs, and of no others: an adaptive softmax.
         self.own_loss = stage.objective == "task" and bool(getattr(model, "loss_without_logits", False))
         # FSDP has whole weights inside a forward only.
         if stage.objective != "transfer" and not (self.own_loss or self.is_fsdp_enabled):
             block: Any = dataset[0]
             probe = block["input_ids"][None, :8].to(model.device)
-            self.linear_heads = all(head_is_linear(part, probe) for part in (model, teacher) if part is not None)
+            self.heads_known = all(head_gives_logits(part, probe) for part in (model, teacher) if part is not None)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of an optimizer step, and how many tokens of them are to be learned from, in all processes."""
@@ -143,7 +143,7 @@ class StageTrainer(Trainer):
         student: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         theirs: Any = None
         heads: dict[str, Any] = {}
-        if self.linear_heads:
+        if self.heads_known:
             heads["student_head"] = student.get_output_embeddings()
             with capture_head_input(student) as of_student:
                 model(**inputs, use_cache=False)

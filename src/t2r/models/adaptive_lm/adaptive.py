@@ -75,6 +75,7 @@ class AdaptiveSoftmax(nn.Module):
     def __init__(self, bands: Sequence[Band], hidden_size: int, softmax_dropout: float = 0.0) -> None:
         super().__init__()
         self.bands, tails = tuple(bands), bands[1:]
+        self.in_features, self.out_features = hidden_size, bands[-1].last
         # A plain softmax has no dropout of its own.
         self.dropout = softmax_dropout if tails else 0.0
         self.words = nn.ModuleList(nn.Linear(band.dim, band.size, bias=False) for band in bands)
