@@ -50,13 +50,14 @@ class Budget:
     windows: int
 
 
-SHORT = Budget(transfer=300, distill=400, windows=32)
-FULL = Budget(transfer=500, distill=750, windows=64)
+SHORT = Budget(transfer=450, distill=360, windows=32)
+FULL = Budget(transfer=700, distill=650, windows=64)
 
-LEARNED = {"feature_map": "hedgehog", "feature_size": 32, "shared": False, "decay": True}
-# In minutes, the number of steps counts for more than their size.
-BATCH_TOKENS = 512
+# Within minutes, the number of steps counts for more than their size: a step is one block of text.
 BLOCK = 512
+TRANSFER = ["transfer.learning_rate=3e-2", "transfer.warmup_steps=10"]
+DISTILL = ["distill.learning_rate=1e-4", "distill.warmup_steps=20"]
+LEARNED = {"feature_map": "hedgehog", "feature_size": 32, "shared": False, "decay": True}
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,12 @@ class Student:
     merged: bool = True
 
     def overrides(self, budget: Budget, block: int) -> list[str]:
-        """The recipe's stages in this budget: the maps alone first, where there is something in them to learn."""
-        steps = budget.distill
-        common = [f"block_size={block}", f"batch_tokens={block * max(1, BATCH_TOKENS // block)}"]
-        if self.recipe != "distill-lm":
-            return [*common, f"distill.steps={steps + budget.transfer}"]
-        transfer = [f"transfer.steps={budget.transfer}", "transfer.learning_rate=3e-2", "transfer.warmup_steps=10"]
-        return [*common, *transfer, f"distill.steps={steps}", "distill.learning_rate=1e-3", "distill.warmup_steps=20"]
+        """The recipe's stages in this budget: first the maps alone learn, where there is something in them to learn."""
+        common = [f"block_size={block}", f"batch_tokens={block}"]
+        if self.recipe == "distill-lm":
+            steps = [f"transfer.steps={budget.transfer}", f"distill.steps={budget.distill}"]
+            return [*common, *steps, *TRANSFER, *DISTILL]
+        return [*common, f"distill.steps={budget.distill + budget.transfer // 3}"]  # it takes about as long
 
 
 STUDENTS = [Student("RNN")]
@@ -173,7 +173,7 @@ def convert(
     """What `t2r.convert` measured: now, or when it made just this."""
     overrides = student.overrides(budget, teacher.window)
     if (done := finished(folder, student, overrides, score)) is not None:
-        note = f"{folder} holds this conversion already: what its stages measured is of that run. Remove it to see it again"
+        note = f"{folder} holds this conversion already: its stages were measured then. Remove it to see them again"
         console.print(note, highlight=False)
         page.paragraph(note)
         return done
