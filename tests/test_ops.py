@@ -208,17 +208,17 @@ FORMS = {
 
 
 @settings(max_examples=200)
-@given(cases(), st.integers(1, 8))
-def test_all_forms_agree_with_the_quadratic_one(case, chunk_size):
+@given(cases(), st.integers(1, 8), st.integers(1, 5))
+def test_all_forms_agree_with_the_quadratic_one(case, chunk_size, at_once):
     expected = outputs_and_gradients(reference.quadratic, case)
     for name, run in FORMS.items():
-        options = {"chunk_size": chunk_size} if name == "chunked" else {}
+        options = {"chunk_size": chunk_size, "chunks_at_once": at_once} if name == "chunked" else {}
         assert_same(outputs_and_gradients(run, case, **options), expected, case.tolerance, f"{name}: ")
 
 
 @settings(max_examples=200)
-@given(cases(dtypes=(torch.float32, torch.bfloat16, torch.float16)), st.integers(1, 8))
-def test_all_forms_agree_in_lower_precision(case, chunk_size):
+@given(cases(dtypes=(torch.float32, torch.bfloat16, torch.float16)), st.integers(1, 8), st.integers(1, 5))
+def test_all_forms_agree_in_lower_precision(case, chunk_size, at_once):
     """The judge is the float64 result of the very same (rounded) inputs."""
     assume(not (case.signed and case.v.dtype != torch.float32))  # cancellation: tested below, for bounds only
     exact = Case(
@@ -232,7 +232,7 @@ def test_all_forms_agree_in_lower_precision(case, chunk_size):
     )
     expected = outputs_and_gradients(reference.quadratic, exact)
     for name, run in FORMS.items():
-        options = {"chunk_size": chunk_size} if name == "chunked" else {}
+        options = {"chunk_size": chunk_size, "chunks_at_once": at_once} if name == "chunked" else {}
         actual = outputs_and_gradients(run, case, **options)
         assert actual["out"].dtype == case.v.dtype
         assert actual["s"].dtype == actual["z"].dtype == torch.float32
@@ -246,7 +246,8 @@ def test_all_forms_agree_in_lower_precision(case, chunk_size):
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("mask", [None, "holes"])
 @pytest.mark.parametrize("decay", [False, True])
-def test_gradcheck(signed, starts, mask, decay):
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_gradcheck(signed, starts, mask, decay, at_once):
     case = make_case(time=6, feature=3, value=2, signed=signed, starts=starts, mask=mask, state=True)
     rates = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
     # Finite differences cannot see kinks: keep relu features off zero, and signed ones where no bound acts.
@@ -261,7 +262,7 @@ def test_gradcheck(signed, starts, mask, decay):
     inputs += [rates.requires_grad_()] if decay else []
 
     def run(q, k, v, s, z, rates=None):
-        options = {**case.options, "decay": rates, "chunk_size": 4}
+        options = {**case.options, "decay": rates, "chunk_size": 6 // (at_once + 1), "chunks_at_once": at_once}
         out, new = chunked.linear_attention(q, k, v, state=State(s, z, case.state.z_abs), **options)
         return out, new.s, new.z
 
@@ -302,7 +303,7 @@ def test_packed_documents_equal_separate_ones(case, lengths):
     starts[:, edges[1:-1]] = True
     for backend in ("quadratic", "recurrent", "chunked"):
         run = ops.BACKENDS[backend].run
-        options = {"chunk_size": 4} if backend == "chunked" else {}
+        options = {"chunk_size": 4, "chunks_at_once": len(lengths)} if backend == "chunked" else {}
         packed, end = run(
             case.q,
             case.k,
@@ -473,6 +474,11 @@ def test_an_empty_sequence_leaves_the_state_alone(backend, causal):
         assert torch.equal(out, ops.look(q, case.state, out.dtype))
 
 
+def at_once(*args, **options):
+    """As on an accelerator."""
+    return chunked.linear_attention(*args, **options, chunks_at_once=chunked.MANY_CHUNKS)
+
+
 @settings(max_examples=100)
 @given(cases(causal=True, starts=False, state=True))
 def test_absorb_is_attention_that_nobody_reads(case):
@@ -481,15 +487,15 @@ def test_absorb_is_attention_that_nobody_reads(case):
     assert_same({"s": state.s, "z": state.z}, {"s": expected.s, "z": expected.z}, case.tolerance)
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
-def test_the_fastest_decay_over_many_chunks(backend):
+@pytest.mark.parametrize("run", [reference.recurrent, chunked.linear_attention, at_once], ids=lambda run: run.__name__)
+def test_the_fastest_decay_over_many_chunks(run):
     """Powers of the decay reach from exp(64) down to nothing: no overflow, and rounding as without."""
     case = make_case(time=600, dtype=torch.float32, state=True, mask="holes")
     case.decay = torch.tensor([[0.0, 1e-4, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]])
     exact = make_case(time=600, dtype=torch.float64, state=True, mask="holes")
     exact.decay = case.decay.double()
     expected = outputs_and_gradients(reference.recurrent, exact)
-    assert_same(outputs_and_gradients(ops.BACKENDS[backend].run, case), expected, 5e-3)
+    assert_same(outputs_and_gradients(run, case), expected, 5e-3)
 
 
 def test_rates_are_bounded_alike_in_every_form():
@@ -525,15 +531,17 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("decay", [None, torch.full((1, 16), 0.1)])
-def test_chunked_forms_neither_t_by_t_nor_t_by_k_by_d(decay):
+@pytest.mark.parametrize("run", [chunked.linear_attention, at_once], ids=lambda run: run.__name__)
+def test_chunked_forms_neither_t_by_t_nor_t_by_k_by_d(decay, run):
     time, feature, value = 4096, 16, 32
     q, k = (torch.rand(1, 1, time, feature, requires_grad=True) for _ in "qk")
     v = torch.rand(1, 1, time, value, requires_grad=True)
     with LargestTensor() as seen:
-        out, _ = chunked.linear_attention(q, k, v, decay=decay)
+        out, _ = run(q, k, v, decay=decay)
         out.sum().backward()
-    assert seen.largest <= time * max(feature, value)
-    assert time * value < min(time * time, time * feature * value)
+    weights = (1 if run is chunked.linear_attention else chunked.MANY_CHUNKS) * chunked.CHUNK_SIZE**2
+    assert seen.largest <= max(time * max(feature, value), weights)  # the second is the same for any time
+    assert max(time * value, weights) < min(time * time, time * feature * value)
 
 
 @pytest.mark.parametrize("backend", ["quadratic", "recurrent", "chunked"])
