@@ -92,3 +92,8 @@ def test_evaluate_prints_a_table(folders):
     result = run("evaluate", folders / "gpt2", *arguments)
     assert result.exit_code == 0, result.output
     assert "gpt2" in result.stdout
+
+
+def test_a_model_that_is_not_there_is_not_one_without_a_tokenizer(folders):
+    result = run("evaluate", folders / "nothing", "--text", folders / "text.txt")
+    assert "nothing is not a folder here" in str(result.exception)

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -85,6 +87,16 @@ def show(parts: Iterable[object]) -> None:
     console = Console(highlight=False)
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
+
+
+def show_results(results: dict[str, Any], summary: Callable[..., object], out: str, as_json: bool, quiet: bool) -> None:
+    """What came of a training, said by one of its processes."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        print(json.dumps(results, indent=2))
+    elif not quiet:
+        show([summary(results), f"saved in {out}"])
 
 
 @contextmanager

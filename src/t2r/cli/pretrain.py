@@ -1,13 +1,11 @@
 """t2r pretrain"""
 
-import json
 import logging
-import os
 from typing import Annotated, Any
 
 import typer
 
-from t2r.cli.common import AsJson, Quiet, calm, swap_options
+from t2r.cli.common import AsJson, Quiet, calm, show_results, swap_options
 
 
 @swap_options
@@ -82,11 +80,4 @@ def pretrain(
             progress=not (quiet or as_json),
             **options,
         )
-    if os.environ.get("RANK", "0") != "0":
-        return  # of several processes, one speaks
-    if as_json:
-        print(json.dumps(results, indent=2))
-    elif not quiet:
-        from t2r.cli.common import show
-
-        show([summary(results), f"saved in {out}"])
+    show_results(results, summary, out, as_json, quiet)

@@ -111,6 +111,7 @@ def _tokenizer_of(source: Model) -> Tokenizer:
     if isinstance(source, PreTrainedModel):
         raise T2RError("a model that is given as an object needs its tokenizer beside it")
     if (tokenizer := load_tokenizer(str(source))) is None:
+        load_config(str(source))  # or there is no model at all, and it says so
         raise T2RError(f"{source} has no tokenizer, and the first of the models must have one")
     return tokenizer
 
