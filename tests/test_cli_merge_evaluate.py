@@ -95,5 +95,5 @@ def test_evaluate_prints_a_table(folders):
 
 
 def test_a_model_that_is_not_there_is_not_one_without_a_tokenizer(folders):
-    result = run("evaluate", folders / "nothing", "--text", folders / "text.txt")
-    assert "nothing is not a folder here" in str(result.exception)
+    result = run("evaluate", "no-such-model", "--text", folders / "text.txt")
+    assert "no-such-model is not a folder here" in str(result.exception)
