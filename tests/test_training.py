@@ -14,6 +14,7 @@ import t2r
 from families import VOCABULARY, tiny
 from t2r.attention import exact_attention, recurrent_sites
 from t2r.errors import T2RError
+from t2r.softmax import softmax_attention
 from t2r.training import objectives
 from t2r.training.objectives import capture_head_input, distillation_loss, head_gives_logits, transferring
 from t2r.training.recipe import Stage
@@ -241,6 +242,26 @@ def test_transfer_passes_the_exact_output_on(model_type, documents, forgets):
     assert not any(site.exact or site.observer for site in recurrent_sites(student))
 
 
+@pytest.mark.parametrize("objective", ["transfer", "distill"])
+def test_compiled_stages_learn_the_same(tmp_path, monkeypatch, objective):
+    """Layers, the comparison of sites and the loss, each compiled once for all its callers."""
+    logs, compiled = {}, torch.compile
+    functions = []
+    monkeypatch.setattr(torch, "compile", lambda f, **options: functions.append(f.__name__) or compiled(f, **options))
+    objectives.fused.cache_clear()
+    for how in (False, True):
+        student, teacher = pair("llama", decay=True, rotary=False)
+        teacher = teacher if objective == "distill" else None
+        what = stage(objective, learning_rate=1e-3)
+        student, logs[how] = train(tmp_path / str(how), student, what, teacher, compiled=how)
+    assert logs[True] == pytest.approx(logs[False], rel=1e-4)
+    assert logs[True][-1] < logs[True][0]
+    ours = [name for name in functions if name != "_call_impl"]  # which is a layer
+    assert ours == {"transfer": ["site_error"], "distill": ["loss_and_gradient"]}[objective]
+    assert len(functions) - len(ours) == {"transfer": 0, "distill": 6}[objective]  # the teacher's too
+    objectives.fused.cache_clear()
+
+
 def test_a_transfer_has_the_teacher_whole():
     """No layer left out and nothing dropped in what is to be matched; the maps draw as they do in training."""
     student, teacher = pair("adaptive_lm", torch.float64, feature_map="rfa")
@@ -261,19 +282,8 @@ def test_a_transfer_has_the_teacher_whole():
 
 def test_transfer_loss_is_zero_where_nothing_is_left_to_learn(monkeypatch):
     student, _ = pair("llama", torch.float64)
-    from t2r import ops
-    from t2r.attention import softmax_attention
-
-    inputs = {}
     for site in recurrent_sites(student):  # a recurrence that happens to be exact
-        show = site.show
-
-        def noted(q, k, v, mask, scaling, causal, out, show=show):
-            inputs["exact"] = softmax_attention(q, k, v, mask, scaling, causal)
-            show(q, k, v, mask, scaling, causal, out)
-
-        monkeypatch.setattr(site, "show", noted)
-    monkeypatch.setattr(ops, "linear_attention", lambda *args, **options: (inputs["exact"], None))
+        monkeypatch.setattr(site, "imitate", lambda inputs: softmax_attention(*inputs))
     with transferring(student) as errors:
         student(input_ids=Rows().ids[:2], use_cache=False)
     assert len(errors) == 3

@@ -30,6 +30,17 @@ NAME = "t2r"
 """The attention implementation's name: `model.config._attn_implementation` of every swapped model."""
 
 
+class Inputs(NamedTuple):
+    """What an attention is computed from: queries and keys as the map sees them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scaling: float
+    causal: bool
+
+
 class Recurrence(nn.Module):
     """A site of attention: normalized linear attention over features, or the softmax attention it came from."""
 
@@ -37,8 +48,8 @@ class Recurrence(nn.Module):
     layer_idx: int
     exact: bool = False
     """Run the exact softmax attention instead: proves the surgery, and is the target of the transfer stage."""
-    observer: Callable[[Tensor, Tensor], None] | None = None
-    """While exact: is shown what the recurrence would have given, and what was given."""
+    observer: Callable[[Recurrence, Inputs, Tensor], None] | None = None
+    """While exact: is shown what came in, which the recurrence can imitate, and what was given."""
 
     def attend(
         self,
@@ -73,17 +84,14 @@ class Recurrence(nn.Module):
         layer.store(state, time, Added(phi_k, v, padding, how["decay"]))
         return out
 
-    def show(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, causal: bool, out: Tensor
-    ) -> None:
-        """Let the observer compare the recurrence with the exact output, from the same inputs."""
-        if self.observer is None:
-            return
+    def imitate(self, inputs: Inputs) -> Tensor:
+        """What the recurrence gives for these inputs, without a cache."""
+        q, k, v, mask, scaling, causal = inputs
         phi_q, phi_k = self.feature_map(q * scaling, k)
         padding, starts = padding_and_starts(mask, k.shape[2])
         how: dict[str, Any] = {"mask": padding, "decay": self.feature_map.decay, "signed": self.feature_map.signed}
-        ours, _ = ops.linear_attention(phi_q, phi_k, self.spread(v), starts=starts, causal=causal, **how)
-        self.observer(ours, out)
+        out, _ = ops.linear_attention(phi_q, phi_k, self.spread(v), starts=starts, causal=causal, **how)
+        return out
 
     def spread(self, v: Tensor) -> Tensor:
         """Values for every key head of the map: with un-grouped keys, one per query head."""
@@ -262,7 +270,8 @@ class ProjectionAttention(Recurrence):
     ) -> Tensor:
         dropout = self.softmax_dropout if self.training else 0.0
         out = softmax_attention(q, k, v, mask, self.scaling, causal, dropout, position_bias=position_bias)
-        self.show(q, k, v, mask, self.scaling, causal, out)
+        if self.observer is not None:
+            self.observer(self, Inputs(q, k, v, mask, self.scaling, causal), out)
         return out
 
     def become_merged(self) -> None:
@@ -310,9 +319,9 @@ def attention_forward(
             attention_mask = documents_from_positions(kwargs.get("position_ids"), query.shape[0])
         options = (scaling, causal, dropout, sliding_window, softcap, position_bias)
         out = softmax_attention(query, key, value, attention_mask, *options)
-        if isinstance(module, InterfaceAttention):
+        if isinstance(module, InterfaceAttention) and module.observer is not None:
             query, key = noted[0] if noted else (query, key)
-            module.show(query, key, value, attention_mask, scaling, causal, out)
+            module.observer(module, Inputs(query, key, value, attention_mask, scaling, causal), out)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from t2r.attention import exact_attention, recurrent_sites
+from t2r.attention import Inputs, Recurrence, exact_attention, recurrent_sites
 
 CHUNK_LOGITS = {"cpu": 2**25}
 LARGE_CHUNK_LOGITS = 2**28
@@ -20,24 +22,30 @@ LARGE_CHUNK_LOGITS = 2**28
 the rest."""
 
 
+@cache
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once for all its callers: on a GPU, where many small operations wait for each other."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled
+
+
 # --- Transfer -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def transferring(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside the `with` block every site computes both attentions and passes the exact one on; the list collects, for
-    each site, the squared error of the recurrence relative to the size of what it should have given, a mean over the
-    rows of the batch: so it does not matter how a batch is divided.
+def transferring(model: nn.Module, compiled: bool = False) -> Iterator[list[Tensor]]:
+    """Inside the `with` block every site computes both attentions and passes the exact one on; the list collects the
+    error of each.
 
     One model is enough: its trunk is the teacher's as long as only the maps are trained. It is in evaluation mode, as a
     teacher is: no dropout in what is to be matched, and no layer left out. The maps train."""
     errors: list[Tensor] = []
+    measure = fused(site_error) if compiled else site_error
 
-    def observe(ours: Tensor, exact: Tensor) -> None:
-        wide = torch.promote_types(exact.dtype, torch.float32)
-        exact = exact.detach().to(wide)
-        error, size = (x.square().flatten(1).mean(1) for x in (ours.to(wide) - exact, exact))
-        errors.append((error / size.clamp_min(1e-12)).mean())
+    def observe(site: Recurrence, inputs: Inputs, exact: Tensor) -> None:
+        if compiled:  # of strided values in bf16, torch 2.13 compiles vector code for a CPU whose gradient is NaN
+            inputs = inputs._replace(v=inputs.v.contiguous())
+        errors.append(measure(site, inputs, exact))
 
     training = [module for module in model.modules() if module.training]
     with exact_attention(model):
@@ -54,6 +62,15 @@ def transferring(model: nn.Module) -> Iterator[list[Tensor]]:
                 module.training = True
             for site in sites:
                 site.observer = None
+
+
+def site_error(site: Recurrence, inputs: Inputs, exact: Tensor) -> Tensor:
+    """The squared error of the recurrence relative to the size of what it should have given, a mean over the rows of
+    the batch: so it does not matter how a batch is divided."""
+    wide = torch.promote_types(exact.dtype, torch.float32)
+    exact = exact.detach().to(wide)
+    error, size = (x.square().flatten(1).mean(1) for x in (site.imitate(inputs).to(wide) - exact, exact))
+    return (error / size.clamp_min(1e-12)).mean()
 
 
 # --- Distillation -------------------------------------------------------------------------------------------
@@ -104,6 +121,7 @@ def distillation_loss(
     kl_weight: float = 1.0,
     task_weight: float = 0.0,
     temperature: float = 1.0,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kl_weight` KL(teacher || student) + `task_weight` cross entropy, a mean over the tokens whose label is not
     -100, or their sum divided by `count` where they are a part of a larger batch. Also the two terms, for the log.
@@ -118,7 +136,7 @@ def distillation_loss(
     heads = (None, None) if student_head is None else (student_head.weight, student_head.bias)
     reference = (None, None) if teacher_head is None else (teacher_head.weight.detach(), teacher_head.bias)
     scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
-    weights = (0.0 if teacher is None else kl_weight, task_weight, temperature)
+    weights = (0.0 if teacher is None else kl_weight, task_weight, temperature, compiled)
     # A batch of prompts alone has nothing to learn from: its loss is 0, not 0 / 0.
     return _ChunkedDistillation.apply(student, *heads, teacher, *reference, labels, scored.clamp_min(1), *weights)
 
@@ -139,11 +157,11 @@ def in_pieces(
     rows = max(1, CHUNK_LOGITS.get(student.device.type, LARGE_CHUNK_LOGITS) // student_head.out_features)
 
     def piece(ours: Tensor, theirs: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = apply_head(student_head(ours), None, None)
+        logits = widened(student_head(ours))
         kl = logits.new_zeros(())
         if theirs is not None and kl_weight:
             with torch.no_grad():
-                log_p = (apply_head(teacher_head(theirs), None, None) / temperature).log_softmax(-1)
+                log_p = (widened(teacher_head(theirs)) / temperature).log_softmax(-1)
             log_q = (logits / temperature).log_softmax(-1)
             per_token = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
             kl = per_token.masked_fill(target < 0, 0).sum()
@@ -177,11 +195,14 @@ class _ChunkedDistillation(torch.autograd.Function):
         kl_weight: float,
         task_weight: float,
         temperature: float,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = student.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         vocabulary = (student if weight is None else weight).shape[1 if weight is None else 0]
         size = max(1, CHUNK_LOGITS.get(device, LARGE_CHUNK_LOGITS) // vocabulary)
+        size = max(1, math.ceil(len(student) / math.ceil(len(student) / size)))  # as even as can be
+        terms = fused(loss_and_gradient) if compiled else loss_and_gradient
         wide = torch.promote_types(student.dtype, torch.float32)
         kl_sum = task_sum = student.new_zeros((), dtype=wide)
         d_student = torch.empty_like(student)
@@ -194,29 +215,18 @@ class _ChunkedDistillation(torch.autograd.Function):
                 weight, bias = weight.to(compute), None if bias is None else bias.to(compute)
             for start in range(0, student.shape[0], size):
                 here = slice(start, start + size)
-                target = labels[here]
                 logits = apply_head(student[here], weight, bias)
-                gradient = torch.zeros_like(logits)
-                if teacher is not None and kl_weight:
-                    kl, part = kl_and_gradient(
-                        logits, apply_head(teacher[here], teacher_weight, teacher_bias), temperature, target
-                    )
-                    kl_sum = kl_sum + kl
-                    gradient.add_(part, alpha=kl_weight)
-                if task_weight:
-                    task, part = task_and_gradient(logits, target)
-                    task_sum = task_sum + task
-                    gradient.add_(part, alpha=task_weight)
-                gradient /= scored
+                reference = None if teacher is None else apply_head(teacher[here], teacher_weight, teacher_bias)
+                kl, task, gradient = terms(logits, reference, labels[here], scored, kl_weight, task_weight, temperature)
+                kl_sum, task_sum = kl_sum + kl, task_sum + task
                 if weight is None:
                     d_student[here] = gradient
                     continue
-                gradient = gradient.to(weight.dtype)
                 d_student[here] = gradient @ weight
                 if d_weight is not None:
                     d_weight += gradient.mT @ student[here].to(weight.dtype)
                 if d_bias is not None:
-                    d_bias += gradient.sum(0)
+                    d_bias += gradient.sum(0, dtype=wide)
         ctx.save_for_backward(d_student, d_weight, d_bias)
         kl_mean, task_mean = kl_sum / scored, task_sum / scored
         ctx.mark_non_differentiable(kl_mean, task_mean)
@@ -224,31 +234,44 @@ class _ChunkedDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *ignored: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if x is None else (g * x).to(x.dtype) for x in ctx.saved_tensors), *(None,) * 8
+        return *(None if x is None else (g * x).to(x.dtype) for x in ctx.saved_tensors), *(None,) * 9
 
 
 def apply_head(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Logits in float32 at least, of hidden states or of logits in whatever dtype."""
-    logits = x if weight is None else linear(x.to(weight.dtype), weight, bias)
+    """Logits of hidden states, or the logits that are given."""
+    return x if weight is None else linear(x.to(weight.dtype), weight, bias)
+
+
+def widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def task_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over tokens of the cross entropy, and its gradient by the logits."""
-    loss = cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    gradient = logits.softmax(-1)
-    rows = (labels >= 0).nonzero()[:, 0]
-    gradient[rows, labels[rows]] -= 1
-    return loss, gradient.masked_fill_((labels < 0)[:, None], 0)
-
-
-def kl_and_gradient(logits: Tensor, reference: Tensor, temperature: float, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over tokens of T^2 KL(reference || logits) at temperature T, and its gradient by the logits."""
-    log_q = (logits / temperature).log_softmax(-1)
-    log_p = (reference / temperature).log_softmax(-1)
-    p = log_p.exp()
-    scale = temperature**2
-    per_token = scale * (p * (log_p - log_q)).sum(-1)
-    gradient = (log_q.exp_() - p) * temperature
-    ignored = labels < 0
-    return per_token.masked_fill(ignored, 0).sum(), gradient.masked_fill_(ignored[:, None], 0)
+def loss_and_gradient(
+    logits: Tensor,
+    reference: Tensor | None,
+    labels: Tensor,
+    scored: Tensor,
+    kl_weight: float,
+    task_weight: float,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over the tokens that count of T^2 KL(reference || logits) at temperature T and of the cross entropy; and the
+    gradient of the weighted two by the logits, in their dtype, for a mean over `scored` tokens."""
+    wide, ignored = widened(logits), labels < 0
+    kl = task = wide.new_zeros(())
+    gradient = None
+    if reference is not None and kl_weight:
+        log_q = (wide / temperature).log_softmax(-1)
+        log_p = (widened(reference) / temperature).log_softmax(-1)
+        p = log_p.exp()
+        kl = temperature**2 * (p * (log_p - log_q)).sum(-1).masked_fill(ignored, 0).sum()
+        gradient = log_q.exp_().sub_(p).mul_(kl_weight * temperature)
+    if task_weight:
+        log_q = wide.log_softmax(-1)
+        target = labels.clamp_min(0)[:, None]
+        task = -log_q.gather(1, target)[:, 0].masked_fill(ignored, 0).sum()
+        part = log_q.exp_().scatter_add_(1, target, -torch.ones_like(target, dtype=wide.dtype)).mul_(task_weight)
+        gradient = part if gradient is None else gradient.add_(part)
+    if gradient is None:
+        return kl, task, torch.zeros_like(logits)
+    return kl, task, (gradient.masked_fill_(ignored[:, None], 0) / scored).to(logits.dtype)

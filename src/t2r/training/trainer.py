@@ -53,6 +53,7 @@ class StageTrainer(Trainer):
         save_steps: int | None = None,
         report_to: str = "none",
         progress: bool = True,
+        compiled: bool = False,
     ) -> None:
         choose_trained(model, stage)
         optimizer = make_optimizer(model, stage)
@@ -93,7 +94,7 @@ class StageTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(Bar())
-        self.stage, self.teacher = stage, teacher
+        self.stage, self.teacher, self.compiled = stage, teacher, compiled
         # Whether the loss is divided by what `get_batch_samples` counts, or a mean that accumulation has to divide.
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
         self.terms: dict[str, Tensor] = {}
@@ -125,7 +126,7 @@ class StageTrainer(Trainer):
         inputs = dict(inputs)
         whole = inputs.pop("labels")
         if self.stage.objective == "transfer":
-            with transferring(model) as errors:
+            with transferring(model, self.compiled) as errors:
                 model(**inputs, use_cache=False)
             return torch.stack(errors).mean()
         # Processes average their gradients, so each divides its sum by its share of the count.
@@ -166,6 +167,7 @@ class StageTrainer(Trainer):
             kl_weight=weights[0],
             task_weight=weights[1],
             temperature=stage.temperature,
+            compiled=self.compiled,
             **heads,
         )
         if distills:
@@ -321,7 +323,7 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
         )
     kind = torch.optim.AdamW if stage.optimizer == "adamw" else torch.optim.Adam
     beta1, beta2 = stage.betas
-    fused = all(p.device.type == "cuda" for p in trained)
+    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
     return kind(
         groups,
         lr=stage.learning_rate,
