@@ -5,15 +5,18 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format clean install
+.PHONY: help demo demo-full test test-all lint format clean install
 
 help:  ## Print this list
 	@echo "t2r: turn a pretrained transformer into an RNN"
 	@echo
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
-demo: $(INSTALLED)  ## See an RNN agree with attention, and outrun it
+demo: $(INSTALLED)  ## Convert a small transformer into an RNN while you watch, in five minutes
 	$(BIN)/python examples/demo.py
+
+demo-full: $(INSTALLED)  ## The same in twenty minutes, with softmax layers kept and with the elu map beside it
+	$(BIN)/python examples/demo.py --full
 
 test: $(INSTALLED)  ## Run the tests, without the slow ones (ARGS="-k ops" passes options to pytest)
 	$(BIN)/python -m pytest -n 2 $(ARGS)

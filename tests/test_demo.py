@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import t2r
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "convert_demo.py"
+SCRIPT = Path(__file__).parent.parent / "examples" / "demo.py"
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "to", "it", "in", "rain", "or", "sun", "<b>&"]
 XHTML, SVG = "{http://www.w3.org/1999/xhtml}", "{http://www.w3.org/2000/svg}"
 
@@ -44,9 +44,9 @@ def demo(world, tmp_path, monkeypatch):
     """Runs the script with budgets of a few steps; what it does is the same."""
     monkeypatch.setenv("T2R_CACHE", str(world / "cache"))
     monkeypatch.setenv("COLUMNS", "150")
-    spec = importlib.util.spec_from_file_location("convert_demo", SCRIPT)
+    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "convert_demo", module)
+    monkeypatch.setitem(sys.modules, "demo", module)
     spec.loader.exec_module(module)
     module.SHORT = module.FULL = module.Budget(transfer=3, distill=3, windows=4)
     module.LENGTHS, module.SAMPLE = (16, 64, 256), module.SAMPLE | {"max_new_tokens": 12}

@@ -18,7 +18,7 @@ from t2r.training.schedule import KINDS, Schedule
 
 OBJECTIVES = ("task", "transfer", "distill")
 TRAINED = ("maps", "attention", "all", "lora")
-OPTIMIZERS = ("adamw", "adam", "nag")
+OPTIMIZERS = ("adamw", "adam", "muon", "nag")
 NAME = re.compile(r"[\w-]+")
 BUDGETS = ("steps", "tokens", "epochs", "minutes")
 

@@ -27,6 +27,7 @@ from transformers import (
 from t2r.attention import recurrent_sites
 from t2r.errors import T2RError
 from t2r.training import processes
+from t2r.training.muon import Muon
 from t2r.training.objectives import capture_head_input, distillation_loss, head_gives_logits, transferring
 from t2r.training.recipe import Stage
 
@@ -312,16 +313,22 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
     maps = {id(p) for site in recurrent_sites(model) for p in site.feature_map.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     map_rate = stage.learning_rate if stage.map_learning_rate is None else stage.map_learning_rate
-    groups = [
-        {"params": [p for p in trained if id(p) in maps], "lr": map_rate},
-        {"params": [p for p in trained if id(p) not in maps], "lr": stage.learning_rate},
+    matrices = orthogonalized(model, maps) if stage.optimizer == "muon" else set()
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for p in trained if (id(p) in maps) is of_map and (id(p) in matrices) is of_matrix],
+            "lr": map_rate if of_map else stage.learning_rate,
+            "orthogonal": of_matrix,
+        }
+        for of_map in (True, False)
+        for of_matrix in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
     if stage.optimizer == "nag":  # fairseq's is this, its velocity rescaled with the rate (and its decay decoupled)
         return torch.optim.SGD(
             groups, lr=stage.learning_rate, momentum=stage.momentum, nesterov=True, weight_decay=stage.weight_decay
         )
-    kind = torch.optim.AdamW if stage.optimizer == "adamw" else torch.optim.Adam
+    kind = {"muon": Muon, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[stage.optimizer]
     beta1, beta2 = stage.betas
     fused = all(p.device.type in ("cpu", "cuda") for p in trained)
     return kind(
@@ -332,3 +339,11 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
         weight_decay=stage.weight_decay,
         fused=fused,
     )
+
+
+def orthogonalized(model: nn.Module, maps: set[int]) -> set[int]:
+    """The parameters that Muon takes for matrices: weights of linear layers, and those of maps, one for each head. Not
+    embeddings, whose rows have nothing to do with each other, nor what has a row for each head and is no matrix."""
+    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) or m is head for p in m.parameters()}
+    return {id(p) for p in model.parameters() if p.dim() == (3 if id(p) in maps else 2) and id(p) not in tables}
