@@ -123,6 +123,14 @@ def test_distillation_is_plain_kl_and_cross_entropy(monkeypatch, form, chunk, kl
     torch.testing.assert_close(part, expected * 8 / 16)
 
 
+def test_no_tokens_are_no_loss():
+    student = torch.randn(0, 7, requires_grad=True)
+    loss, *_ = distillation_loss(student, torch.randn(0, 7), torch.zeros(0, dtype=torch.long), task_weight=1.0)
+    assert loss == 0
+    loss.backward()
+    assert student.grad.shape == (0, 7)
+
+
 def test_nothing_to_learn_from_is_no_loss():
     student = torch.randn(5, 7, requires_grad=True)
     loss, *_ = distillation_loss(student, torch.randn(5, 7), torch.full((5,), -100), task_weight=1.0)

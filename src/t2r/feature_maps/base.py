@@ -134,9 +134,9 @@ class FeatureMap(nn.Module):
         self.draw(generator)
         if self.decay_logits is not None:
             low, high = math.log(SLOWEST_START), math.log(FASTEST_START)
-            rates = torch.exp(
-                low + (high - low) * torch.rand(self.decay_logits.shape, generator=generator, device="cpu")
-            )
+            # Where the generator is: the module may be built on a GPU, which then is the default.
+            drawn = torch.rand(self.decay_logits.shape, generator=generator, device=generator.device)
+            rates = torch.exp(low + (high - low) * drawn)
             self.decay_logits.copy_(torch.logit(rates / FASTEST_DECAY) / DECAY_PACE)
 
     def finish(self) -> None:

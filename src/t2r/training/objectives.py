@@ -201,7 +201,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         vocabulary = (student if weight is None else weight).shape[1 if weight is None else 0]
         size = max(1, CHUNK_LOGITS.get(device, LARGE_CHUNK_LOGITS) // vocabulary)
-        size = max(1, math.ceil(len(student) / math.ceil(len(student) / size)))  # as even as can be
+        size = math.ceil(len(student) / max(1, math.ceil(len(student) / size))) or 1  # as even as can be
         terms = fused(loss_and_gradient) if compiled else loss_and_gradient
         wide = torch.promote_types(student.dtype, torch.float32)
         kl_sum = task_sum = student.new_zeros((), dtype=wide)
