@@ -6,12 +6,39 @@ from pathlib import Path
 import pytest
 import torch
 
+import t2r
 from families import tiny
 
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL))
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+DEMO = [code for code in BLOCKS if "examples/teacher" in code]
+
+
+@pytest.mark.parametrize("code", [code for code in BLOCKS if code not in DEMO])
 def test_examples_in_the_readme_run(code, tmp_path):
     tiny("gpt2", torch.float32).save_pretrained(tmp_path)  # the hub is not always there; a folder loads the same way
     exec(compile(code.replace('"gpt2"', repr(str(tmp_path))), str(README), "exec"), {})
+
+
+def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):
+    """As it stands there, with fewer steps: whole, it takes minutes."""
+    (code,) = DEMO
+    convert, given = t2r.convert, {}
+
+    def shorter(*args, overrides, **options):
+        given.update(options, overrides=overrides)
+        steps = [re.sub(r"steps=\d+", "steps=2", o) for o in overrides]
+        return convert(*args, overrides=steps, limit=2, progress=False, **options)
+
+    monkeypatch.setattr(t2r, "convert", shorter)
+    (tmp_path / "examples").symlink_to(README.parent / "examples")
+    monkeypatch.chdir(tmp_path)
+    said = []
+    exec(compile(code, "README.md", "exec"), {"print": lambda *args: said.append(args)})
+    assert given["merged"]
+    assert given["feature_size"] == 32
+    assert len(said) == 2
+    assert "perplexity" in str(said[0])
+    assert str(said[1][0]).startswith("She opened the letter, and")

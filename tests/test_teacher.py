@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import t2r
 from t2r.adapters import family_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -78,27 +77,3 @@ def test_it_writes_english(teacher, text):
     sentences = re.findall(r"[^.!?]+[.!?]", written)
     assert len(sentences) > 5
     assert 3 < len(words) / len(sentences) < 60
-
-
-def test_the_readme_converts_it(tmp_path, monkeypatch):
-    """The lines of the README, with fewer steps."""
-    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "examples/teacher" in block]
-    convert, given = t2r.convert, {}
-
-    def shorter(*args, overrides, **options):
-        given.update(options, overrides=overrides)
-        steps = [re.sub(r"steps=\d+", "steps=2", o) for o in overrides]
-        return convert(*args, overrides=steps, limit=2, progress=False, **options)
-
-    monkeypatch.setattr(t2r, "convert", shorter)
-    for name in ("examples", "README.md"):
-        (tmp_path / name).symlink_to(EXAMPLES.parent / name)
-    monkeypatch.chdir(tmp_path)
-    said = []
-    exec(compile(code, "README.md", "exec"), {"print": lambda *args: said.append(args)})
-    assert given["merged"]
-    assert given["feature_size"] == 32
-    assert len(said) == 2
-    assert "perplexity" in str(said[0])
-    assert str(said[1][0]).startswith("She opened the letter, and")
