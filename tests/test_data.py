@@ -652,6 +652,28 @@ def test_a_teacher_without_a_first_token_starts_anywhere(tmp_path, model):
     assert len({text[0] for text in texts if text}) > 3
 
 
+def test_the_teacher_goes_on_from_a_text(tmp_path, tokenizer, model):
+    (tmp_path / "text.txt").write_text("The cat sat on the mat and looked at the moon. " * 8, "utf-8")
+    text = tokenize_corpus(str(tmp_path / "text.txt"), tokenizer, cache_dir=tmp_path / "cache", progress=False)
+    path = write(model, tokenizer, tmp_path, length=16, continues=text)
+    assert path == write(model, tokenizer, tmp_path, length=16, continues=text)
+    assert path != write(model, tokenizer, tmp_path, length=16)
+    texts = [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
+    given = "The cat sat on the mat and looked at the moon. " * 9
+    starts = {tokenizer.decode(ids(tokenizer, text)[:7]) for text in texts}
+    assert all(start in given for start in starts)  # half of a sample, but that its edges may be parts of words
+    assert len(starts) > 4
+
+
+def test_a_batch_on_an_accelerator_is_as_large_as_its_memory_allows(model):
+    assert teacher.fitting_batch(model, 512) == 64
+    with torch.device("meta"):
+        large = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=1024, n_head=16, n_positions=512))
+        small = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2))
+    assert teacher.fitting_batch(large, 512) == 1024  # 2 layers, keys and values, 1,024 wide, 512 tokens, 4 bytes
+    assert teacher.fitting_batch(small, 512) == 4096
+
+
 def test_what_a_teacher_cannot_write(tmp_path, tokenizer, model):
     for options, message in {
         ("length", 33): "the teacher has only 32 positions",

@@ -16,7 +16,8 @@ def convert(
     train: Annotated[
         list[str],
         typer.Option(
-            help="Text files, globs, JSONL, datasets:NAME; or `teacher`: the model writes its own. Repeatable."
+            help="Text files, globs, JSONL, datasets:NAME; or `teacher`: the model writes its own, or beside other "
+            "texts more like them. Repeatable."
         ),
     ],
     valid: Annotated[str | None, typer.Option(help="A text to measure perplexity on, before and after.")] = None,
@@ -53,7 +54,7 @@ def convert(
         results = run(
             source,
             out,
-            train=train[0] if train == ["teacher"] else train,
+            train=train,
             valid=valid,
             recipe=recipe,
             overrides=set_ or [],

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.adapters import family_of
@@ -30,9 +31,11 @@ from t2r.pipelines.training import (
     finite,
     max_positions,
     measure,
+    over,
     results_section,
     save_trained,
     within,
+    without_denormals,
 )
 from t2r.training import processes
 from t2r.training.recipe import Recipe, load_recipe
@@ -41,10 +44,13 @@ from t2r.training.sensitivity import most_sensitive
 
 logger = logging.getLogger(__name__)
 
+TEACHER = "teacher"
+"""Among the texts to train on: what the model itself writes."""
 TEACHER_TOKENS = 10_000_000
-"""How much the teacher writes when there is no text."""
+"""How much that is."""
 
 
+@without_denormals()
 def convert(
     model: str | PreTrainedModel,
     out: str,
@@ -77,14 +83,16 @@ def convert(
     Args:
         model: a folder, a hub name, or a model (then give its `tokenizer`), which is itself converted.
         out: the folder to make. While it works, `out.run` beside it holds the unfinished run; the same call goes on.
-        train: text files, globs, JSONL or `datasets:` names, or `teacher`: the model writes its own.
+        train: text files, globs, JSONL or `datasets:` names, or `teacher`: the model writes its own, or beside others
+            continues excerpts of them, so that there is more of their kind.
         valid: a text to measure perplexity on, before and after.
         recipe: the name of a shipped recipe or a YAML file; `overrides` are `stage.field=value`.
         minutes: time for all stages together, shared in proportion to their tokens or steps.
         softmax_layers: layers to keep, or `auto:N`: the N that matter most, measured after the first stage.
         merged: fold the maps into the projections at the end. None: if it can be done and pays.
         limit: evaluate on so many windows only.
-        options: of the swap, over the recipe's own.
+        options: of the swap, over the recipe's own. A `feature_map` comes with its own defaults of
+            `feature_size`, `init` and `activation`.
     """
     check_options(options)
     check_destination(Path(out), overwrite)
@@ -92,7 +100,7 @@ def convert(
     if minutes is not None:
         plan = within(plan, minutes)
     auto = parse_auto(softmax_layers)
-    swap_options = plan.swap | options
+    swap_options = over(plan.swap, options)
     if auto is None and softmax_layers is not None:
         swap_options["softmax_layers"] = softmax_layers
     place = processes.join(choose_device(device))
@@ -107,7 +115,6 @@ def convert(
         check_block_size(stage.block_size, positions)
     text = None if valid is None else encode(tokens, read_text(valid, tokens))
 
-    by_teacher = train in ("teacher", ["teacher"])
     sources = [train] if isinstance(train, str) else list(train)
     run = Run(
         Path(out + ".run"),
@@ -115,7 +122,7 @@ def convert(
             "model": base.config.name_or_path,
             "weights": of_model(base),
             "train": sources,
-            "teacher_tokens": teacher_tokens if by_teacher else None,
+            "teacher_tokens": teacher_tokens if TEACHER in sources else None,
             "valid": valid,
             "limit": limit,
             "recipe": plan.to_dict(),
@@ -126,19 +133,22 @@ def convert(
             "bf16": bf16,
         },
     )
-    corpus = make_corpus(run, base, tokens, None if by_teacher else sources, plan, teacher_tokens, seed, progress)
-    blocks = {stage.block_size: Blocks(corpus, stage.block_size, documents=documents) for stage in plan.stages}
-
     teacher = copy.deepcopy(base).eval().requires_grad_(False)
     if place.type == "cuda":
         halve(teacher)
+    corpora = make_corpora(run, teacher, tokens, sources, plan, teacher_tokens, seed, progress)
+    blocks: dict[int, ConcatDataset[Any]] = {
+        size: ConcatDataset([Blocks(corpus, size, documents=documents) for corpus in corpora])
+        for size in {stage.block_size for stage in plan.stages}
+    }
     student = swap(base, config)
     if merged:
         mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
     student.config.use_cache = True
     # Nothing is refused from here on: the run begins. A corpus is named by what is in it.
-    run.remember("corpus", lambda: corpus.folder.name)
-    run.check("corpus", corpus.folder.name)
+    names = [corpus.folder.name for corpus in corpora]
+    run.remember("corpus", lambda: names)
+    run.check("corpus", names)
     training: dict[str, Any] = {
         "seed": seed,
         "bf16": bf16,
@@ -161,25 +171,28 @@ def convert(
     return finish(run, student, tokens, plan, results, out, merged, overwrite)
 
 
-def make_corpus(
+def make_corpora(
     run: Run,
-    base: PreTrainedModel,
+    teacher: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    sources: list[str] | None,
+    sources: list[str],
     plan: Recipe,
     teacher_tokens: int,
     seed: int,
     progress: bool,
-) -> TokenCorpus:
-    """The tokens to train on; without sources, of what the model itself writes first."""
+) -> list[TokenCorpus]:
+    """The tokens to train on: of the texts there are, and of what the teacher writes."""
+    texts = [source for source in sources if source != TEACHER]
     with caching():
-        if sources is not None:
-            return tokenize_corpus(sources, tokenizer, progress=progress)
+        corpora = [tokenize_corpus(texts, tokenizer, progress=progress)] if texts else []
+        if texts == sources:
+            return corpora
         length = max(stage.block_size for stage in plan.stages)
         wanted: dict[str, Any] = {"tokens": teacher_tokens, "length": length, "seed": seed}
-        written = write_corpus(base, tokenizer, run.folder / "corpus", **wanted, progress=progress)
+        wanted["continues"] = corpora[0] if texts else None
+        written = write_corpus(teacher, tokenizer, run.folder / "corpus", **wanted, progress=progress)
         # What the teacher wrote has its own marks between documents.
-        return tokenize_corpus(str(written), tokenizer, add_eos=False, progress=progress)
+        return [*corpora, tokenize_corpus(str(written), tokenizer, add_eos=False, progress=progress)]
 
 
 def summary(results: dict[str, Any]) -> Table:
@@ -255,7 +268,7 @@ def keep_sensitive(
     teacher: PreTrainedModel,
     config: T2RConfig,
     count: int,
-    blocks: Blocks,
+    blocks: ConcatDataset[Any],
     results: dict[str, Any],
 ) -> PreTrainedModel:
     """After the first stage: measure each layer alone, and give the ones that matter most their softmax back."""
