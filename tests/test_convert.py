@@ -32,6 +32,7 @@ from t2r.errors import T2RError
 from t2r.evaluation import perplexity
 from t2r.pipelines import convert as module
 from t2r.pipelines.convert import convert, finite, halve, rows, summary, within
+from t2r.pipelines.training import without_denormals
 from t2r.training.recipe import load_recipe
 
 EOS, BLOCK = "<eos>", 16
@@ -203,13 +204,40 @@ def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monk
     assert seen == {"equal": True, "teacher": True}
 
 
-@pytest.mark.parametrize("wrong", [{"train": "empty.txt"}, {"feature_size": 7}])
+@pytest.mark.parametrize("wrong", [{"train": "empty.txt"}, {"feature_map": "hedgehog", "feature_size": 7}])
 def test_what_is_refused_at_once_leaves_nothing_behind(world, tmp_path, wrong):
     (tmp_path / "empty.txt").touch()
     wrong = {name: str(tmp_path / x) if name == "train" else x for name, x in wrong.items()}
     with pytest.raises(T2RError):
         run(world, tmp_path / "out", **wrong)
     assert list(tmp_path.glob("out*")) == []
+
+
+@pytest.mark.parametrize("named", ["hedgehog", "t2r", "elu"])
+def test_a_map_that_is_named_comes_with_its_own_defaults(world, tmp_path, named):
+    """Not with the activation of the recipe's map, which another has not, and one does not expect of the paper's."""
+    run(world, tmp_path / "default")
+    config = t2r.T2RForCausalLM.from_pretrained(tmp_path / "default").t2r_config
+    assert (config.feature_map, config.activation, config.init) == ("t2r", "softmax", "identity")
+    options = {"recipe": "paper-lm", "overrides": [f"block_size={BLOCK}", "steps=1"]} if named == "elu" else {}
+    run(world, tmp_path / "out", feature_map=named, **options)
+    config = t2r.T2RForCausalLM.from_pretrained(tmp_path / "out").t2r_config
+    assert (config.feature_map, config.activation, config.init) == (named, "relu", None)
+
+
+def test_numbers_too_small_are_zero_while_it_works():
+    tiny_number = torch.tensor(1e-39)
+
+    def flushed():
+        return (tiny_number * 1.0).item() == 0.0
+
+    assert not flushed()
+    with without_denormals():
+        assert flushed()
+        with without_denormals():
+            assert flushed()
+        assert flushed()
+    assert not flushed()
 
 
 def test_the_teacher_writes(world, tmp_path, monkeypatch):
@@ -231,6 +259,27 @@ def test_the_teacher_writes(world, tmp_path, monkeypatch):
     asked.clear()
     run(world, tmp_path / "text")
     assert asked.get("add_eos", True) is True  # the default
+
+
+def test_the_teacher_writes_more_of_a_text(world, tmp_path, monkeypatch):
+    seen = {}
+
+    def write(*args, real=module.write_corpus, **options):
+        seen["continues"] = options["continues"]
+        seen["written"] = real(*args, **options)
+        return seen["written"]
+
+    def stage(run, model, stage, dataset, *args, real=module.run_stage, **options):
+        seen["parts"] = [len(part) for part in dataset.datasets]
+        return real(run, model, stage, dataset, *args, **options)
+
+    monkeypatch.setattr(module, "write_corpus", write)
+    monkeypatch.setattr(module, "run_stage", stage)
+    text = str(world / "train.txt")
+    run(world, tmp_path / "out", train=[text, "teacher"], teacher_tokens=1000)
+    assert seen["parts"][0] == len(seen["continues"]) // BLOCK
+    assert seen["parts"][1] > 0.5 * 1000 / BLOCK  # a random model's tokens are fewer when their text is read again
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["stages"]["distill"] is None  # no valid text
 
 
 def test_conversations_and_documents(world, tmp_path):

@@ -40,7 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "t2r": {"name": "t2r"},
     "t2r-odd": {"name": "t2r", "feature_size": 7, "init": "identity"},
     "t2r-separate": {"name": "t2r", "shared": False},
-    **{f"t2r-{a}": {"name": "t2r", "activation": a} for a in ("elu", "tanh", "cos", "gelu")},
+    **{f"t2r-{a}": {"name": "t2r", "activation": a} for a in ("elu", "tanh", "cos", "gelu", "softmax")},
+    "t2r-softmax-separate": {"name": "t2r", "activation": "softmax", "init": "identity", "shared": False},
     "elu": {"name": "elu"},
     "rfa": {"name": "rfa", "bank_size": 5},  # fewer draws than some layouts have heads
     "performer": {"name": "performer"},
@@ -93,6 +94,7 @@ def one_head(feature_map: FeatureMap, x: Tensor, head: int, query: bool) -> Tens
             "tanh": F.tanh,
             "cos": torch.cos,
             "gelu": F.gelu,
+            "softmax": lambda y: y.softmax(-1),
         }
         return functions[feature_map.activation](y)
     if isinstance(feature_map, RfaMap):
@@ -694,3 +696,34 @@ def test_rates_are_computed_in_full_precision_and_bounded() -> None:
         assert feature_map.decay.max() == 1.0
         feature_map.decay_logits.fill_(-1e4)
         assert feature_map.decay.max() == 0.0
+
+
+# --- How fast its parts learn -------------------------------------------------------------------------------
+
+
+@every_variant
+def test_a_step_moves_queries_and_keys_alike(variant: str) -> None:
+    """Queries come divided by the root of the head's size. What a step of a rate changes in their features must be
+    what it changes in those of keys."""
+    feature_map = make(variant)
+    paces = feature_map.paces()
+    if feature_map.shared or not isinstance(feature_map, AffineMap):
+        assert paces == {}
+        return
+    assert feature_map.query_map is not None
+    queries, keys = paces.pop(feature_map.query_map.weight), paces.pop(feature_map.key_map.weight)
+    assert paces == {}
+    assert queries / math.sqrt(HEAD_DIM) == pytest.approx(keys)
+    assert queries * keys == pytest.approx(1)  # and both together what they were
+    feature_map.drop_affine()
+    assert feature_map.paces() == {}
+
+
+def test_a_softmax_over_features_starts_like_hedgehog() -> None:
+    """The same rows and the same sharpness: rows that are free to part, which come in pairs at first."""
+    ours = make("t2r-softmax-separate", feature_size=2 * HEAD_DIM)
+    theirs = make("hedgehog", shared=False, feature_size=2 * HEAD_DIM)
+    q, k = inputs(ours)
+    scores = [(phi_q @ phi_k.mT) for phi_q, phi_k in (ours(q, k), theirs(q, k))]
+    torch.testing.assert_close(*scores)
+    assert not ours.signed

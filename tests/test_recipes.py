@@ -213,7 +213,7 @@ def test_a_budget_shorter_than_its_warm_up(stage, steps, warmup, period):
 def test_the_default_transfers_and_then_distills():
     recipe = load_recipe("distill-lm")
     assert [(s.objective, s.train) for s in recipe.stages] == [("transfer", "maps"), ("distill", "all")]
-    assert recipe.swap["feature_map"] == "hedgehog"
+    assert (recipe.swap["feature_map"], recipe.swap["activation"]) == ("t2r", "softmax")
     assert shipped_recipes() == ["distill-lm", "paper-lm", "paper-lm-scratch", "scratch-lm"]
 
 

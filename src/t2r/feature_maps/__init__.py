@@ -65,14 +65,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "cos": torch.cos,
     "gelu": F.gelu,
+    "softmax": lambda x: full_precision(x).softmax(dim=-1).to(x.dtype),
 }
+UNSIGNED = ("relu", "softmax")
 
 
 class T2RMap(AffineMap):
     """relu(W x + b): feature_size * (head_dim + 1) parameters a head.
 
     Args:
-        activation: relu, or one of the paper's ablations (and gelu), whose features can be negative.
+        activation: relu, or one of the paper's ablations (and gelu), whose features can be negative; or softmax, over
+            the features: what `hedgehog` is, with a bias and rows that need not come in pairs.
         init: `paper` is what nn.Linear draws. `identity` starts a swapped model closer to its teacher: rows
             come in pairs w, -w, so that relu(w·x) and relu(-w·x) together lose nothing of w·x.
     """
@@ -83,12 +86,12 @@ class T2RMap(AffineMap):
     def __init__(self, *, activation: str = "relu", init: str = "paper", **common: Any) -> None:
         if activation not in ACTIVATIONS:
             raise T2RError(f"no activation {activation!r}: choose one of {', '.join(ACTIVATIONS)}")
+        self.activation = activation  # before what is drawn, which depends on it
         super().__init__(init=init, **common)
-        self.activation = activation
 
     @property
     def signed(self) -> bool:
-        return self.activation != "relu"
+        return self.activation not in UNSIGNED
 
     @classmethod
     def default_feature_size(cls, head_dim: int) -> int:
@@ -100,6 +103,9 @@ class T2RMap(AffineMap):
     def identity_rows(self, generator: torch.Generator) -> Tensor:
         half = identity_like(self.key_heads, -(-self.feature_size // 2), self.head_dim, generator)
         return torch.stack([half, -half], dim=2).flatten(1, 2)[:, : self.feature_size]
+
+    def start_scales(self) -> tuple[float, float]:
+        return self.sharp_scales() if self.activation == "softmax" else (1.0, 1.0)
 
 
 class HedgehogMap(AffineMap):
@@ -131,12 +137,8 @@ class HedgehogMap(AffineMap):
     def identity_rows(self, generator: torch.Generator) -> Tensor:
         return identity_like(self.key_heads, self.rows, self.head_dim, generator)
 
-    def undo_scale(self) -> None:
-        # A softmax of small numbers is flat, and attends to everything alike.
-        if self.query_map is None:
-            self.key_map.weight.mul_(self.head_dim**0.25)
-        else:
-            self.query_map.weight.mul_(self.head_dim**0.5)
+    def start_scales(self) -> tuple[float, float]:
+        return self.sharp_scales()
 
 
 class EluMap(FeatureMap):

@@ -119,6 +119,10 @@ class FeatureMap(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.queries(q), self.keys(k)
 
+    def paces(self) -> dict[nn.Parameter, float]:
+        """How many times as fast as the others some of the parameters should learn."""
+        return {}
+
     def draw(self, generator: torch.Generator) -> None:
         """Fill the parameters and buffers, in place."""
 
@@ -210,6 +214,14 @@ class AffineMap(FeatureMap):
         """After a merge: only `activate` is left, for features that come from the projections themselves."""
         del self.key_map, self.query_map
 
+    def paces(self) -> dict[nn.Parameter, float]:
+        # Queries come divided by the root of the head's size, keys do not: for both maps to be moved alike by a step,
+        # theirs takes the larger one.
+        queries = getattr(self, "query_map", None)
+        if queries is None:  # shared, or merged
+            return {}
+        return {queries.weight: self.head_dim**0.25, self.key_map.weight: self.head_dim**-0.25}
+
     def queries(self, q: Tensor) -> Tensor:
         return self.activate((self.query_map or self.key_map)(q))
 
@@ -219,21 +231,26 @@ class AffineMap(FeatureMap):
     def draw(self, generator: torch.Generator) -> None:
         weight, bias = self.affine_k()
         if self.init == "identity":
-            weight.copy_(self.identity_rows(generator))
-            if bias is not None:
-                bias.zero_()
+            rows, (of_queries, of_keys) = self.identity_rows(generator), self.start_scales()
         else:
-            weight.copy_(like_linear(*weight.shape, dim=self.head_dim, generator=generator))
-            if bias is not None:
-                bias.copy_(like_linear(*bias.shape, dim=self.head_dim, generator=generator))
+            rows, (of_queries, of_keys) = like_linear(*weight.shape, dim=self.head_dim, generator=generator), (1.0, 1.0)
+        weight.copy_(of_keys * rows)
+        if bias is not None and self.init == "identity":
+            bias.zero_()
+        elif bias is not None:
+            bias.copy_(like_linear(*bias.shape, dim=self.head_dim, generator=generator))
         if self.query_map is not None:
             # Separate maps start equal, as if shared: drawn apart, φ(q)·φ(k) would say nothing about q·k.
-            weight, bias = self.key_map.expanded(self.num_heads)
-            self.query_map.weight.copy_(weight)
+            heads = self.num_heads // self.key_heads
+            self.query_map.weight.copy_(of_queries * rows.repeat_interleave(heads, dim=0))
             if self.query_map.bias is not None and bias is not None:
-                self.query_map.bias.copy_(bias)
-        if self.init == "identity":
-            self.undo_scale()
+                self.query_map.bias.copy_(bias.repeat_interleave(heads, dim=0))
 
-    def undo_scale(self) -> None:
-        """Queries come divided by the root of the head's size: make good for it where the map minds."""
+    def start_scales(self) -> tuple[float, float]:
+        """What the rows that start like the identity are multiplied by, for queries and for keys. Queries come divided
+        by the root of the head's size: make good for it where the map minds."""
+        return 1.0, 1.0
+
+    def sharp_scales(self) -> tuple[float, float]:
+        """For a softmax over features: of small numbers it is flat, and attends to everything alike."""
+        return (self.head_dim**0.25,) * 2 if self.shared else (self.head_dim**0.5, 1.0)

@@ -30,9 +30,11 @@ from t2r.pipelines.training import (
     finite,
     max_positions,
     measure,
+    over,
     results_section,
     save_trained,
     within,
+    without_denormals,
 )
 from t2r.training import processes
 from t2r.training.preset import Preset, load_preset
@@ -43,6 +45,7 @@ SOFTMAX = "softmax"
 """As a feature map: none, the attention that the model has anyway."""
 
 
+@without_denormals()
 def pretrain(
     config: str,
     out: str,
@@ -168,7 +171,7 @@ def attention(planned: dict[str, Any], options: dict[str, Any], seed: int) -> di
         if others := sorted(set(options) - {"feature_map"}):
             raise T2RError(f"softmax attention has no {', '.join(others)}: choose another feature_map")
         return {}
-    chosen = planned | options
+    chosen = over(planned, options)
     return chosen | {"seed": seed} if chosen else {}
 
 

@@ -34,6 +34,14 @@ def check_options(options: dict[str, Any]) -> None:
         raise T2RError(f"no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
 
 
+def over(planned: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a swap over those of a plan. A map that is named comes with its own defaults: what the plan says of
+    its own map is not meant for it."""
+    if "feature_map" in options:
+        planned = {name: x for name, x in planned.items() if name not in ("feature_size", "init", "activation")}
+    return planned | options
+
+
 def within(plan: Recipe, minutes: float) -> Recipe:
     """The same stages in so many minutes, shared as their steps are."""
     steps = [stage.steps or (stage.tokens or 0) / stage.batch_tokens for stage in plan.stages]
@@ -74,6 +82,19 @@ def fast_sums(place: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def without_denormals() -> Iterator[None]:
+    """Numbers below 1e-38 are zero. Features that forget fade into these, and a CPU takes many times as long for each:
+    the transfer of some layers was five times as slow. Threads take it over when they start, so it should come first;
+    those that are started stay so."""
+    flushed = (torch.tensor(1e-39) * 1.0).item() == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushed)
 
 
 # --- Measuring ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ checkpoints and several processes are theirs."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -310,20 +311,17 @@ def choose_trained(model: nn.Module, stage: Stage) -> None:
 
 
 def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
-    maps = {id(p) for site in recurrent_sites(model) for p in site.feature_map.parameters()}
-    trained = [p for p in model.parameters() if p.requires_grad]
+    sites = recurrent_sites(model)
+    maps = {id(p) for site in sites for p in site.feature_map.parameters()}
+    paces = {id(p): pace for site in sites for p, pace in site.feature_map.paces().items()}
     map_rate = stage.learning_rate if stage.map_learning_rate is None else stage.map_learning_rate
     matrices = orthogonalized(model, maps) if stage.optimizer == "muon" else set()
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p for p in trained if (id(p) in maps) is of_map and (id(p) in matrices) is of_matrix],
-            "lr": map_rate if of_map else stage.learning_rate,
-            "orthogonal": of_matrix,
-        }
-        for of_map in (True, False)
-        for of_matrix in (True, False)
-    ]
-    groups = [group for group in groups if group["params"]]
+    alike: dict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in sorted(trained, key=lambda p: id(p) not in maps):  # whose rate is logged is the first
+        rate = map_rate * paces.get(id(p), 1.0) if id(p) in maps else stage.learning_rate
+        alike[rate, id(p) in matrices].append(p)
+    groups = [{"params": own, "lr": rate, "orthogonal": matrix} for (rate, matrix), own in alike.items()]
     if stage.optimizer == "nag":  # fairseq's is this, its velocity rescaled with the rate (and its decay decoupled)
         return torch.optim.SGD(
             groups, lr=stage.learning_rate, momentum=stage.momentum, nesterov=True, weight_decay=stage.weight_decay
