@@ -30,8 +30,8 @@ from t2r.errors import T2RError
 
 CONTINUED = 48
 """Tokens of a text that the teacher goes on from."""
-CACHE_BYTES = 8 << 30
-"""What the keys and values of a batch may take on an accelerator."""
+MEMORY = 32 << 30
+"""What an accelerator is taken to have that does not say."""
 
 
 def write_corpus(
@@ -66,8 +66,8 @@ def write_corpus(
         tokens: rounded up to whole batches.
         length: tokens of a sample.
         continues: the corpus from which samples start.
-        batch_size: samples at a time; by default 64, on an accelerator as many as 8 GiB of keys and values
-            allow, up to 4,096. Part of the settings, because the random numbers depend on it.
+        batch_size: samples at a time; by default 64, on an accelerator as many as have their keys and values in a
+            quarter of its memory, up to 4,096. Part of the settings, because the random numbers depend on it.
         temperature: of the sampling.
         top_p: of the sampling. With both at 1, the teacher's own distribution.
     """
@@ -153,7 +153,7 @@ def generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[Non
 
 
 def fitting_batch(model: PreTrainedModel, length: int) -> int:
-    """How many samples to write at a time. A power of two that the model alone decides on, and not the memory that
+    """How many samples to write at a time. A power of two that model and machine decide on, and not the memory that
     happens to be free: the same command writes the same corpus."""
     if model.device.type == "cpu":
         return 64
@@ -161,7 +161,9 @@ def fitting_batch(model: PreTrainedModel, length: int) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bytes_ = 2 * config.num_hidden_layers * heads * size * length * model.dtype.itemsize
-    return 1 << min(12, max(1, CACHE_BYTES // bytes_).bit_length() - 1)
+    on_gpu = model.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(model.device).total_memory if on_gpu else MEMORY
+    return 1 << min(12, max(1, memory // 4 // bytes_).bit_length() - 1)
 
 
 def sample(
