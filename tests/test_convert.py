@@ -261,6 +261,12 @@ def test_the_teacher_writes(world, tmp_path, monkeypatch):
     assert asked.get("add_eos", True) is True  # the default
 
 
+def test_what_cannot_be_swapped_is_said_before_the_teacher_writes(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
+    with pytest.raises(T2RError, match="must be even"):
+        run(world, tmp_path / "out", train="teacher", feature_map="hedgehog", feature_size=7)
+
+
 def test_the_teacher_writes_more_of_a_text(world, tmp_path, monkeypatch):
     seen = {}
 

@@ -136,15 +136,15 @@ def convert(
     teacher = copy.deepcopy(base).eval().requires_grad_(False)
     if place.type == "cuda":
         halve(teacher)
+    student = swap(base, config)
+    if merged:
+        mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
+    student.config.use_cache = True
     corpora = make_corpora(run, teacher, tokens, sources, plan, teacher_tokens, seed, progress)
     blocks: dict[int, ConcatDataset[Any]] = {
         size: ConcatDataset([Blocks(corpus, size, documents=documents) for corpus in corpora])
         for size in {stage.block_size for stage in plan.stages}
     }
-    student = swap(base, config)
-    if merged:
-        mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
-    student.config.use_cache = True
     # Nothing is refused from here on: the run begins. A corpus is named by what is in it.
     names = [corpus.folder.name for corpus in corpora]
     run.remember("corpus", lambda: names)
