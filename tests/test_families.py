@@ -120,7 +120,7 @@ def test_separate_and_ungrouped_maps(model_type, shared, grouped):
 
 # --- Forgetting ---------------------------------------------------------------------------------------------
 
-FORGETS = {"decay": True, "rotary": False, "feature_map": "hedgehog", "feature_size": 8}
+FORGETS = {"decay": True, "rotary": False, "feature_map": "hedgehog", "feature_size": 8, "key_weights": True}
 
 
 @family

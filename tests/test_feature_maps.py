@@ -42,10 +42,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "t2r-separate": {"name": "t2r", "shared": False},
     **{f"t2r-{a}": {"name": "t2r", "activation": a} for a in ("elu", "tanh", "cos", "gelu", "softmax")},
     "t2r-softmax-separate": {"name": "t2r", "activation": "softmax", "init": "identity", "shared": False},
+    "t2r-weights": {"name": "t2r", "activation": "softmax", "shared": False, "key_weights": True},
     "elu": {"name": "elu"},
     "rfa": {"name": "rfa", "bank_size": 5},  # fewer draws than some layouts have heads
     "performer": {"name": "performer"},
     "hedgehog": {"name": "hedgehog"},
+    "hedgehog-weights": {"name": "hedgehog", "key_weights": True},
     "hedgehog-separate": {"name": "hedgehog", "shared": False, "feature_size": 6, "init": "paper"},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -85,8 +87,11 @@ def one_head(feature_map: FeatureMap, x: Tensor, head: int, query: bool) -> Tens
     if isinstance(feature_map, AffineMap):
         part = feature_map.query_map if query and feature_map.query_map is not None else feature_map.key_map
         y = x @ part.weight[head].T + (0 if part.bias is None else part.bias[head])
+        weight = torch.ones(())
+        if feature_map.key_weight is not None and not query:
+            weight = (x @ feature_map.key_weight.weight[head].T).exp()
         if feature_map.name == "hedgehog":
-            return torch.cat([y, -y], -1).softmax(-1)
+            return torch.cat([y, -y], -1).softmax(-1) * weight
         assert isinstance(feature_map, T2RMap)
         functions: dict[str, Callable[[Tensor], Tensor]] = {
             "relu": F.relu,
@@ -96,7 +101,7 @@ def one_head(feature_map: FeatureMap, x: Tensor, head: int, query: bool) -> Tens
             "gelu": F.gelu,
             "softmax": lambda y: y.softmax(-1),
         }
-        return functions[feature_map.activation](y)
+        return functions[feature_map.activation](y) * weight
     if isinstance(feature_map, RfaMap):
         w = feature_map.bank[head % len(feature_map.bank)] * feature_map.sigma[head]
         u = F.normalize(x, dim=-1) @ w.T
@@ -256,7 +261,7 @@ def test_construction_depends_on_the_seed_alone(variant: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert same(first, second)
     if first.state_dict():
-        starts_random = variant not in ("hedgehog",)  # by default an identity, and nothing to draw
+        starts_random = variant not in ("hedgehog", "hedgehog-weights")  # by default an identity, and nothing to draw
         assert same(first, other) != starts_random
 
 
@@ -266,7 +271,7 @@ def test_heads_draw_their_own(variant: str) -> None:
     _, k = inputs(feature_map)
     k = k[:, :1].expand(-1, 2, -1, -1)
     first, second = feature_map.keys(k).unbind(1)
-    assert torch.equal(first, second) == (variant in ("elu", "hedgehog"))
+    assert torch.equal(first, second) == (variant in ("elu", "hedgehog", "hedgehog-weights"))
 
 
 @every_layout
@@ -338,15 +343,40 @@ def test_activate_after_affine_is_the_map(variant: str, layout: str) -> None:
     assert feature_map.mergeable
     q, k = inputs(feature_map, dtype=torch.float64)
     phi_q, phi_k = feature_map(q, k)
-    for x, (weight, bias), heads, want in (
-        (q, feature_map.affine_q(), feature_map.num_heads, phi_q),
-        (k, feature_map.affine_k(), feature_map.key_heads, phi_k),
+    for x, (weight, bias), shape, activate, want in (
+        (q, feature_map.affine_q(), (feature_map.num_heads, feature_map.rows), feature_map.activate, phi_q),
+        (k, feature_map.affine_k(), (feature_map.key_heads, feature_map.key_rows), feature_map.activate_keys, phi_k),
     ):
-        assert weight.shape == (heads, feature_map.rows, HEAD_DIM)
+        assert weight.shape == (*shape, HEAD_DIM)
         # With a map for every head this is a plain product per head, as it will be in the projections.
-        y = x.repeat_interleave(heads // x.shape[1], 1) @ weight.mT
+        y = x.repeat_interleave(shape[0] // x.shape[1], 1) @ weight.mT
         y = y if bias is None else y + bias[:, None]
-        torch.testing.assert_close(feature_map.activate(y), want)
+        torch.testing.assert_close(activate(y), want)
+
+
+@every_layout
+@pytest.mark.parametrize("shared", [True, False])
+def test_weights_of_keys_start_at_one(layout: str, shared: bool) -> None:
+    plain, weighted = (
+        make_feature_map("hedgehog", head_dim=HEAD_DIM, **LAYOUTS[layout], shared=shared, key_weights=has)
+        for has in (False, True)
+    )
+    q, k = inputs(plain)
+    for ours, theirs in zip(weighted(q, k), plain(q, k), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_keys_are_bounded(dtype: torch.dtype) -> None:
+    feature_map = make("t2r-weights").to(dtype)
+    assert isinstance(feature_map, AffineMap)
+    assert feature_map.key_weight is not None
+    with torch.no_grad():
+        feature_map.key_weight.weight.fill_(100)
+    k = torch.ones(1, 4, 1, HEAD_DIM, dtype=dtype)
+    for sign in (1, -1):
+        total = feature_map.keys(sign * k).float().sum(-1)
+        torch.testing.assert_close(total.log(), torch.full_like(total, 8.0 * sign), rtol=0.01, atol=0)
 
 
 def test_only_learned_maps_merge() -> None:
@@ -712,6 +742,8 @@ def test_a_step_moves_queries_and_keys_alike(variant: str) -> None:
         return
     assert feature_map.query_map is not None
     queries, keys = paces.pop(feature_map.query_map.weight), paces.pop(feature_map.key_map.weight)
+    if feature_map.key_weight is not None:
+        assert paces.pop(feature_map.key_weight.weight) == keys
     assert paces == {}
     assert queries / math.sqrt(HEAD_DIM) == pytest.approx(keys)
     assert queries * keys == pytest.approx(1)  # and both together what they were

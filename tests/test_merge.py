@@ -29,7 +29,8 @@ options = pytest.mark.parametrize(
     "options",
     [{"activation": name} for name in ACTIVATIONS]
     + [{"shared": False}, {"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "shared": False}]
-    + [{"feature_map": "hedgehog", "decay": True}],
+    + [{"feature_map": "hedgehog", "decay": True}]
+    + [{"activation": "softmax", "shared": False, "decay": True, "key_weights": True}],
     ids=lambda o: " ".join(map(str, o.values())),
 )
 

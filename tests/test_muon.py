@@ -40,7 +40,7 @@ def test_nothing_to_learn_is_no_step():
 
 
 def groups(train, objective):
-    model = t2r.swap(tiny("gpt2"), feature_map="hedgehog", shared=False, decay=True)
+    model = t2r.swap(tiny("gpt2"), feature_map="hedgehog", shared=False, decay=True, key_weights=True)
     stage = Stage(
         "s",
         objective,
@@ -66,10 +66,11 @@ def test_it_takes_matrices_and_leaves_tables_to_adam():
     assert any("key_map" in name for name in turned)
     assert any("c_fc" in name for name in turned)
     assert any("decay_logits" in name for name in rest)
+    assert any("key_weight" in name for name in rest)  # one row for each head
     assert {"transformer.wte.weight", "transformer.wpe.weight"} <= rest
     rates = {(group["orthogonal"], round(group["lr"], 9)) for group in optimizer.param_groups}
     pace = recurrent_sites(model)[0].feature_map.head_dim ** 0.25  # of queries' maps, and keys' are so much slower
-    maps = {(True, round(1e-2 * pace, 9)), (True, round(1e-2 / pace, 9)), (False, 1e-2)}
+    maps = {(True, round(1e-2 * pace, 9)), (True, round(1e-2 / pace, 9)), (False, round(1e-2 / pace, 9)), (False, 1e-2)}
     assert rates == maps | {(True, 1e-3), (False, 1e-3)}
 
 

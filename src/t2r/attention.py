@@ -142,19 +142,16 @@ class MergedProjections(nn.Module):
 
     def __init__(self, hidden: int, source: int, feature_map: AffineMap) -> None:
         super().__init__()
-        self.rows = feature_map.rows
-        self.q = nn.Linear(hidden, feature_map.num_heads * self.rows)
-        self.k = nn.Linear(source, feature_map.key_heads * self.rows)
+        self.q = nn.Linear(hidden, feature_map.num_heads * feature_map.rows)
+        self.k = nn.Linear(source, feature_map.key_heads * feature_map.key_rows)
 
     def queries(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
-        return self.activate(self.q(x), feature_map)
+        assert isinstance(feature_map, AffineMap)
+        return feature_map.activate(self.q(x).unflatten(-1, (-1, feature_map.rows)).transpose(1, 2))
 
     def keys(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
-        return self.activate(self.k(x), feature_map)
-
-    def activate(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
         assert isinstance(feature_map, AffineMap)
-        return feature_map.activate(x.unflatten(-1, (-1, self.rows)).transpose(1, 2))
+        return feature_map.activate_keys(self.k(x).unflatten(-1, (-1, feature_map.key_rows)).transpose(1, 2))
 
 
 class ProjectionAttention(Recurrence):

@@ -29,6 +29,7 @@ class T2RConfig(PreTrainedConfig):
             only `decay` tells what is near.
         init: how the map starts, `paper` or `identity`. None: the map's own default.
         activation: of the `t2r` map.
+        key_weights: of a learned map (t2r, hedgehog): each key counts by a learned weight, whoever asks.
         freeze_feature_map: do not train the map.
         seed: of the map's initialization and random vectors.
         merged: the map's affine part is folded into the projections: for inference only.
@@ -48,6 +49,7 @@ class T2RConfig(PreTrainedConfig):
     rotary: bool = True
     init: str | None = None
     activation: str = "relu"
+    key_weights: bool = False
     freeze_feature_map: bool = False
     seed: int = 0
     merged: bool = False
@@ -110,6 +112,8 @@ class T2RConfig(PreTrainedConfig):
             options["init"] = self.init
         if self.activation != "relu":
             options["activation"] = self.activation
+        if self.key_weights:
+            options["key_weights"] = True
         return options
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,6 +135,7 @@ OPTIONS = (
     "rotary",
     "init",
     "activation",
+    "key_weights",
     "freeze_feature_map",
     "seed",
 )

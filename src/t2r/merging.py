@@ -159,12 +159,11 @@ def merge_cost(model: PreTrainedModel) -> MergeCost:
     for site in mergeable_sites(model):
         feature_map = site.feature_map
         assert isinstance(feature_map, AffineMap)
-        for projection, heads in zip(
-            site.query_key_projections(), (feature_map.num_heads, feature_map.key_heads), strict=True
-        ):
+        rows = feature_map.num_heads * feature_map.rows, feature_map.key_heads * feature_map.key_rows
+        for projection, own in zip(site.query_key_projections(), rows, strict=True):
             out, hidden = projection.weight.shape
-            before += hidden * out + heads * feature_map.rows * feature_map.head_dim
-            after += hidden * heads * feature_map.rows
+            before += hidden * out + own * feature_map.head_dim
+            after += hidden * own
     return MergeCost(before, after)
 
 

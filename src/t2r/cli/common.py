@@ -52,6 +52,7 @@ SWAP_OPTIONS: dict[str, tuple[type, Any]] = {
     "rotary": (bool, typer.Option(help="Maps see rotated queries and keys, if any are. [default: rotary]")),
     "init": (str, typer.Option(help="How maps start: paper or identity. [default: the map's own]")),
     "activation": (str, typer.Option(help="Of the t2r map. [default: relu]")),
+    "key_weights": (bool, typer.Option(help="Each key counts by a learned weight. [default: no-key-weights]")),
     "freeze_feature_map": (bool, typer.Option("--freeze-feature-map", help="Do not train the maps.")),
     "seed": (int, typer.Option(help="Of everything drawn for the maps. [default: 0]")),
 }

@@ -83,11 +83,13 @@ class T2RMap(AffineMap):
     name = "t2r"
     has_bias = True
 
-    def __init__(self, *, activation: str = "relu", init: str = "paper", **common: Any) -> None:
+    def __init__(
+        self, *, activation: str = "relu", init: str = "paper", key_weights: bool = False, **common: Any
+    ) -> None:
         if activation not in ACTIVATIONS:
             raise T2RError(f"no activation {activation!r}: choose one of {', '.join(ACTIVATIONS)}")
         self.activation = activation  # before what is drawn, which depends on it
-        super().__init__(init=init, **common)
+        super().__init__(init=init, key_weights=key_weights, **common)
 
     @property
     def signed(self) -> bool:
@@ -119,8 +121,8 @@ class HedgehogMap(AffineMap):
     even = True
     has_bias = False
 
-    def __init__(self, *, init: str = "identity", **common: Any) -> None:
-        super().__init__(init=init, **common)
+    def __init__(self, *, init: str = "identity", key_weights: bool = False, **common: Any) -> None:
+        super().__init__(init=init, key_weights=key_weights, **common)
 
     @property
     def rows(self) -> int:

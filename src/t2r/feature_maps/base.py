@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from t2r.errors import T2RError
 from t2r.feature_maps.tensors import affine, full_precision, like_linear
@@ -155,6 +156,10 @@ class FeatureMap(nn.Module):
         )
 
 
+LARGEST_LOG_WEIGHT = 8.0
+"""A key counts for up to exp(8) times as much as others, or as little: all or nothing, and float16 has room."""
+
+
 class HeadAffine(nn.Module):
     """The weights of one affine map per head."""
 
@@ -174,12 +179,17 @@ class HeadAffine(nn.Module):
 
 
 class AffineMap(FeatureMap):
-    """A learned affine map, then a function of its outputs alone: what merge folds into the projections."""
+    """A learned affine map, then a function of its outputs alone: what merge folds into the projections.
+
+    Args:
+        key_weights: each key counts by a weight, learned as the exponential of one more linear function of it. Features
+            that always sum to 1 cannot say that a key matters more than others, whoever asks; `exp(q·k)` does.
+    """
 
     mergeable = True
     has_bias: ClassVar[bool]
 
-    def __init__(self, *, init: str, **common: Any) -> None:
+    def __init__(self, *, init: str, key_weights: bool = False, **common: Any) -> None:
         super().__init__(**common)
         if init not in ("paper", "identity"):
             raise T2RError(f"no initialization {init!r}: choose paper or identity")
@@ -187,16 +197,30 @@ class AffineMap(FeatureMap):
         shape = (self.rows, self.head_dim, self.has_bias)
         self.key_map = HeadAffine(self.key_heads, *shape)
         self.query_map = None if self.shared else HeadAffine(self.num_heads, *shape)
+        self.weighs_keys = key_weights
+        self.key_weight = HeadAffine(self.key_heads, 1, self.head_dim, bias=False) if key_weights else None
         self.finish()
 
     @property
     def rows(self) -> int:
-        """Outputs of the affine part."""
+        """Outputs of the affine part, of queries."""
         return self.feature_size
+
+    @property
+    def key_rows(self) -> int:
+        """Outputs of the affine part, of keys: their weight may be one more."""
+        return self.rows + self.weighs_keys
 
     def activate(self, x: Tensor) -> Tensor:
         """What follows the affine part."""
         raise NotImplementedError
+
+    def activate_keys(self, x: Tensor) -> Tensor:
+        """The same for keys, whose weight is the last of their rows."""
+        if not self.weighs_keys:
+            return self.activate(x)
+        log_weight = full_precision(x[..., -1:]).clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
+        return (self.activate(x[..., :-1]) * log_weight.exp()).to(x.dtype)
 
     def identity_rows(self, generator: torch.Generator) -> Tensor:
         """Weights `[key_heads, rows, head_dim]` under which the map resembles softmax attention."""
@@ -207,12 +231,15 @@ class AffineMap(FeatureMap):
         return (self.query_map or self.key_map).expanded(self.num_heads)
 
     def affine_k(self) -> tuple[Tensor, Tensor | None]:
-        """The affine part for keys: weight `[key_heads, rows, head_dim]` and bias `[key_heads, rows]`."""
-        return self.key_map.weight, self.key_map.bias
+        """The affine part for keys: weight `[key_heads, key_rows, head_dim]` and bias `[key_heads, key_rows]`."""
+        weight, bias = self.key_map.weight, self.key_map.bias
+        if self.key_weight is None:
+            return weight, bias
+        return torch.cat([weight, self.key_weight.weight], dim=1), None if bias is None else F.pad(bias, (0, 1))
 
     def drop_affine(self) -> None:
-        """After a merge: only `activate` is left, for features that come from the projections themselves."""
-        del self.key_map, self.query_map
+        """After a merge: only what follows is left, for features that come from the projections themselves."""
+        del self.key_map, self.query_map, self.key_weight
 
     def paces(self) -> dict[nn.Parameter, float]:
         # Queries come divided by the root of the head's size, keys do not: for both maps to be moved alike by a step,
@@ -220,16 +247,18 @@ class AffineMap(FeatureMap):
         queries = getattr(self, "query_map", None)
         if queries is None:  # shared, or merged
             return {}
-        return {queries.weight: self.head_dim**0.25, self.key_map.weight: self.head_dim**-0.25}
+        of_keys = [part.weight for part in (self.key_map, self.key_weight) if part is not None]
+        return {queries.weight: self.head_dim**0.25, **dict.fromkeys(of_keys, self.head_dim**-0.25)}
 
     def queries(self, q: Tensor) -> Tensor:
         return self.activate((self.query_map or self.key_map)(q))
 
     def keys(self, k: Tensor) -> Tensor:
-        return self.activate(self.key_map(k))
+        y = self.key_map(k)
+        return self.activate_keys(y if self.key_weight is None else torch.cat([y, self.key_weight(k)], dim=-1))
 
     def draw(self, generator: torch.Generator) -> None:
-        weight, bias = self.affine_k()
+        weight, bias = self.key_map.weight, self.key_map.bias
         if self.init == "identity":
             rows, (of_queries, of_keys) = self.identity_rows(generator), self.start_scales()
         else:
@@ -245,6 +274,8 @@ class AffineMap(FeatureMap):
             self.query_map.weight.copy_(of_queries * rows.repeat_interleave(heads, dim=0))
             if self.query_map.bias is not None and bias is not None:
                 self.query_map.bias.copy_(bias.repeat_interleave(heads, dim=0))
+        if self.key_weight is not None:
+            self.key_weight.weight.zero_()  # all count alike
 
     def start_scales(self) -> tuple[float, float]:
         """What the rows that start like the identity are multiplied by, for queries and for keys. Queries come divided

@@ -92,7 +92,7 @@ def convert(
         merged: fold the maps into the projections at the end. None: if it can be done and pays.
         limit: evaluate on so many windows only.
         options: of the swap, over the recipe's own. A `feature_map` comes with its own defaults of
-            `feature_size`, `init` and `activation`.
+            `feature_size`, `init`, `activation` and `key_weights`.
     """
     check_options(options)
     check_destination(Path(out), overwrite)

@@ -38,7 +38,8 @@ def over(planned: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Options of a swap over those of a plan. A map that is named comes with its own defaults: what the plan says of
     its own map is not meant for it."""
     if "feature_map" in options:
-        planned = {name: x for name, x in planned.items() if name not in ("feature_size", "init", "activation")}
+        of_map = "feature_size", "init", "activation", "key_weights"
+        planned = {name: x for name, x in planned.items() if name not in of_map}
     return planned | options
 
 

@@ -344,4 +344,8 @@ def orthogonalized(model: nn.Module, maps: set[int]) -> set[int]:
     embeddings, whose rows have nothing to do with each other, nor what has a row for each head and is no matrix."""
     head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) or m is head for p in m.parameters()}
-    return {id(p) for p in model.parameters() if p.dim() == (3 if id(p) in maps else 2) and id(p) not in tables}
+
+    def is_matrix(p: Tensor) -> bool:
+        return p.dim() == 3 and p.shape[1] > 1 if id(p) in maps else p.dim() == 2 and id(p) not in tables
+
+    return {id(p) for p in model.parameters() if is_matrix(p)}
