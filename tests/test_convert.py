@@ -170,6 +170,23 @@ def test_without_a_valid_text_nothing_is_measured(world, tmp_path):
     assert "## Results" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_what_tensorboard_reads_stays(world, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    results = run(world, tmp_path / "out", report_to="tensorboard")
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("out")) == ["out", "out.logs"]
+    for stage, log in results["log"].items():
+        events = EventAccumulator(str(tmp_path / "out.logs" / stage)).Reload()
+        written = [(e.step, e.value) for e in events.Scalars("train/loss")]
+        assert written == [(e["step"], pytest.approx(e["loss"])) for e in log]
+
+
+def test_a_logger_that_is_not_there(world, tmp_path):
+    with pytest.raises(T2RError, match="report_to='trackers' is not installed: choose one of none"):
+        run(world, tmp_path / "out", report_to="trackers")
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("out")]
+
+
 def test_numbers_that_are_not_finite_are_no_numbers():
     results = {
         "teacher": {"perplexity": 3.0, "kl": None},

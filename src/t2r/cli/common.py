@@ -90,14 +90,16 @@ def show(parts: Iterable[object]) -> None:
         console.print(part, soft_wrap=isinstance(part, str))
 
 
-def show_results(results: dict[str, Any], summary: Callable[..., object], out: str, as_json: bool, quiet: bool) -> None:
+def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str, as_json: bool, quiet: bool) -> None:
     """What came of a training, said by one of its processes."""
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
         print(json.dumps(results, indent=2))
     elif not quiet:
-        show([summary(results), f"saved in {out}"])
+        table = summary(results)
+        measured = table if table.rows else "Nothing was measured: give --valid to see the perplexity."
+        show([measured, f"saved in {out}"])
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def convert(
     merge: Annotated[bool | None, typer.Option(help="Fold the maps at the end. [default: if it pays]")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     limit: Annotated[int | None, typer.Option(help="Evaluate on so many windows only.")] = None,
-    report_to: Annotated[str, typer.Option(help="none, tensorboard or wandb.")] = "none",
+    report_to: Annotated[str, typer.Option(help="none, tensorboard (in OUT.logs) or wandb.")] = "none",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds already.")] = False,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,

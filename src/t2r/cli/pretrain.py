@@ -40,7 +40,7 @@ def pretrain(
     documents: Annotated[bool, typer.Option(help="Keep documents apart inside a block.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     limit: Annotated[int | None, typer.Option(help="Evaluate on so many windows only.")] = None,
-    report_to: Annotated[str, typer.Option(help="none, tensorboard or wandb.")] = "none",
+    report_to: Annotated[str, typer.Option(help="none, tensorboard (in OUT.logs) or wandb.")] = "none",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds already.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,

@@ -27,6 +27,7 @@ from t2r.pipelines.training import (
     as_table,
     caching,
     check_options,
+    check_report_to,
     fast_sums,
     finite,
     max_positions,
@@ -95,6 +96,7 @@ def convert(
             `feature_size`, `init`, `activation` and `key_weights`.
     """
     check_options(options)
+    check_report_to(report_to)
     check_destination(Path(out), overwrite)
     plan = load_recipe(recipe, overrides)
     if minutes is not None:

@@ -26,6 +26,7 @@ from t2r.pipelines.training import (
     as_yaml,
     caching,
     check_options,
+    check_report_to,
     fast_sums,
     finite,
     max_positions,
@@ -86,6 +87,7 @@ def pretrain(
         options: of the swap. With none of them the attention stays softmax, as it does with `feature_map="softmax"`.
     """
     check_options(options)
+    check_report_to(report_to)
     check_destination(Path(out), overwrite)
     preset = load_preset(config, model_overrides)
     if recipe is not None:

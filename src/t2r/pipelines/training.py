@@ -15,6 +15,7 @@ import torch
 import yaml
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import get_available_reporting_integrations
 
 from t2r.adapters import family_of
 from t2r.config import OPTIONS
@@ -32,6 +33,11 @@ logger = logging.getLogger(__name__)
 def check_options(options: dict[str, Any]) -> None:
     if unknown := sorted(set(options) - set(OPTIONS)):
         raise T2RError(f"no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+
+
+def check_report_to(name: str) -> None:
+    if name != "none" and name not in (there := get_available_reporting_integrations()):
+        raise T2RError(f"report_to={name!r} is not installed: choose one of {', '.join(['none', *there])}")
 
 
 def over(planned: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,11 @@ class Run:
             self.write()
         return self.facts[key]
 
+    @property
+    def logs(self) -> Path:
+        """For those who write logs as files: beside the result, where they stay."""
+        return self.folder.with_suffix(".logs")
+
     def weights(self, stage: str) -> Path:
         return self.folder / f"{stage}.safetensors"
 
@@ -108,7 +113,7 @@ def run_stage(
         return model
     folder = run.folder / f"{stage.name}.checkpoints"
     options: dict[str, Any] = {"seed": seed, "bf16": bf16, "report_to": report_to, "progress": progress}
-    options["compiled"] = compiled
+    options |= {"compiled": compiled, "logs": run.logs / stage.name}
     trained = with_lora(model, stage, seed) if stage.train == "lora" else model
     uses_cache = getattr(model.config, "use_cache", False)
     fused = [model] if teacher is None else [model, teacher]

@@ -24,6 +24,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.integrations import TensorBoardCallback
 
 from t2r.attention import recurrent_sites
 from t2r.errors import T2RError
@@ -54,6 +55,7 @@ class StageTrainer(Trainer):
         bf16: bool = False,
         save_steps: int | None = None,
         report_to: str = "none",
+        logs: Path | None = None,
         progress: bool = True,
         compiled: bool = False,
     ) -> None:
@@ -96,6 +98,9 @@ class StageTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(Bar())
+        for callback in self.callback_handler.callbacks:  # its own choice is the folder of the checkpoints, which goes
+            if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and logs is not None:
+                callback.logging_dir = str(logs)
         self.stage, self.teacher, self.compiled = stage, teacher, compiled
         # Whether the loss is divided by what `get_batch_samples` counts, or a mean that accumulation has to divide.
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
