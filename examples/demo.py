@@ -63,8 +63,9 @@ TRANSFER = [
 # Small steps are noisy: what is pretrained moves little, the maps move on.
 DISTILL = [
     "distill.learning_rate=1e-4",
-    "distill.map_learning_rate=1e-2",
-    "distill.betas=[0.9,0.999]",
+    "distill.map_learning_rate=5e-3",
+    "distill.betas=[0.8,0.95]",
+    "distill.schedule=linear",
     "distill.warmup_steps=10",
 ]
 LEARNED = {"feature_size": 32}
@@ -92,8 +93,10 @@ class Student:
 
 STUDENTS = [Student("RNN")]
 MORE = [
-    Student("T2R-75%", options=LEARNED | {"softmax_every": 4}, share=0.6),  # every fourth layer stays softmax attention
-    Student("ELU", recipe=str(HERE / "elu.yaml"), options={}, merged=False, share=0.2),
+    Student(
+        "T2R-75%", options=LEARNED | {"softmax_every": 4}, share=0.75
+    ),  # every fourth layer stays softmax attention
+    Student("ELU", recipe=str(HERE / "elu.yaml"), options={}, merged=False, share=0.1),
 ]
 
 PROMPT = "She opened the letter, and"

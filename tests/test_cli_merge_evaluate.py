@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import t2r
 from families import tiny
 from t2r.cli import app
+from t2r.evaluation import tables
 
 TEXT = "the old man and the sea went out with a boat to catch fish but he came home with none . " * 40
 
@@ -98,3 +100,30 @@ def test_a_model_that_is_not_there_is_not_one_without_a_tokenizer(folders, monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # nobody is asked, and waited for
     result = run("evaluate", "no-such-model", "--text", folders / "text.txt")
     assert "no-such-model is not a folder here" in str(result.exception)
+
+
+def test_evaluate_needs_something_to_measure(folders):
+    assert "nothing to measure: give --text FILE, --task NAME" in str(run("evaluate", folders / "gpt2").exception)
+
+
+def test_evaluate_runs_the_task_that_ships(folders, monkeypatch, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs the lm-eval extra")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(Path(__file__).parents[1])  # the task names its file as seen from the repository's root
+    command = ("evaluate", folders / "llama", folders / "llama-rnn", "--limit", 8)
+    task = ("--task", "next_words", "--task-folder", "examples/tasks")
+    result = run(*command, *task)
+    assert result.exit_code == 0, result.output
+    assert "next_words: acc" in result.stdout
+    text = ("--text", folders / "text.txt", "--window", 32, "--stride", 16, "--no-generation")
+    both = json.loads(run(*command, *task, *text, "--json").stdout)
+    assert all(row["perplexity"] > 1 and 0 <= row["tasks"]["next_words"]["acc,none"] <= 1 for row in both)
+
+
+def test_tasks_are_a_row_a_metric():
+    metrics = {"alias": "cloze", "acc,none": 0.25, "acc_stderr,none": 0.05, "f1,none": 0.5, "f1_stderr,none": "N/A"}
+    (table,) = tables([{"model": "a", "tasks": {"cloze": metrics}}, {"model": "b", "tasks": {"cloze": metrics}}])
+    assert [list(column.cells) for column in table.columns] == [
+        ["cloze: acc", "cloze: f1"],
+        *[["0.250 ± 0.050", "0.500"]] * 2,
+    ]

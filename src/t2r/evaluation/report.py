@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 
 def tables(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
-    """For people: the models, perplexity by position, and what generation showed."""
+    """For people: the models, perplexity by position, what generation showed, and tasks."""
     first = results[0]
-    parts: list[Table | str] = [_models(results), _positions(results)]
+    parts: list[Table | str] = [_models(results), _positions(results)] if "perplexity" in first else []
+    if "tasks" in first:
+        parts.append(_tasks(results))
     if "recall" in first:
         parts += [_written(results), _recalled(results)] if first["recall"] else [_written(results)]
     return parts
@@ -57,6 +59,23 @@ def _recalled(results: Sequence[dict[str, Any]]) -> "Table":
     }
     title = f"Recall of a word after so many tokens: chosen (chance {_percent(first[0]['chance'])}) / written"
     return _table(title, results, rows)
+
+
+def _tasks(results: Sequence[dict[str, Any]]) -> "Table":
+    """What lm-eval calls `acc,none` and `acc_stderr,none` is one row."""
+    rows = {}
+    for task, metrics in results[0]["tasks"].items():
+        for key, value in metrics.items():
+            name, _, kind = key.partition(",")
+            if isinstance(value, float) and "_stderr" not in name:
+                rows[f"{task}: {name}"] = [_with_error(r["tasks"][task], name, kind) for r in results]
+    return _table("Tasks of lm-eval", results, rows)
+
+
+def _with_error(metrics: dict[str, Any], name: str, kind: str) -> str:
+    error = metrics.get(f"{name}_stderr,{kind}")
+    own = _number(metrics[f"{name},{kind}"], 3)
+    return f"{own} ± {_number(error, 3)}" if isinstance(error, float) else own
 
 
 def _table(title: str, results: Sequence[dict[str, Any]], rows: dict[str, list[str]]) -> "Table":

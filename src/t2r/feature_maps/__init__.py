@@ -14,7 +14,7 @@ Queries arrive multiplied by `1/sqrt(head_dim)`. `feature_size` is always the si
 state. With grouped-query attention a map belongs to a key/value head and the queries of its group use it too;
 un-grouped, there is a key map, and so a state, per query head. With `decay` every feature forgets, at a rate of its
 own that is learned: what softmax attention tells from positions (what was said just now, or long ago) is then told
-by how much of it is left.
+by how much of it is left. With `key_weights` a learned map also says how much each key counts, whoever asks.
 
 To add a map: one class here, and its name in the tuple at the bottom.
 """
