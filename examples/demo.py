@@ -50,7 +50,7 @@ class Budget:
     windows: int
 
 
-SHORT = Budget(transfer=800, distill=650, windows=32)
+SHORT = Budget(transfer=800, distill=600, windows=32)
 FULL = Budget(transfer=1200, distill=1900, windows=64)
 
 # Within minutes, the number of steps counts for more than their size: a step is one block of text.

@@ -3,6 +3,7 @@ checkpoints and several processes are theirs."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -106,6 +107,9 @@ class StageTrainer(Trainer):
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
         self.terms: dict[str, Tensor] = {}
         self.heads_known = False
+        # Nobody reads the logits of a transfer: one row of them has to be.
+        takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.without_logits = {"logits_to_keep": 1} if takes_rows else {}
         # Such a model forms the logits of the words it needs, and of no others: an adaptive softmax.
         self.own_loss = stage.objective == "task" and bool(getattr(model, "loss_without_logits", False))
         # FSDP has whole weights inside a forward only.
@@ -134,7 +138,7 @@ class StageTrainer(Trainer):
         whole = inputs.pop("labels")
         if self.stage.objective == "transfer":
             with transferring(model, self.compiled) as errors:
-                model(**inputs, use_cache=False)
+                model(**inputs, use_cache=False, **self.without_logits)
             return torch.stack(errors).mean()
         # Processes average their gradients, so each divides its sum by its share of the count.
         count = None if num_items_in_batch is None else num_items_in_batch / processes.count()
