@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,12 @@ def test_evaluate_runs_the_task_that_ships(folders, monkeypatch, tmp_path):
     text = ("--text", folders / "text.txt", "--window", 32, "--stride", 16, "--no-generation")
     both = json.loads(run(*command, *task, *text, "--json").stdout)
     assert all(row["perplexity"] > 1 and 0 <= row["tasks"]["next_words"]["acc,none"] <= 1 for row in both)
+
+
+def test_a_task_that_cannot_be_run_is_said_before_the_text_is_measured(folders):
+    command = ("evaluate", folders / "gpt2", "--text", "no-such-file.txt", "--task", "no_such_task")
+    missing = "no task no_such_task" if find_spec("lm_eval") else "lm-eval is not installed"
+    assert missing in str(run(*command).exception)
 
 
 def test_tasks_are_a_row_a_metric():

@@ -575,7 +575,8 @@ def test_lm_eval_runs_a_local_task_on_a_recurrent_model(tokenizer, tmp_path, mon
 
 
 def test_without_lm_eval_a_line_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(T2RError, match="lm-eval is not installed"):
         harness("any", ["task"])
 

@@ -33,10 +33,12 @@ def evaluate(
     t2r evaluate rnn --task mine --task-folder tasks                          your own, in tasks/mine.yaml
     """
     from t2r.evaluation import evaluate as run
-    from t2r.evaluation import harness, tables
+    from t2r.evaluation import find_tasks, harness, tables
 
     if text is None and not task:
         raise T2RError("nothing to measure: give --text FILE, --task NAME, or both")
+    if task:
+        find_tasks(task, task_folder)  # and not after the text has been measured
     with calm(quiet or as_json):
         results: list[dict[str, Any]] = [{"model": model} for model in models]
         if text is not None:

@@ -5,7 +5,7 @@
 
 from t2r.evaluation.compare import evaluate
 from t2r.evaluation.generation import recall, repetition
-from t2r.evaluation.harness import harness
+from t2r.evaluation.harness import find_tasks, harness
 from t2r.evaluation.inputs import Text, encode, read_text
 from t2r.evaluation.logits import logits_by_slice
 from t2r.evaluation.perplexity import Perplexity, perplexity
@@ -16,6 +16,7 @@ __all__ = [
     "Text",
     "encode",
     "evaluate",
+    "find_tasks",
     "harness",
     "logits_by_slice",
     "perplexity",

@@ -25,12 +25,10 @@ def harness(
     device: str = "auto",
 ) -> dict[str, dict[str, Any]]:
     """Run tasks of lm-eval, or your own whose YAML files are in `task_folder`; the metrics of each task."""
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise T2RError("lm-eval is not installed: pip install 't2r[lm-eval]'") from error
+    manager = find_tasks(tasks, task_folder)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
     if not isinstance(model, PreTrainedModel):
         source = str(model)
         refuse_seq2seq(load_config(source), source)
@@ -38,15 +36,6 @@ def harness(
         model = load_model(source, dtype=dtype, device=device)
     if tokenizer is None:
         raise T2RError("a model that is given as an object, or saved without a tokenizer, needs one beside it")
-    path = None if task_folder is None else str(task_folder)
-    # lm-eval reads thousands of files to learn of its own tasks: only if they are needed.
-    for its_own in (False, True):
-        manager = TaskManager(include_path=path, include_defaults=its_own)
-        unknown = sorted(set(tasks) - set(manager.all_tasks))
-        if not unknown:
-            break
-    else:
-        raise T2RError(f"lm-eval knows no task {', '.join(unknown)}")
     report = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
         tasks=list(tasks),
@@ -56,3 +45,19 @@ def harness(
     )
     results: dict[str, dict[str, Any]] = report["results"]
     return results
+
+
+def find_tasks(tasks: Sequence[str], task_folder: str | Path | None = None) -> Any:
+    """lm-eval's manager of tasks that knows all of these, or the reason why there is none."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise T2RError("lm-eval is not installed: pip install 't2r[lm-eval]'") from error
+    path = None if task_folder is None else str(task_folder)
+    # lm-eval reads thousands of files to learn of its own tasks: only if they are needed.
+    for its_own in (False, True):
+        manager = TaskManager(include_path=path, include_defaults=its_own)
+        unknown = sorted(set(tasks) - set(manager.all_tasks))
+        if not unknown:
+            return manager
+    raise T2RError(f"lm-eval knows no task {', '.join(unknown)}")
