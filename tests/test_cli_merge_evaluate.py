@@ -127,6 +127,15 @@ def test_a_task_that_cannot_be_run_is_said_before_the_text_is_measured(folders):
     assert missing in str(run(*command).exception)
 
 
+def test_a_task_without_its_data_is_one_line(folders, monkeypatch, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs the lm-eval extra")
+    command = ("evaluate", folders / "gpt2", "--task", "next_words", "--task-folder")
+    assert "there is no folder" in str(run(*command, tmp_path / "nowhere").exception)
+    tasks = Path(__file__).parents[1] / "examples" / "tasks"
+    monkeypatch.chdir(tmp_path)  # from where its file is not seen
+    assert "the data of next_words cannot be read" in str(run(*command, tasks).exception)
+
+
 def test_tasks_are_a_row_a_metric():
     metrics = {"alias": "cloze", "acc,none": 0.25, "acc_stderr,none": 0.05, "f1,none": 0.5, "f1_stderr,none": "N/A"}
     (table,) = tables([{"model": "a", "tasks": {"cloze": metrics}}, {"model": "b", "tasks": {"cloze": metrics}}])

@@ -48,16 +48,24 @@ def harness(
 
 
 def find_tasks(tasks: Sequence[str], task_folder: str | Path | None = None) -> Any:
-    """lm-eval's manager of tasks that knows all of these, or the reason why there is none."""
+    """lm-eval's manager of tasks that knows all of these and finds their data, or the reason why there is none."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise T2RError("lm-eval is not installed: pip install 't2r[lm-eval]'") from error
+    if task_folder is not None and not Path(task_folder).is_dir():
+        raise T2RError(f"there is no folder {task_folder}")
     path = None if task_folder is None else str(task_folder)
     # lm-eval reads thousands of files to learn of its own tasks: only if they are needed.
     for its_own in (False, True):
         manager = TaskManager(include_path=path, include_defaults=its_own)
         unknown = sorted(set(tasks) - set(manager.all_tasks))
         if not unknown:
-            return manager
-    raise T2RError(f"lm-eval knows no task {', '.join(unknown)}")
+            break
+    else:
+        raise T2RError(f"lm-eval knows no task {', '.join(unknown)}")
+    try:
+        manager.load(list(tasks))
+    except OSError as error:  # a file that is not there, a hub that does not answer
+        raise T2RError(f"the data of {', '.join(tasks)} cannot be read: {error}") from error
+    return manager
