@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 from t2r.data.vocabulary import word_tokenizer
 from t2r.errors import T2RError
 from t2r.training.preset import load_preset, shipped_presets
-from t2r.training.recipe import Stage, load_recipe, shipped_recipes
-from t2r.training.schedule import Schedule
+from t2r.training.recipe import OBJECTIVES, OPTIMIZERS, TRAINED, Stage, load_recipe, shipped_recipes
+from t2r.training.schedule import KINDS, Schedule
 
 # Typed from the paper's appendix (language modeling, conversion), not from the recipe.
 PAPER = {
@@ -77,7 +79,7 @@ def test_recipes_of_the_paper_are_the_paper(name, paper, swap):
     rest = set(effective) - set(paper)
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
-        *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "lora_rank"),
+        *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "noise", "lora_rank"),
     }
     assert all(effective[name] is None for name in ("tokens", "epochs", "minutes", "device_tokens"))
     assert stage.map_learning_rate is None
@@ -303,6 +305,17 @@ def test_recipes_that_are_refused(tmp_path, text, words):
     with pytest.raises(T2RError) as error:
         load_recipe(file, ["a.steps=4"] if "stages: [a]" in text else [])
     assert words in str(error.value)
+
+
+def test_the_page_about_recipes(tmp_path):
+    """It has every field and every choice, and its example is a recipe."""
+    page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`([\w-]+)`", page))
+    assert {f.name for f in dataclasses.fields(Stage)} <= told
+    assert {*OBJECTIVES, *TRAINED, *OPTIMIZERS, *KINDS, *shipped_recipes()} <= told
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(example)
+    assert [stage.name for stage in load_recipe(tmp_path / "mine.yaml").stages] == ["transfer", "distill"]
 
 
 def test_where_recipes_are_found(tmp_path):

@@ -20,7 +20,15 @@ from t2r.training.objectives import capture_head_input, distillation_loss, head_
 from t2r.training.recipe import Stage
 from t2r.training.run import Run, load_weights, run_stage, save_weights
 from t2r.training.sensitivity import most_sensitive
-from t2r.training.trainer import COMPLETE, StageTrainer, batch_shape, choose_trained, last_checkpoint, make_optimizer
+from t2r.training.trainer import (
+    COMPLETE,
+    StageTrainer,
+    batch_shape,
+    choose_trained,
+    exchanged,
+    last_checkpoint,
+    make_optimizer,
+)
 
 LENGTH = 16
 
@@ -380,6 +388,47 @@ def test_accumulation_is_one_large_batch(tmp_path, objective):
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11, msg=name)
 
 
+def test_noise_exchanges_tokens_for_others_of_the_batch():
+    ids = torch.arange(1000, 3000).view(4, 500)
+    torch.manual_seed(0)
+    noisy = exchanged(ids, 0.3)
+    moved = noisy != ids
+    assert moved.float().mean().item() == pytest.approx(0.3, abs=0.05)  # 2,000 draws: five standard deviations
+    assert set(noisy.flatten().tolist()) <= set(ids.flatten().tolist())
+    assert torch.equal(exchanged(ids, 0.0), ids)
+
+
+@pytest.mark.parametrize("objective", ["task", "transfer", "distill"])
+def test_noise_is_in_what_is_read_not_in_the_labels(tmp_path, monkeypatch, objective):
+    """Teacher and student read the same, and the text to be predicted is the text."""
+    from t2r.training import trainer as module
+
+    monkeypatch.setattr(module, "exchanged", lambda ids, share: ids.flip(1))
+    read, labels = [], []
+    loss = module.distillation_loss
+    monkeypatch.setattr(
+        module, "distillation_loss", lambda x, y, target, **o: labels.append(target) or loss(x, y, target, **o)
+    )
+    rows = Rows(4)
+    student, teacher = pair()
+    what = stage(objective, steps=1, noise=0.5)
+    for model in (student, teacher):
+        model.register_forward_pre_hook(lambda m, a, o: read.append(o["input_ids"]), with_kwargs=True)
+    train(tmp_path, student, what, teacher if objective == "distill" else None, rows=rows)
+    whole = {tuple(row) for row in rows.ids.tolist()}
+    read = [ids for ids in read if ids.shape == (4, LENGTH)]  # not the probe of the head
+    assert len(read) == (2 if objective == "distill" else 1)
+    assert all({tuple(row) for row in ids.flip(1).tolist()} == whole for ids in read)
+    if objective != "transfer":
+        assert {tuple(row) for row in labels[0].view(4, LENGTH - 1).tolist()} == {row[1:] for row in whole}
+
+
+def test_noise_is_a_share():
+    for share in (-0.1, 1.0):
+        with pytest.raises(T2RError, match="noise is a share"):
+            stage(noise=share)
+
+
 def test_batch_shapes(monkeypatch):
     assert batch_shape(stage(batch_tokens=24 * LENGTH)) == (24, 1)
     assert batch_shape(stage(batch_tokens=24 * LENGTH, device_tokens=7 * LENGTH)) == (6, 4)
@@ -535,8 +584,8 @@ class Dying(StageTrainer):
 @pytest.mark.parametrize("trained", ["all", "lora"])
 @pytest.mark.parametrize("saved", [1, 3])
 def test_a_stage_goes_on_to_the_same_weights(tmp_path, monkeypatch, trained, saved):
-    """With dropout, so that the random state matters. Six steps, a checkpoint after 2, 4 and 6; the last one is
-    after all is done but not yet recorded."""
+    """With dropout and noise, so that the random state matters. Six steps, a checkpoint after 2, 4 and 6; the last one
+    is after all is done but not yet recorded."""
     from t2r.training import run as module
 
     def fresh():
@@ -546,7 +595,7 @@ def test_a_stage_goes_on_to_the_same_weights(tmp_path, monkeypatch, trained, sav
                 part.p = 0.2
         return student, teacher
 
-    what = stage("distill", steps=6, train=trained, lora_rank=2, device_tokens=2 * LENGTH)
+    what = stage("distill", steps=6, train=trained, lora_rank=2, device_tokens=2 * LENGTH, noise=0.2)
     save = {"save_steps": 2, "rows": Rows(10)}
     student, teacher = fresh()
     whole, losses = train(tmp_path / "whole", student, what, teacher, **save)

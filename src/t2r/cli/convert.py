@@ -42,8 +42,16 @@ def convert(
 ) -> None:
     """Turn a language model into an RNN: swap, train, evaluate, merge if possible, save.
 
-    Stop it anywhere; the same command goes on where it was. --softmax-layers auto:N keeps the N layers that matter
-    most.
+    \b
+    t2r convert gpt2 rnn --train corpus.txt --valid valid.txt        perplexities beside the teacher's
+    t2r convert gpt2 rnn --train corpus.txt --minutes 30             in the time there is
+    t2r convert gpt2 rnn --train corpus.txt --softmax-layers auto:3  the 3 layers that matter most stay
+    t2r convert gpt2 rnn --train teacher                             no text? the model writes its own
+    t2r convert gpt2 rnn --train small.txt --set noise=0.1           read often, but never quite the same
+
+    Stop it anywhere; the same command goes on where it was. Where the recipe says something about the swap, that is the
+    default: distill-lm has --no-shared --no-grouped --decay --no-rotary --activation softmax --init identity
+    --key-weights.
     """
     from t2r.pipelines.convert import convert as run
     from t2r.pipelines.convert import summary

@@ -59,6 +59,7 @@ class Stage:
     kl_weight: float = 1.0  # of distill
     task_weight: float = 0.0
     temperature: float = 1.0
+    noise: float = 0.0  # this share of what is read, at random, is other tokens of the batch: for text seen many times
     lora_rank: int = 16
 
     def __post_init__(self) -> None:
@@ -77,6 +78,8 @@ class Stage:
         for name in (given[0], "batch_tokens", "block_size", "learning_rate", "temperature", "lora_rank"):
             if not getattr(self, name) > 0:
                 raise T2RError(f"{where}: {name} must be positive")
+        if not 0 <= self.noise < 1:
+            raise T2RError(f"{where}: noise is a share of the tokens, from 0 to below 1; got {self.noise}")
         if not isinstance(self.betas, list) or len(self.betas) != 2:
             raise T2RError(f"{where}: betas are two numbers, such as [0.9, 0.98]; got {self.betas!r}")
         if not NAME.fullmatch(self.name):  # it becomes the name of a folder
@@ -202,7 +205,8 @@ def apply_override(plan: dict[str, Any], override: str) -> None:
         known = ", ".join(str(s.get("name")) for s in plan["stages"])
         raise T2RError(f"override {override!r}: no stage {stage_name!r}; there are {known}")
     if name not in {f.name for f in fields(Stage)}:
-        raise T2RError(f"override {override!r}: a stage has no field {name!r}")
+        known = ", ".join(f.name for f in fields(Stage))
+        raise T2RError(f"override {override!r}: a stage has no field {name!r}; it has {known}")
     try:
         read = yaml.safe_load(value)
     except yaml.YAMLError as error:

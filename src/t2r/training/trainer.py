@@ -136,6 +136,8 @@ class StageTrainer(Trainer):
     ) -> Any:
         inputs = dict(inputs)
         whole = inputs.pop("labels")
+        if self.stage.noise:
+            inputs["input_ids"] = exchanged(inputs["input_ids"], self.stage.noise)
         if self.stage.objective == "transfer":
             with transferring(model, self.compiled) as errors:
                 model(**inputs, use_cache=False, **self.without_logits)
@@ -300,6 +302,13 @@ def batch_shape(stage: Stage) -> tuple[int, int]:
     while per_device % accumulation:
         accumulation += 1
     return per_device // accumulation, accumulation
+
+
+def exchanged(ids: Tensor, share: float) -> Tensor:
+    """Tokens, of which this share, at random, are others of the same batch. A model that is to be like its teacher on
+    any text learns more from a text it has seen before if it is not quite the same."""
+    others = ids.flatten()[torch.randint(ids.numel(), ids.shape, device=ids.device)]
+    return torch.where(torch.rand(ids.shape, device=ids.device) < share, others, ids)
 
 
 def choose_trained(model: nn.Module, stage: Stage) -> None:
