@@ -29,7 +29,7 @@ import t2r
 from families import tiny
 from t2r.data import TokenCorpus, tokenize_corpus
 from t2r.errors import T2RError
-from t2r.evaluation import perplexity
+from t2r.evaluation import encode, perplexity, read_text
 from t2r.pipelines import convert as module
 from t2r.pipelines.convert import convert, finite, halve, rows, summary, within
 from t2r.pipelines.training import without_denormals
@@ -124,6 +124,17 @@ def assert_same(one, other):
 
 
 # --- The whole way --------------------------------------------------------------------------------------------
+
+
+def test_the_teacher_is_measured_as_it_came(world, tmp_path):
+    """In float32 as its students are, also where bf16 has halved the one that they learn from."""
+    results = run(world, tmp_path / "out", valid=str(world / "valid.txt"), bf16=True)
+    text = encode(make_tokenizer(), read_text(str(world / "valid.txt"), make_tokenizer()))
+    came = make_model("gpt2").eval()
+    wanted = perplexity(came, text, window=64, stride=32).perplexity
+    assert results["teacher"]["perplexity"] == pytest.approx(wanted, rel=1e-6)
+    halve(came)
+    assert perplexity(came, text, window=64, stride=32).perplexity != pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])

@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.adapters import family_of
+from t2r.attention import exact_attention
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data import Blocks, TokenCorpus, check_block_size, tokenize_corpus, write_corpus
 from t2r.data.fingerprint import of_model
@@ -136,7 +137,7 @@ def convert(
         },
     )
     teacher = copy.deepcopy(base).eval().requires_grad_(False)
-    if place.type == "cuda":
+    if bf16:
         halve(teacher)
     student = swap(base, config)
     if merged:
@@ -159,7 +160,8 @@ def convert(
         "progress": progress,
         "compiled": place.type == "cuda" if compiled is None else compiled,
     }
-    results: dict[str, Any] = {"teacher": measure(teacher, text, limit, run, "teacher"), "stages": {}}
+    with exact_attention(student):  # the teacher's own attention, in the precision in which students are measured
+        results: dict[str, Any] = {"teacher": measure(student, text, limit, run, "teacher"), "stages": {}}
     results["swapped"] = measure(student, text, limit, run, "swapped", teacher)
     for index, stage in enumerate(plan.stages):
         own = blocks[stage.block_size]
