@@ -50,8 +50,8 @@ class Budget:
     windows: int
 
 
-SHORT = Budget(transfer=800, distill=600, windows=32)
-FULL = Budget(transfer=1200, distill=1900, windows=64)
+SHORT = Budget(transfer=600, distill=540, windows=32)
+FULL = Budget(transfer=900, distill=1550, windows=64)
 
 # Within minutes, the number of steps counts for more than their size: a step is one block of text.
 BLOCK = 512

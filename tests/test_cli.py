@@ -10,6 +10,7 @@ import pytest
 
 import t2r
 from t2r import cli
+from t2r.training.recipe import load_recipe
 
 
 class Outcome(NamedTuple):
@@ -40,6 +41,14 @@ def test_help_is_fast():
 
     # The best of several: on a busy machine only the fastest says what the command itself costs.
     assert min(seconds() for _ in range(5)) < 0.5
+
+
+def test_convert_tells_the_defaults_of_its_recipe(run):
+    told = run("convert", "--help").stdout.replace(" ", "").replace("\n", "")
+    for name, value in load_recipe("distill-lm").swap.items():
+        option = name.replace("_", "-")
+        flag = {True: f"--{option}", False: f"--no-{option}"}.get(value, f"--{option}{value}")
+        assert flag in told or (name, value) == ("feature_map", "t2r")  # which is the default everywhere
 
 
 @pytest.mark.parametrize("statement", ["import t2r.cli", "import t2r; dir(t2r); t2r.T2RError"])

@@ -487,6 +487,6 @@ def test_gpt2_novels_is_small():
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(**fields, vocab_size=preset.tokenizer["vocab_size"]))
     count = sum(p.numel() for p in model.parameters())
-    assert 5_000_000 < count <= 5_900_000  # 12 MB in half precision, with its tokenizer
-    assert model.config.n_embd // model.config.n_head == 16
+    assert 4_000_000 < count <= 5_900_000  # 12 MB in half precision, with its tokenizer
+    assert model.config.n_embd // model.config.n_head == 8  # 32 features can be a good likeness of so small a head
     assert not any(isinstance(part, nn.Embedding) and part.num_embeddings > 4096 for part in model.modules())

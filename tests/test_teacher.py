@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t2r.adapters import family_of
+from t2r.training.preset import load_preset
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FOLDER = EXAMPLES / "teacher"
@@ -35,6 +37,8 @@ def test_it_is_small_and_says_how_it_was_made():
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 12_000_000
     assert json.loads((FOLDER / "config.json").read_text())["dtype"] == "float16"
     assert {"preset.yaml", "recipe.yaml", "results.json", "README.md"} <= {file.name for file in FOLDER.iterdir()}
+    made, shipped = yaml.safe_load((FOLDER / "preset.yaml").read_text()), load_preset("gpt2-novels")
+    assert (made["model"], made["tokenizer"]) == (shipped.model, shipped.tokenizer)
     losses = [entry["loss"] for entry in json.loads((FOLDER / "results.json").read_text())["log"]["pretrain"]]
     assert len(losses) > 100
     assert losses[-1] < losses[0] / 2
