@@ -1,8 +1,11 @@
 """What all tests share: threads, seeds, hypothesis, and the real teachers."""
 
 import os
+import signal
 from pathlib import Path
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; what tests start inherits it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is loaded; processes that tests start inherit it
     os.environ["OMP_NUM_THREADS"] = "1"
 
