@@ -226,8 +226,9 @@ def load_base(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in float32, to be trained, and its tokenizer."""
     if isinstance(model, str):
-        tokenizer = tokenizer or load_tokenizer(model, **hub)
+        # The model first: a name that is wrong is then asked for once, and not for each file that a tokenizer may have.
         base = load_model(model, dtype="float32", device=str(place), **hub)
+        tokenizer = tokenizer or load_tokenizer(model, **hub)
     else:
         base = model.float().to(place)
     if base.config.is_encoder_decoder:
