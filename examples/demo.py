@@ -23,16 +23,16 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import t2r
-from t2r import environment
-from t2r.adapters import family_of
 from t2r.bench import decoding
 from t2r.cli.common import calm
 from t2r.evaluation import Text, encode, perplexity, read_text
 from t2r.generation.text import complete
-from t2r.loading import choose_device, load_model, load_tokenizer
-from t2r.page import COLORS, Page, bars, lines
+from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.pipelines.convert import HEADER, rows
 from t2r.pipelines.training import as_table, max_positions, without_denormals
+from t2r.reporting import environment
+from t2r.reporting.page import COLORS, Page, bars, lines
+from t2r.surgery.adapters import family_of
 from t2r.training.recipe import load_recipe
 
 HERE = Path(__file__).parent

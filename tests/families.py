@@ -16,7 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.fsmt.modeling_fsmt import SinusoidalPositionalEmbedding
 
-from t2r import models
+from t2r import architectures as models
 
 VOCABULARY, POSITIONS, PAD, EOS = 97, 64, 0, 2
 

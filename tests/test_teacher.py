@@ -14,7 +14,7 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from t2r.adapters import family_of
+from t2r.surgery.adapters import family_of
 from t2r.training.preset import load_preset
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

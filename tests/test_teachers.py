@@ -10,7 +10,7 @@ import torch
 
 import t2r
 from t2r.generation.text import complete
-from t2r.loading import load_model, load_tokenizer
+from t2r.hub import load_model, load_tokenizer
 from t2r.pipelines.swap import swap_folder
 
 pytestmark = pytest.mark.teachers

@@ -13,18 +13,18 @@ __version__ = "0.1.0.dev0"
 
 # The public API: a name, and where it lives, as "module" or "module:attribute".
 _EXPORTS = {
-    "T2RCache": "t2r.cache:T2RCache",
+    "T2RCache": "t2r.attention.cache:T2RCache",
     "T2RConfig": "t2r.config:T2RConfig",
     "T2RError": "t2r.errors:T2RError",
-    "T2RForCausalLM": "t2r.modeling:T2RForCausalLM",
-    "T2RForSeq2SeqLM": "t2r.modeling:T2RForSeq2SeqLM",
+    "T2RForCausalLM": "t2r.model.modeling:T2RForCausalLM",
+    "T2RForSeq2SeqLM": "t2r.model.modeling:T2RForSeq2SeqLM",
     "convert": "t2r.pipelines.convert:convert",
-    "exact_attention": "t2r.attention:exact_attention",
+    "exact_attention": "t2r.attention.recurrence:exact_attention",
     "feature_maps": "t2r.feature_maps",
-    "merge": "t2r.merging:merge",
+    "merge": "t2r.model.merge:merge",
     "ops": "t2r.ops",
     "pretrain": "t2r.pipelines.pretrain:pretrain",
-    "swap": "t2r.modeling:swap",
+    "swap": "t2r.model.swap:swap",
 }
 
 __all__ = [
@@ -45,12 +45,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from t2r import feature_maps, ops
-    from t2r.attention import exact_attention
-    from t2r.cache import T2RCache
+    from t2r.attention.cache import T2RCache
+    from t2r.attention.recurrence import exact_attention
     from t2r.config import T2RConfig
     from t2r.errors import T2RError
-    from t2r.merging import merge
-    from t2r.modeling import T2RForCausalLM, T2RForSeq2SeqLM, swap
+    from t2r.model.merge import merge
+    from t2r.model.modeling import T2RForCausalLM, T2RForSeq2SeqLM
+    from t2r.model.swap import swap
     from t2r.pipelines.convert import convert
     from t2r.pipelines.pretrain import pretrain
 else:

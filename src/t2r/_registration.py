@@ -17,13 +17,12 @@ from types import ModuleType
 
 
 def _configurations() -> None:
-    import t2r.config
-    import t2r.models.adaptive_lm.configuration  # noqa: F401
+    pass
 
 
 def _models() -> None:
-    import t2r.models.adaptive_lm.modeling  # noqa: F401
-    from t2r.modeling import register
+    import t2r.architectures.adaptive_lm.modeling  # noqa: F401
+    from t2r.model.modeling import register
 
     register()
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from t2r.adapters import family_of
-from t2r.cache import cache_bytes
+from t2r.attention.cache import cache_bytes
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.evaluation.logits import evaluating
+from t2r.surgery.adapters import family_of
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -75,7 +75,7 @@ def generate(
 
     from t2r.generation.state import describe_state, read_document, refuse_stateless
     from t2r.generation.text import complete
-    from t2r.loading import load_model, load_tokenizer
+    from t2r.hub import load_model, load_tokenizer
 
     with calm(quiet or as_json):
         loaded: Any = load_model(

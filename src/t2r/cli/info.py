@@ -7,7 +7,7 @@ from t2r.cli.common import AsJson, show
 
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices, and which backends run here."""
-    from t2r import environment
+    from t2r.reporting import environment
 
     facts = environment.describe()
     if as_json:

@@ -27,7 +27,7 @@ def inspect(
         facts = describe_state(model)
         print(json.dumps(facts, indent=2) if as_json else "\n".join(f"{k:12} {v}" for k, v in facts.items()))
         return
-    from t2r import inspection
+    from t2r.reporting import inspection
 
     with calm(as_json):
         found = inspection.inspect_model(

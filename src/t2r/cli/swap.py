@@ -22,8 +22,8 @@ def swap(
     as_json: AsJson = False,
 ) -> None:
     """Make a transformer's attention recurrent, and save it: weights, tokenizer and all."""
-    from t2r import inspection
     from t2r.pipelines.swap import swap_folder
+    from t2r.reporting import inspection
 
     with calm(quiet or as_json):
         done = swap_folder(

@@ -22,7 +22,7 @@ from t2r.data.chat import Part
 from t2r.data.text import find_sources
 from t2r.data.tokens import read_all
 from t2r.errors import T2RError
-from t2r.loading import whole_folder
+from t2r.storage import whole_folder
 
 KINDS = ("bpe", "word")
 END_OF_TEXT = "<|endoftext|>"

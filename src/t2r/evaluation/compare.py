@@ -14,7 +14,7 @@ from t2r.errors import T2RError
 from t2r.evaluation.generation import DISTANCES, recall, repeated, repetition
 from t2r.evaluation.inputs import Text, encode, read_text, refuse_seq2seq
 from t2r.evaluation.perplexity import STRIDE, WINDOW, Perplexity, perplexity
-from t2r.loading import load_config, load_model, load_tokenizer
+from t2r.hub import load_config, load_model, load_tokenizer
 
 Model = str | Path | PreTrainedModel
 

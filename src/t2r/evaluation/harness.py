@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
-from t2r.loading import load_config, load_model, load_tokenizer
+from t2r.hub import load_config, load_model, load_tokenizer
 
 
 def harness(

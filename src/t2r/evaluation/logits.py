@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from t2r.adapters import family_of
 from t2r.errors import T2RError
+from t2r.surgery.adapters import family_of
 
 AT_ONCE = 1 << 25
 """How many logits a slice may hold: 128 MiB of float32."""

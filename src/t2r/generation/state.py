@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from t2r.cache import T2RCache, read_header
+from t2r.attention.cache import T2RCache, read_header
 from t2r.errors import T2RError
-from t2r.modeling import T2RModel
+from t2r.model.modeling import T2RModel
 
 PIECE = 2048
 """Tokens read at a time: what is not the state is bounded by this, however long the document."""

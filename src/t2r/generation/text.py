@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from t2r import ops
-from t2r.adapters import FAMILIES, family_of
-from t2r.cache import T2RCache, cache_bytes
+from t2r.attention.cache import T2RCache, cache_bytes
 from t2r.errors import T2RError
 from t2r.generation.state import refuse_stateless
-from t2r.modeling import T2RModel
+from t2r.model.modeling import T2RModel
+from t2r.surgery.adapters import FAMILIES, family_of
 
 MAX_NEW_TOKENS = 128
 """Unless said otherwise; what transformers takes then, 20 in all, is seldom a sentence."""

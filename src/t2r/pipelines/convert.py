@@ -13,17 +13,16 @@ from rich.table import Table
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.adapters import family_of
-from t2r.attention import exact_attention
+from t2r.attention.recurrence import exact_attention
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data import Blocks, TokenCorpus, check_block_size, tokenize_corpus, write_corpus
 from t2r.data.fingerprint import of_model
 from t2r.errors import T2RError
 from t2r.evaluation import encode, read_text
 from t2r.feature_maps import AffineMap
-from t2r.loading import check_destination, choose_device, load_model, load_tokenizer
-from t2r.merging import merge, merge_cost, mergeable_sites
-from t2r.modeling import swap
+from t2r.hub import choose_device, load_model, load_tokenizer
+from t2r.model.merge import merge, merge_cost, mergeable_sites
+from t2r.model.swap import swap
 from t2r.pipelines.training import (
     as_table,
     caching,
@@ -39,6 +38,8 @@ from t2r.pipelines.training import (
     within,
     without_denormals,
 )
+from t2r.storage import check_destination
+from t2r.surgery.adapters import family_of
 from t2r.training import processes
 from t2r.training.recipe import Recipe, load_recipe
 from t2r.training.run import Run, run_stage

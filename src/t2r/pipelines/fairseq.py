@@ -9,13 +9,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from t2r.architectures.fairseq.checkpoint import Checkpoint, read_checkpoint
+from t2r.architectures.fairseq.dictionary import SPECIAL, check_size, read_dictionary
+from t2r.architectures.fairseq.language_model import language_model
+from t2r.architectures.fairseq.translation import languages, save_tokenizer, translation_model
 from t2r.data.vocabulary import word_tokenizer
 from t2r.errors import T2RError
-from t2r.fairseq.checkpoint import Checkpoint, read_checkpoint
-from t2r.fairseq.dictionary import SPECIAL, check_size, read_dictionary
-from t2r.fairseq.language_model import language_model
-from t2r.fairseq.translation import languages, save_tokenizer, translation_model
-from t2r.loading import whole_folder
+from t2r.storage import whole_folder
 
 logger = logging.getLogger(__name__)
 

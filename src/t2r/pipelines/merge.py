@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from t2r.errors import T2RError
-from t2r.loading import load_model, load_tokenizer, whole_folder
-from t2r.merging import MergeCost, merge, merge_cost
-from t2r.modeling import T2RModel
+from t2r.hub import load_model, load_tokenizer
+from t2r.model.merge import MergeCost, merge, merge_cost
+from t2r.model.modeling import T2RModel
+from t2r.storage import whole_folder
 
 
 def merge_folder(source: str, out: str, *, force: bool = False, overwrite: bool = False) -> MergeCost:

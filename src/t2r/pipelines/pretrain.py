@@ -19,8 +19,9 @@ from t2r.data.fingerprint import of_tokenizer
 from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
 from t2r.evaluation import encode, read_text
-from t2r.loading import check_destination, choose_device, explained, load_tokenizer
-from t2r.modeling import T2RModel, swap
+from t2r.hub import choose_device, explained, load_tokenizer
+from t2r.model.modeling import T2RModel
+from t2r.model.swap import swap
 from t2r.pipelines.training import (
     as_table,
     as_yaml,
@@ -37,6 +38,7 @@ from t2r.pipelines.training import (
     within,
     without_denormals,
 )
+from t2r.storage import check_destination
 from t2r.training import processes
 from t2r.training.preset import Preset, load_preset
 from t2r.training.recipe import Recipe

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from t2r.errors import T2RError
-from t2r.inspection import Inspection, inspect_model
-from t2r.loading import load_model, load_tokenizer, whole_folder
-from t2r.modeling import swap
+from t2r.hub import load_model, load_tokenizer
+from t2r.model.swap import swap
+from t2r.reporting.inspection import Inspection, inspect_model
+from t2r.storage import whole_folder
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import get_available_reporting_integrations
 
-from t2r.adapters import family_of
 from t2r.config import OPTIONS
 from t2r.errors import T2RError
 from t2r.evaluation import perplexity
 from t2r.evaluation.perplexity import WINDOW
-from t2r.loading import whole_folder
+from t2r.storage import whole_folder
+from t2r.surgery.adapters import family_of
 from t2r.training import processes
 from t2r.training.recipe import Recipe
 from t2r.training.run import Run

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from t2r.attention import Inputs, Recurrence, exact_attention, recurrent_sites
+from t2r.attention.recurrence import Inputs, Recurrence, exact_attention, recurrent_sites
 
 CHUNK_LOGITS = {"cpu": 2**25}
 LARGE_CHUNK_LOGITS = 2**28

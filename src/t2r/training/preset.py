@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.vocabulary import check_tokenizer
 from t2r.errors import T2RError
-from t2r.loading import load_config
+from t2r.hub import load_config
 from t2r.training.recipe import Recipe, check_swap, load_recipe, make_recipe, read_yaml, shipped
 
 RECIPE = "scratch-lm"

@@ -137,7 +137,7 @@ def shipped_recipes() -> list[str]:
 
 def shipped(kind: str) -> list[str]:
     """The names of the YAML files that come with t2r, of this kind: `recipe` or `preset`."""
-    folder = files("t2r").joinpath(f"{kind}s")
+    folder = files("t2r.training").joinpath(f"{kind}s")
     return sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
@@ -152,7 +152,7 @@ def read_yaml(kind: str, name: str | Path) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise T2RError(f"{kind} {name} cannot be read: {error}") from error
     elif str(name) in shipped(kind):
-        text = files("t2r").joinpath(f"{kind}s").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+        text = files("t2r.training").joinpath(f"{kind}s").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     else:
         raise T2RError(f"no {kind} {str(name)!r}: choose one of {', '.join(shipped(kind))}, or give a YAML file")
     try:

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedModel
 
-from t2r.adapters import family_of
-from t2r.attention import recurrent_sites
+from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
+from t2r.storage import whole_file, write_text, writing
+from t2r.surgery.adapters import family_of
 from t2r.training import processes
 from t2r.training.recipe import Stage
-from t2r.training.trainer import StageTrainer, batch_shape, choose_trained, last_checkpoint, writing
+from t2r.training.trainer import StageTrainer, batch_shape, choose_trained, last_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,7 @@ class Run:
         if processes.is_main():
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                temporary = self.file.with_suffix(".tmp")
-                temporary.write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
-                temporary.replace(self.file)
+                write_text(self.file, json.dumps(self.facts, indent=1))
 
     def remember(self, key: str, make: Callable[[], Any]) -> Any:
         """A fact that is found once: on resuming it is what it was. Every process looks; the main one's counts."""
@@ -273,10 +272,8 @@ def save_weights(model: PreTrainedModel, path: Path) -> None:
         if tensor.data_ptr() not in seen or tensor.numel() == 0:  # tied weights are saved once
             seen.add(tensor.data_ptr())
             tensors[name] = tensor.detach().cpu().contiguous()
-    temporary = path.with_suffix(".tmp")
-    with writing(path):
+    with writing(path), whole_file(path) as temporary:
         save_file(tensors, temporary)
-        temporary.replace(path)
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
-from t2r.attention import Recurrence, exact_attention, recurrent_sites
+from t2r.attention.recurrence import Recurrence, exact_attention, recurrent_sites
 
 BLOCKS = 16
 """How many blocks of text are scored for each layer."""

@@ -6,13 +6,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,8 +24,9 @@ from transformers import (
 )
 from transformers.integrations import TensorBoardCallback
 
-from t2r.attention import recurrent_sites
+from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
+from t2r.storage import writing
 from t2r.training import processes
 from t2r.training.muon import Muon
 from t2r.training.objectives import capture_head_input, distillation_loss, head_gives_logits, transferring
@@ -234,19 +232,6 @@ class StageTrainer(Trainer):
     def learned(self) -> dict[str, nn.Parameter]:
         model: Any = self.model
         return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-@contextmanager
-def writing(place: Path) -> Iterator[None]:
-    """Whatever goes wrong inside is about writing: a full disk, in the words of torch, safetensors or Python."""
-    try:
-        yield
-    except T2RError:
-        raise
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise T2RError(
-            f"{place} cannot be written ({error}): free some space and repeat the command to go on"
-        ) from error
 
 
 class Bar(ProgressCallback):

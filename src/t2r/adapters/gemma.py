@@ -1,5 +1,0 @@
-"""Gemma: Llama with wide heads, whose size the model's does not fix."""
-
-from t2r.adapters.base import Family
-
-FAMILY = Family("gemma")

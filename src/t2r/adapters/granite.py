@@ -1,5 +1,0 @@
-"""Granite: Llama with multipliers of its own, the one of the attention scores among them."""
-
-from t2r.adapters.base import Family
-
-FAMILY = Family("granite")

@@ -1,5 +1,0 @@
-"""Llama, and what is built like it (SmolLM, TinyLlama, Vicuna): rotary positions, grouped-query heads."""
-
-from t2r.adapters.base import Family
-
-FAMILY = Family("llama")

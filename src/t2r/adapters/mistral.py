@@ -1,5 +1,0 @@
-"""Mistral: Llama with a sliding window. A recurrent layer has no window: it remembers from the beginning."""
-
-from t2r.adapters.base import Family
-
-FAMILY = Family("mistral")

@@ -1,5 +1,0 @@
-"""OLMo: Llama with norms that have no weights, and projections that may be clipped."""
-
-from t2r.adapters.base import Family
-
-FAMILY = Family("olmo")

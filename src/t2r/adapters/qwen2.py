@@ -1,5 +1,0 @@
-"""Qwen 2 and 2.5: Llama with biases on queries, keys and values."""
-
-from t2r.adapters.base import Family
-
-FAMILY = Family("qwen2")

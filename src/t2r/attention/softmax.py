@@ -1,0 +1,72 @@
+"""Exact softmax attention: for the layers that keep it, for encoders, and to prove the surgery."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import scaled_dot_product_attention
+
+from t2r.attention.masks import refuse_full_mask
+from t2r.feature_maps import repeat_heads
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+) -> Tensor:
+    """Exact attention. The mask is ours (see `make_mask`), so causality and windows are added here.
+
+    The queries are the last of the positions that the keys stand for."""
+    refuse_full_mask(mask)
+    queries, keys = q.shape[2], k.shape[2]
+    gqa = q.shape[1] != k.shape[1]
+    if mask is None and sliding_window is None and softcap is None and position_bias is None and queries == keys:
+        # Nothing but causality: the fused kernels know that by themselves.
+        return scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=causal and queries > 1, scale=scaling, enable_gqa=gqa
+        )
+    allowed = None
+    if causal and (queries > 1 or (sliding_window is not None and keys > sliding_window)):
+        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
+        allowed = (distance >= 0)[None]
+        if sliding_window is not None:
+            allowed = allowed & (distance < sliding_window)
+    if mask is not None:
+        mask = mask[:, -keys:]
+        if mask.dtype == torch.bool:
+            seen = mask[:, None, :]
+        else:
+            seen = mask[:, -queries:, None] == mask[:, None, :]
+        allowed = seen if allowed is None else allowed & seen
+        if causal:  # a padded position sees itself, lest its row be empty: its output is never used
+            own = torch.arange(keys - queries, keys, device=q.device)[:, None] == torch.arange(keys, device=q.device)
+            allowed = allowed | own
+    if allowed is not None:
+        allowed = allowed[:, None]
+    if softcap is not None:
+        return capped_attention(q, k, v, allowed, scaling, dropout, softcap)
+    if position_bias is not None:
+        bias = position_bias.to(q.dtype)
+        allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+    return scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scaling, enable_gqa=gqa)
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling: float, dropout: float, softcap: float
+) -> Tensor:
+    """Exact attention with scores that never exceed a cap (Gemma 2), which no fused kernel of PyTorch's can do."""
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scaling / softcap)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32)  # whatever the model's dtype, as Gemma does
+    return drop(weights.to(q.dtype), dropout) @ v

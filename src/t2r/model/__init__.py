@@ -1,0 +1,1 @@
+"""The swapped model: swap, generate, save and load, merge."""

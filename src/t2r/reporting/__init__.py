@@ -1,0 +1,1 @@
+"""Results for people: what a swap changes, this machine, pages."""

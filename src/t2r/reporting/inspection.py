@@ -1,0 +1,317 @@
+"""What a swap changes, or would: layer by layer, in parameters and in bytes. No weights are loaded for it.
+
+Bytes are not computed by a formula of ours: the caches themselves are filled, with tensors that have a shape and
+no content, and asked what they hold.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+
+from t2r.config import OPTIONS, T2RConfig
+from t2r.errors import T2RError
+from t2r.feature_maps import FeatureMap, make_feature_map
+from t2r.hub import auto_class, choose_dtype, load_config
+from t2r.model.modeling import T2RModel
+from t2r.model.swap import swap
+from t2r.ops import State
+from t2r.surgery.adapters import FAMILIES, Shape, Site, family_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LENGTHS = (512, 4096, 32768)
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One attention module of the decoder."""
+
+    name: str
+    layer: int
+    cross: bool
+    recurrent: bool
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    feature_size: int | None
+    parameters_added: int
+    """More than the base model has here: those of a feature map; after a merge, perhaps less than none."""
+    state_bytes: int
+    kv_bytes: dict[int, int]
+    """What softmax attention holds here after so many tokens, whether it is still here or not."""
+
+    def cache_bytes(self, length: int) -> int:
+        return self.state_bytes if self.recurrent else self.kv_bytes[length]
+
+
+@dataclass(frozen=True)
+class Ungrouped:
+    """What a state for every query head would take, where now those of a group share one."""
+
+    parameters_added: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was swapped, or would be. All bytes are those of one sequence."""
+
+    model: str
+    model_type: str
+    swapped: bool
+    """It is swapped already; otherwise this is what swapping it would do."""
+    merged: bool
+    dtype: str
+    options: dict[str, Any]
+    sites: list[SiteReport]
+    encoder_layers: int
+    """They stay softmax attention, and hold nothing from token to token."""
+    parameters: int
+    """Of the base model."""
+    parameters_added: int
+    share: float
+    """Parameters added, over those of the base model."""
+    state_bytes: int
+    kv_bytes: dict[int, int]
+    """The base model's cache, by tokens of text (and as many of the source, if it translates)."""
+    cache_bytes: dict[int, int]
+    """The same of the swapped model: its state, and the keys and values of layers that stay softmax."""
+    ungrouped: Ungrouped | None
+
+
+def inspect_model(
+    source: PreTrainedModel | str | PathLike[str],
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Inspection:
+    """What swapping a model by these options (those of `swap`) would do; of a swapped one, what was done.
+
+    Args:
+        source: a model, which stays as it is; or the folder or hub name of one, of which only the
+            configuration is read.
+        dtype: of the weights, and so of keys and values. `auto`: as saved.
+    """
+    if isinstance(source, PreTrainedModel):
+        model: Any = source
+    else:
+        model = empty_model(fspath(source), dtype, revision=revision, trust_remote_code=trust_remote_code)
+    swapped = isinstance(model, T2RModel)
+    if swapped and options:
+        raise T2RError(f"{name_of(model)} is swapped already: leave out {', '.join(sorted(options))}")
+    if not swapped:
+        model = swap(empty_twin(type(model), model), **options)
+    return report(model, swapped)
+
+
+def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
+    """The model without its weights: tensors on the meta device have shapes only."""
+    config = load_config(source, **hub)
+    chosen = choose_dtype(dtype)
+    saved = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    options: dict[str, Any] = {"dtype": saved if chosen == "auto" else chosen}
+    if not isinstance(config, T2RConfig):
+        options["trust_remote_code"] = hub["trust_remote_code"]
+    try:
+        with torch.device("meta"):
+            return auto_class(config).from_config(config, **options)
+    except T2RError:
+        raise
+    except ValueError as error:  # the Auto classes have no such language model
+        raise T2RError(
+            f"models of type {config.model_type!r} cannot be swapped: transformers has no language model of that "
+            f"type; supported are {', '.join(FAMILIES)}"
+        ) from error
+
+
+def empty_twin(base_class: Any, model: Any) -> Any:
+    """The base model of another, without weights."""
+    with torch.device("meta"):
+        return base_class._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+
+
+def report(model: Any, swapped: bool) -> Inspection:
+    config: T2RConfig = model.t2r_config
+    base, kin = empty_twin(model.base_class, model), family_of(model)
+    before = [count(site.module.parameters()) for site in kin.sites(base)]
+    layers = len(kin.decoder_layers(model))
+    kept = config.kept_layers(layers)
+    stock: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    stock += [DynamicLayer() for _ in range(layers - len(stock))]  # T5's configuration counts the encoder's
+    sites = []
+    for site, parameters in zip(kin.sites(model), before, strict=True):
+        layer = DynamicLayer() if site.cross else stock[site.layer]
+        feature_map = None if site.layer in kept else site.module.feature_map
+        sites.append(site_report(site, kin.shape(site.module), feature_map, parameters, layer, model.dtype))
+    parameters, added = count(base.parameters()), sum(site.parameters_added for site in sites)
+    return Inspection(
+        model=name_of(model),
+        model_type=model.config.model_type,
+        swapped=swapped,
+        merged=config.merged,
+        dtype=str(model.dtype).removeprefix("torch."),
+        options={name: getattr(config, name) for name in OPTIONS},
+        sites=sites,
+        encoder_layers=encoder_layers(model),
+        parameters=parameters,
+        parameters_added=added,
+        share=added / parameters,
+        state_bytes=sum(site.state_bytes for site in sites),
+        kv_bytes={n: sum(site.kv_bytes[n] for site in sites) for n in LENGTHS},
+        cache_bytes={n: sum(site.cache_bytes(n) for site in sites) for n in LENGTHS},
+        ungrouped=ungrouped(config, sites, model.dtype),
+    )
+
+
+def site_report(
+    site: Site,
+    shape: Shape,
+    feature_map: Any,
+    parameters: int,
+    layer: CacheLayerMixin,
+    dtype: torch.dtype,
+) -> SiteReport:
+    """One site with its feature map, if it has one; `parameters` and `layer` are those of the base model."""
+    return SiteReport(
+        name=site.name,
+        layer=site.layer,
+        cross=site.cross,
+        recurrent=feature_map is not None,
+        **shape._asdict(),
+        feature_size=None if feature_map is None else feature_map.feature_size,
+        parameters_added=count(site.module.parameters()) - parameters,
+        state_bytes=0 if feature_map is None else state_bytes(feature_map, shape.head_dim, dtype),
+        kv_bytes={n: kv_bytes(layer, shape, n, dtype) for n in LENGTHS},
+    )
+
+
+def encoder_layers(model: Any) -> int:
+    if not model.config.is_encoder_decoder:
+        return 0
+    encoder = model.get_encoder()
+    return len(encoder.block if hasattr(encoder, "block") else encoder.layers)  # T5 says block
+
+
+def state_bytes(feature_map: FeatureMap, value_size: int, dtype: torch.dtype) -> int:
+    heads = torch.empty(1, feature_map.key_heads, 1, 1, dtype=dtype, device="meta")
+    keys, values = (heads.expand(-1, -1, -1, size) for size in (feature_map.feature_size, value_size))
+    return sum(x.nbytes for x in State.zeros(keys, values, feature_map.signed) if x is not None)
+
+
+def kv_bytes(layer: CacheLayerMixin, shape: Shape, length: int, dtype: torch.dtype) -> int:
+    """What a layer of a stock cache holds after so many tokens; one with a window drops the oldest."""
+    layer = copy.copy(layer)
+    read = torch.empty(1, shape.num_key_value_heads, length, shape.head_dim, dtype=dtype, device="meta")
+    layer.update(read, read)
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys.nbytes + layer.values.nbytes
+
+
+def ungrouped(config: T2RConfig, sites: list[SiteReport], dtype: torch.dtype) -> Ungrouped | None:
+    """The sites again with `grouped=False`; None where that would change nothing."""
+    recurrent = [site for site in sites if site.recurrent]
+    if config.merged or not config.grouped or all(site.num_heads == site.num_key_value_heads for site in recurrent):
+        return None
+    parameters = held = 0
+    for site in recurrent:
+        shape = Shape(site.num_heads, site.num_key_value_heads, site.head_dim)
+        options = config.map_options(site.cross) | {"grouped": False}
+        with torch.device("meta"):
+            feature_map = make_feature_map(config.feature_map, **shape._asdict(), **options)
+        parameters += count(feature_map.parameters())
+        held += state_bytes(feature_map, site.head_dim, dtype)
+    return Ungrouped(parameters, held)
+
+
+def count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def name_of(model: Any) -> str:
+    return model.config.name_or_path or type(model).__name__
+
+
+# --- For people ---------------------------------------------------------------------------------------------
+
+
+def tables(inspection: Inspection) -> list[Table | str]:
+    """Every layer, the whole, and in words what it comes to."""
+    from rich.table import Table
+
+    shapes = dict.fromkeys((site.num_heads, site.num_key_value_heads, site.head_dim) for site in inspection.sites)
+    heads = ", ".join(f"{n} heads of {dim}" + (f" in {kv} groups" if kv < n else "") for n, kv, dim in shapes)
+    title = f"{inspection.model}: {inspection.model_type}, {inspection.dtype}, {heads}"
+    layers = Table(box=None, padding=(0, 1, 0, 0))
+    kv_headings = [f"KV {tokens(n)}" for n in LENGTHS]
+    for heading in ("layer", "attention", "features", "added", "state", *kv_headings):
+        layers.add_column(heading, justify="left" if heading == "attention" else "right", no_wrap=True)
+    for site in inspection.sites:
+        layers.add_row(
+            str(site.layer),
+            f"{'cross ' if site.cross else ''}{'recurrent' if site.recurrent else 'softmax'}",
+            str(site.feature_size or "-"),
+            f"{site.parameters_added:,}" if site.recurrent else "-",
+            human(site.state_bytes) if site.recurrent else "-",
+            *(human(site.kv_bytes[n]) for n in LENGTHS),
+        )
+    whole = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("tokens", "KV cache of the base model", "state and KV of kept layers", "ratio"):
+        whole.add_column(heading, justify="right")
+    for n in LENGTHS:
+        before, after = inspection.kv_bytes[n], inspection.cache_bytes[n]
+        whole.add_row(tokens(n), human(before), human(after), f"{before / after:.1f}×")
+    return [title, "", layers, "", whole, "", *summary(inspection)]
+
+
+def summary(inspection: Inspection) -> list[str]:
+    """What was done, or would be, in a few lines."""
+    lines = []
+    for cross, kind in ((False, "self"), (True, "cross")):
+        sites = [site for site in inspection.sites if site.cross == cross]
+        recurrent = sum(site.recurrent for site in sites)
+        if sites:
+            lines.append(
+                f"{kind} attention: {recurrent} of {len(sites)} decoder layers recurrent, "
+                f"{len(sites) - recurrent} softmax"
+            )
+    if inspection.encoder_layers:
+        lines.append(f"encoder: all {inspection.encoder_layers} layers stay softmax attention")
+    merged = " (feature maps are merged into the projections)" if inspection.merged else ""
+    lines.append(
+        f"parameters added: {inspection.parameters_added:,}{merged}, {inspection.share:.2%} of the base "
+        f"model's {inspection.parameters:,}"
+    )
+    lines.append(
+        f"per sequence: {human(inspection.state_bytes)} of state; at 4K tokens "
+        f"{human(inspection.cache_bytes[4096])} in all, and {human(inspection.kv_bytes[4096])} before"
+    )
+    if inspection.ungrouped is not None:
+        lines.append(
+            f"un-grouped (--no-grouped) it would be {human(inspection.ungrouped.state_bytes)} of state and "
+            f"{inspection.ungrouped.parameters_added:,} parameters"
+        )
+    return lines
+
+
+def tokens(number: int) -> str:
+    return f"{number // 1024}K" if number >= 1024 else str(number)
+
+
+def human(number: int) -> str:
+    """Bytes as people read them."""
+    size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if size >= 100 or units[0] == "B" else f"{size:.1f} {units[0]}"

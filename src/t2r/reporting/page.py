@@ -1,0 +1,195 @@
+"""Results as one HTML file that needs nothing else: no network, no scripts, light and dark as the reader has it.
+
+It is well-formed XML too, so that a program can find the numbers in it. Figures are drawn by matplotlib (the `plots`
+extra) and stand in the page as SVG.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t2r.errors import T2RError
+from t2r.storage import write_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = ("#d9652b", "#3d85c6", "#2c9c6a", "#9a66cc", "#c2477f", "#8a8a2e")
+"""Each is seen on white and on black."""
+INK = "#010203"
+"""What matplotlib is told to draw axes and words in; in the page it becomes the color of the text around."""
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --soft: #6b7480; --line: #d8dde3; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7ea; --paper: #14171a; --soft: #97a1ac; --line: #333a42; }
+}
+body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif; max-width: 60rem;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { line-height: 1.2; }
+h2 { margin-top: 2.5rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
+caption, figcaption { color: var(--soft); text-align: left; font-size: 0.9rem; }
+th, td { text-align: right; padding: 0.25rem 0.75rem; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.side { display: flex; flex-wrap: wrap; gap: 1.5rem; }
+.side > * { flex: 1 1 20rem; margin: 0; }
+blockquote { white-space: pre-wrap; border-left: 3px solid var(--line); padding-left: 1rem; margin: 0.5rem 0; }
+svg { width: 100%; height: auto; }
+svg text { font-family: inherit !important; }
+"""
+
+
+class Page:
+    """A page that is written from top to bottom."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.parts = [f"<h1>{escape(title)}</h1>"]
+
+    def heading(self, text: str) -> None:
+        self.parts.append(f"<h2>{escape(text)}</h2>")
+
+    def paragraph(self, text: str) -> None:
+        self.parts.append(f"<p>{escape(text)}</p>")
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+        def row(cells: Sequence[str], kind: str) -> str:
+            return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
+
+        body = "\n".join(row(cells, "td") for cells in rows)
+        title = f"<caption>{escape(caption)}</caption>" if caption else ""
+        self.parts.append(f"<table>{title}<thead>{row(header, 'th')}</thead><tbody>\n{body}\n</tbody></table>")
+
+    def quotes(self, texts: Mapping[str, str]) -> None:
+        """Texts side by side, each under its name."""
+        each = "".join(
+            f"<div><strong>{escape(name)}</strong><blockquote>{escape(_printable(text))}</blockquote></div>"
+            for name, text in texts.items()
+        )
+        self.parts.append(f'<div class="side">{each}</div>')
+
+    def figures(self, svgs: Mapping[str, str]) -> None:
+        """Drawings side by side, each over its caption."""
+        each = "".join(f"<figure>{svg}<figcaption>{escape(name)}</figcaption></figure>" for name, svg in svgs.items())
+        self.parts.append(f'<div class="side">{each}</div>')
+
+    def html(self) -> str:
+        body = "\n".join(self.parts)
+        return (
+            '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml">\n<head>\n<meta charset="utf-8"/>\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+            f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        )
+
+    def write(self, path: Path) -> None:
+        """All or nothing: a reader never sees half a page."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, self.html())
+        except OSError as error:
+            raise T2RError(f"{path} cannot be written: {error}") from error
+
+
+UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def _printable(text: str) -> str:
+    """What a model writes may hold characters that no XML may."""
+    return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+# --- Figures ------------------------------------------------------------------------------------------------
+
+
+def lines(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x: str,
+    y: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    markers: bool = False,
+    colors: Sequence[str] = COLORS,
+) -> str:
+    """A line for each name, given as its xs and ys, as SVG. With `log_x`, ticks stand where there are points."""
+
+    def draw(axes: Axes) -> None:
+        for i, (name, (xs, ys)) in enumerate(series.items()):
+            axes.plot(xs, ys, label=name, color=colors[i % len(colors)], marker="o" if markers else None, markersize=4)
+        if log_x:
+            points = sorted({value for xs, _ in series.values() for value in xs})
+            axes.set_xscale("log")
+            axes.set_xticks(points, labels=[f"{value:,.0f}" for value in points])
+            axes.set_xticks([], minor=True)
+        if log_y:
+            axes.set_yscale("log")
+            _plain_ticks(axes.yaxis, [value for _, ys in series.values() for value in ys])
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.grid(alpha=0.2)
+        if len(series) > 1:
+            axes.legend(frameon=False)
+
+    return _svg(draw, f"{y} against {x}: {', '.join(series)}")
+
+
+def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: Sequence[str] = COLORS) -> str:
+    """A bar for each name, with its value beside it, as SVG. With `log` they begin at 1, or below the smallest."""
+
+    def draw(axes: Axes) -> None:
+        own = [colors[i % len(colors)] for i in range(len(values))]
+        drawn = axes.barh(list(values), list(values.values()), color=own)
+        axes.bar_label(drawn, labels=[f"{value:,.2f}" for value in values.values()], padding=3)
+        axes.invert_yaxis()  # the first on top
+        if log:
+            axes.set_xscale("log")
+            axes.set_xlim(left=min(1.0, *(value / 2 for value in values.values())))
+            _plain_ticks(axes.xaxis, [1.0, *values.values()])
+        axes.margins(x=0.2)
+        axes.set_xlabel(what)
+
+    return _svg(draw, f"{what}: {', '.join(f'{name} {value:,.2f}' for name, value in values.items())}")
+
+
+def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
+    """On a logarithmic axis: 0.1 and 0.2 and 0.5, not powers; over many decades, the decades alone."""
+    from matplotlib.ticker import LogLocator
+
+    wide = max(values) > 1e3 * min(values)
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_ticks([], minor=True)
+
+
+def _svg(draw: Any, words: str) -> str:
+    """What `draw` draws on axes, as an SVG element to stand in a page; `words` say it to those who do not see it."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise T2RError("figures need the plots extra: pip install 't2r[plots]'") from error
+
+    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
+    look: Any = {name: INK for name in inks}
+    look |= {"svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
+    # Names inside an SVG must differ from those of other SVGs in the page, and not from one run to the next.
+    look["svg.hashsalt"] = words
+    with matplotlib.rc_context(look):
+        figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+        draw(figure.add_subplot())
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # it would name sites on the network
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor").strip()
+    used = set(re.findall(r"#([\w.-]+)", svg))
+    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(words)}" ', 1)

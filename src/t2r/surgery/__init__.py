@@ -1,0 +1,1 @@
+"""How a model becomes recurrent: families, the exchange of their attention, and its proof."""

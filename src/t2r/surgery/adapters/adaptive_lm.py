@@ -1,0 +1,11 @@
+"""The paper's own language model (Baevski and Auli's adaptive LM): BART's projections, sinusoidal positions."""
+
+from t2r.surgery.adapters.bart import BartRecurrence
+from t2r.surgery.adapters.base import Family
+
+FAMILY = Family(
+    "adaptive_lm",
+    recurrent=BartRecurrence,
+    positions="sinusoidal",
+    lacks=frozenset({"resizing its embeddings"}),
+)

@@ -1,0 +1,23 @@
+"""Gemma 2: every other layer looks through a window, and softmax scores are capped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedModel
+
+from t2r.surgery.adapters.base import Family, Site
+
+
+class Gemma2Family(Family):
+    def notices(self, model: PreTrainedModel, swapped: Sequence[Site]) -> Iterator[str]:
+        yield from super().notices(model, swapped)
+        cap = model.config.attn_logit_softcapping
+        if cap is not None:
+            yield (
+                f"the base model caps its attention scores at {cap}; "
+                f"the {len(swapped)} recurrent layers have no scores to cap"
+            )
+
+
+FAMILY = Gemma2Family("gemma2")

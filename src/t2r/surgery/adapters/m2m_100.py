@@ -1,0 +1,12 @@
+"""M2M100 and NLLB: sinusoidal positions, made as long as they are needed."""
+
+from t2r.surgery.adapters.bart import BartRecurrence
+from t2r.surgery.adapters.base import Family
+
+FAMILY = Family(
+    "m2m_100",
+    layers="decoder.layers",
+    cross_attention="encoder_attn",
+    recurrent=BartRecurrence,
+    positions="sinusoidal",
+)

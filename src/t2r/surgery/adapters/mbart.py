@@ -1,0 +1,12 @@
+"""mBART: BART with its norms before each layer, in many languages."""
+
+from t2r.surgery.adapters.bart import BartRecurrence
+from t2r.surgery.adapters.base import Family
+
+FAMILY = Family(
+    "mbart",
+    layers="decoder.layers",
+    cross_attention="encoder_attn",
+    recurrent=BartRecurrence,
+    positions="learned",
+)

@@ -1,0 +1,92 @@
+"""T5: no positions of its own but a bias on the attention scores, which only softmax layers can take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from t2r.attention.recurrence import Affine, ProjectionAttention
+from t2r.surgery.adapters.base import Family, Shape, Site
+
+
+class T5Recurrence(ProjectionAttention):
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    key_value_proj_dim: int
+    has_relative_attention_bias: bool
+    compute_bias: Any
+    feeds_softmax: bool = False
+    """A softmax layer above was kept: it takes the bias that the first layer alone can compute."""
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        return self.heads(self.q(hidden_states))
+
+    def keys_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.heads(self.k(hidden_states)), self.heads(self.v(hidden_states))
+
+    def values(self, hidden_states: Tensor) -> Tensor:
+        return self.heads(self.v(hidden_states))
+
+    def query_key_projections(self) -> tuple[Affine, Affine]:
+        return Affine(self.q.weight, None), Affine(self.k.weight, None)
+
+    def drop_query_key_projections(self) -> None:
+        del self.q, self.k
+
+    def output(self, attended: Tensor) -> Tensor:
+        return self.o(attended)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        wanted = self.has_relative_attention_bias and (self.exact or self.feeds_softmax)
+        if wanted and position_bias is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+            new = hidden_states.shape[1]
+            position_bias = self.compute_bias(new, past + new, hidden_states.device, past_seen_tokens=past)
+        out, _ = super().forward(hidden_states, past_key_values, mask, key_value_states, position_bias=position_bias)
+        return out, position_bias, None
+
+
+class T5Family(Family):
+    dropouts = ("dropout_rate",)
+
+    def shape(self, module: Any) -> Shape:
+        return Shape(module.n_heads, module.n_heads, module.key_value_proj_dim)
+
+    def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
+        for site in swapped:
+            site.module.feeds_softmax = bool(kept)  # type: ignore[assignment]
+
+    def notices(self, model: PreTrainedModel, swapped: Sequence[Site]) -> Iterator[str]:
+        yield from super().notices(model, swapped)
+        count = sum(not site.cross for site in swapped)
+        yield (
+            f"T5 knows positions only by a bias on its attention scores: the {count} recurrent layers of the decoder "
+            "have no scores and lose it (their order of reading is all that is left); the encoder, cross attention "
+            "and layers kept as softmax attention are as before"
+        )
+
+
+FAMILY = T5Family(
+    "t5",
+    layers="decoder.block",
+    self_attention="layer.0.SelfAttention",
+    cross_attention="layer.1.EncDecAttention",
+    recurrent=T5Recurrence,
+    positions="relative",
+)

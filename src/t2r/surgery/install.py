@@ -1,0 +1,73 @@
+"""The surgery: walk a model's attention sites and give each a feature map and a recurrent class."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from t2r.attention.recurrence import NAME, InterfaceAttention, ProjectionAttention, Recurrence
+from t2r.config import T2RConfig
+from t2r.errors import T2RError
+from t2r.feature_maps import FeatureMap, feature_map_class, make_feature_map
+from t2r.surgery.adapters import Family, Site, change_class, family_of
+
+logger = logging.getLogger(__name__)
+
+
+def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
+    """Swap every site that the configuration does not keep, in place. Everything is checked before anything is
+    touched. Returns the sites that were swapped."""
+    family = family_of(model)
+    sites = list(family.sites(model))
+    if any(isinstance(site.module, Recurrence) for site in sites):
+        raise T2RError("this model is swapped already: start again from the base model")
+    kept = config.kept_layers(len(family.decoder_layers(model)))
+    chosen = [site for site in sites if site.layer not in kept]
+    if not chosen:
+        raise T2RError("every layer is kept as softmax attention: nothing would be swapped")
+    if not config.rotary and family.positions == "rotary" and not all(takes_rotation(s.module) for s in chosen):
+        raise T2RError(
+            f"the attention of {family.model_type} does not say how it rotates queries and keys: "
+            "rotary=False cannot be done here"
+        )
+    maps = [make_map(family, site, config, index) for index, site in enumerate(chosen)]
+    for site, feature_map in zip(chosen, maps, strict=True):
+        operate(site.module, family.recurrent_class(site.module), feature_map)
+        if isinstance(site.module, InterfaceAttention):
+            site.module.rotary = config.rotary
+        if config.merged:
+            assert isinstance(site.module, ProjectionAttention)
+            site.module.become_merged()
+    family.finish(model, chosen, [site for site in sites if site.layer in kept])
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # T5's encoder and decoder have a configuration each
+            part.config._attn_implementation = NAME
+    for notice in family.notices(model, chosen):
+        logger.warning(notice)
+    return chosen
+
+
+def takes_rotation(module: nn.Module) -> bool:
+    return "position_embeddings" in inspect.signature(type(module).forward).parameters
+
+
+def make_map(family: Family, site: Site, config: T2RConfig, index: int) -> FeatureMap:
+    """The map of one site, on its device and in its dtype; no two sites start alike."""
+    shape, options = family.shape(site.module), config.map_options(site.cross)
+    feature_map_class(config.feature_map).check(shape.head_dim, options["feature_size"])
+    options["seed"] += index
+    weight = next(site.module.parameters())
+    with torch.device(weight.device):
+        feature_map = make_feature_map(config.feature_map, **shape._asdict(), **options)
+    return feature_map.to(weight.dtype)
+
+
+def operate(module: nn.Module, recurrent: type[nn.Module], feature_map: FeatureMap) -> None:
+    """The module stays where and what it is, with all its weights and names; its class changes."""
+    change_class(module, recurrent)
+    module.feature_map = feature_map
+    feature_map.train(module.training)

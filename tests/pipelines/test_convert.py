@@ -1,0 +1,525 @@
+"""convert, from a model and a text to a folder: measured, saved whole, stopped anywhere, by one process or two."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import t2r
+from families import tiny
+from t2r.data import TokenCorpus, tokenize_corpus
+from t2r.errors import T2RError
+from t2r.evaluation import encode, perplexity, read_text
+from t2r.pipelines import convert as module
+from t2r.pipelines.convert import convert, finite, halve, rows, summary, within
+from t2r.pipelines.training import without_denormals
+from t2r.training.recipe import load_recipe
+
+EOS, BLOCK = "<eos>", 16
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "to", "it", "in", "rain", "or", "sun"]
+SHORT = (
+    f"block_size={BLOCK}",
+    f"batch_tokens={4 * BLOCK}",
+    "transfer.steps=4",
+    "distill.steps=4",
+    "warmup_steps=0",
+    "learning_rate=1e-3",
+)
+
+
+def words(count, seed=0):
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+def make_tokenizer():
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    marks = [EOS, "<user>", "<assistant>", "<end>"]
+    trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=marks, show_progress=False)
+    backend.train_from_iterator([words(500)], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, pad_token=EOS)
+    made.chat_template = CHAT
+    return made
+
+
+def make_model(model_type):
+    torch.manual_seed(1)
+    if model_type == "gpt2":  # with its dropout, so that random states matter
+        config = GPT2Config(
+            vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=0, bos_token_id=0
+        )
+        return GPT2LMHeadModel(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=97, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=0, bos_token_id=0, **sizes
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Models with tokenizers, and texts."""
+    folder = tmp_path_factory.mktemp("world")
+    tokenizer = make_tokenizer()
+    for model_type in ("gpt2", "llama"):
+        make_model(model_type).save_pretrained(folder / model_type)
+        tokenizer.save_pretrained(folder / model_type)
+    (folder / "train.txt").write_text(words(1200))
+    (folder / "valid.txt").write_text(words(300, seed=1))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
+
+
+def run(world, out, model="gpt2", **options):
+    defaults = {
+        "train": str(world / "train.txt"),
+        "overrides": SHORT,
+        "device": "cpu",
+        "progress": False,
+        "save_steps": 1000,
+    }
+    source = str(world / model) if isinstance(model, str) else model
+    return convert(source, str(out), **(defaults | options))
+
+
+def weights(folder):
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def assert_same(one, other):
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        assert torch.equal(x, theirs[name]), name
+
+
+# --- The whole way --------------------------------------------------------------------------------------------
+
+
+def test_the_teacher_is_measured_as_it_came(world, tmp_path):
+    """In float32 as its students are, also where bf16 has halved the one that they learn from."""
+    results = run(world, tmp_path / "out", valid=str(world / "valid.txt"), bf16=True)
+    text = encode(make_tokenizer(), read_text(str(world / "valid.txt"), make_tokenizer()))
+    came = make_model("gpt2").eval()
+    wanted = perplexity(came, text, window=64, stride=32).perplexity
+    assert results["teacher"]["perplexity"] == pytest.approx(wanted, rel=1e-6)
+    halve(came)
+    assert perplexity(came, text, window=64, stride=32).perplexity != pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_the_whole_way(world, tmp_path, model_type):
+    # Features as large as a head: a merge then pays wherever it can be done.
+    results = run(world, tmp_path / "out", model_type, valid=str(world / "valid.txt"), feature_size=8)
+    out = tmp_path / "out"
+    for measured in (results["teacher"], results["swapped"], *results["stages"].values()):
+        assert measured["perplexity"] > 1
+        assert measured["tokens"] > 100
+    assert list(results["stages"]) == ["transfer", "distill"]
+    assert results["stages"]["distill"]["kl"] > 0
+    assert results["teacher"]["kl"] is None
+    assert [len(log) for log in results["log"].values()] == [4, 4]
+    assert results["merged"] is (model_type == "gpt2")
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads((out / "results.json").read_text(), parse_constant=refuse) == results
+    assert load_recipe(out / "recipe.yaml") == load_recipe("distill-lm", SHORT)
+    card = (out / "README.md").read_text()
+    assert f"| after distill | {results['stages']['distill']['perplexity']:.2f} |" in card
+    assert f"| teacher | {results['teacher']['perplexity']:.2f} |" in card
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == "t2r"
+    assert not Path(f"{out}.run").exists()
+
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    inputs = tokenizer("the cat", return_tensors="pt")
+    written = loaded.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False)
+    assert written.shape[1] == inputs["input_ids"].shape[1] + 5
+    assert loaded.t2r_config.merged is results["merged"]
+    again = perplexity(loaded, module.encode(tokenizer, (world / "valid.txt").read_text() + "\n"), window=64, stride=32)
+    assert again.perplexity == pytest.approx(results["stages"]["distill"]["perplexity"], rel=1e-4)
+    assert len(summary(results).rows) == 4
+
+
+def test_without_a_valid_text_nothing_is_measured(world, tmp_path):
+    results = run(world, tmp_path / "out", recipe="paper-lm", overrides=(*SHORT[:2], "steps=2"), merged=False)
+    assert results["teacher"] is None
+    assert results["merged"] is False
+    assert not summary(results).rows
+    assert "## Results" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_tensorboard_reads_stays(world, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    results = run(world, tmp_path / "out", report_to="tensorboard")
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("out")) == ["out", "out.logs"]
+    for stage, log in results["log"].items():
+        events = EventAccumulator(str(tmp_path / "out.logs" / stage)).Reload()
+        written = [(e.step, e.value) for e in events.Scalars("train/loss")]
+        assert written == [(e["step"], pytest.approx(e["loss"])) for e in log]
+
+
+def test_a_logger_that_is_not_there(world, tmp_path):
+    with pytest.raises(T2RError, match="report_to='trackers' is not installed: choose one of none"):
+        run(world, tmp_path / "out", report_to="trackers")
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("out")]
+
+
+def test_numbers_that_are_not_finite_are_no_numbers():
+    results = {
+        "teacher": {"perplexity": 3.0, "kl": None},
+        "stages": {"a": {"perplexity": float("inf"), "kl": float("nan")}},
+    }
+    results = finite(results | {"swapped": None})
+    assert json.loads(json.dumps(results, allow_nan=False))["stages"]["a"] == {"perplexity": None, "kl": None}
+    assert rows(results)[1] == ("after a", "not finite", "", "")
+
+
+def test_auto_keeps_the_layer_that_matters_most(world, tmp_path):
+    results = run(world, tmp_path / "out", softmax_layers="auto:1")
+    (first, cost), (_, less) = results["sensitivity"]
+    assert cost >= less
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.t2r_config.softmax_layers == [first]
+    assert [site.layer_idx for site in t2r.attention.recurrence.recurrent_sites(loaded)] == [1 - first]
+
+
+def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monkeypatch):
+    seen = {}
+
+    def keep(run, student, teacher, *args, real=module.keep_sensitive):
+        before = {name: x.clone() for name, x in student.state_dict().items()}
+        again = real(run, student, teacher, *args)
+        seen["equal"] = all(torch.equal(x, before[name]) for name, x in again.state_dict().items())
+        seen["teacher"] = all(torch.equal(p, again.state_dict()[name]) for name, p in teacher.named_parameters())
+        return again
+
+    monkeypatch.setattr(module, "keep_sensitive", keep)
+    run(world, tmp_path / "out", "llama", softmax_layers="auto:1")
+    assert seen == {"equal": True, "teacher": True}
+
+
+@pytest.mark.parametrize("wrong", [{"train": "empty.txt"}, {"feature_map": "hedgehog", "feature_size": 7}])
+def test_what_is_refused_at_once_leaves_nothing_behind(world, tmp_path, wrong):
+    (tmp_path / "empty.txt").touch()
+    wrong = {name: str(tmp_path / x) if name == "train" else x for name, x in wrong.items()}
+    with pytest.raises(T2RError):
+        run(world, tmp_path / "out", **wrong)
+    assert list(tmp_path.glob("out*")) == []
+
+
+@pytest.mark.parametrize("named", ["hedgehog", "t2r", "elu"])
+def test_a_map_that_is_named_comes_with_its_own_defaults(world, tmp_path, named):
+    """Not with the activation of the recipe's map, which another has not, and one does not expect of the paper's."""
+    run(world, tmp_path / "default")
+    config = t2r.T2RForCausalLM.from_pretrained(tmp_path / "default").t2r_config
+    assert (config.feature_map, config.activation, config.init) == ("t2r", "softmax", "identity")
+    options = {"recipe": "paper-lm", "overrides": [f"block_size={BLOCK}", "steps=1"]} if named == "elu" else {}
+    run(world, tmp_path / "out", feature_map=named, **options)
+    config = t2r.T2RForCausalLM.from_pretrained(tmp_path / "out").t2r_config
+    assert (config.feature_map, config.activation, config.init) == (named, "relu", None)
+
+
+def test_numbers_too_small_are_zero_while_it_works():
+    tiny_number = torch.tensor(1e-39)
+
+    def flushed():
+        return (tiny_number * 1.0).item() == 0.0
+
+    assert not flushed()
+    with without_denormals():
+        assert flushed()
+        with without_denormals():
+            assert flushed()
+        assert flushed()
+    assert not flushed()
+
+
+def test_the_teacher_writes(world, tmp_path, monkeypatch):
+    asked = {}
+
+    def tokenize(sources, tokenizer, **options):
+        asked.update(options, sources=sources)
+        corpus = tokenize_corpus(sources, tokenizer, **options)
+        asked["corpus"] = TokenCorpus(corpus.folder)
+        return corpus
+
+    monkeypatch.setattr(module, "tokenize_corpus", tokenize)
+    run(world, tmp_path / "out", train="teacher", teacher_tokens=100)
+    assert asked["add_eos"] is False
+    assert len(asked["corpus"]) >= 100
+    asked.clear()
+    run(world, tmp_path / "list", train=["teacher"], teacher_tokens=100)
+    assert asked["add_eos"] is False
+    asked.clear()
+    run(world, tmp_path / "text")
+    assert asked.get("add_eos", True) is True  # the default
+
+
+def test_what_cannot_be_swapped_is_said_before_the_teacher_writes(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
+    with pytest.raises(T2RError, match="must be even"):
+        run(world, tmp_path / "out", train="teacher", feature_map="hedgehog", feature_size=7)
+
+
+def test_the_teacher_writes_more_of_a_text(world, tmp_path, monkeypatch):
+    seen = {}
+
+    def write(*args, real=module.write_corpus, **options):
+        seen["continues"] = options["continues"]
+        seen["written"] = real(*args, **options)
+        return seen["written"]
+
+    def stage(run, model, stage, dataset, *args, real=module.run_stage, **options):
+        seen["parts"] = [len(part) for part in dataset.datasets]
+        return real(run, model, stage, dataset, *args, **options)
+
+    monkeypatch.setattr(module, "write_corpus", write)
+    monkeypatch.setattr(module, "run_stage", stage)
+    text = str(world / "train.txt")
+    run(world, tmp_path / "out", train=[text, "teacher"], teacher_tokens=1000)
+    assert seen["parts"][0] == len(seen["continues"]) // BLOCK
+    assert seen["parts"][1] > 0.5 * 1000 / BLOCK  # a random model's tokens are fewer when their text is read again
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["stages"]["distill"] is None  # no valid text
+
+
+def test_conversations_and_documents(world, tmp_path):
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": words(40 if i == 3 else 4, i)},
+                {"role": "assistant", "content": words(5, i)},
+            ]
+        }
+        for i in range(60)
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    results = run(world, tmp_path / "out", train=str(tmp_path / "chat.jsonl"), documents=True)
+    assert all(entry["loss"] > 0 for log in results["log"].values() for entry in log)
+
+
+def test_minutes(world, tmp_path):
+    plan = within(load_recipe("distill-lm", ["transfer.steps=10", "distill.tokens=491520"]), 8)
+    assert [stage.minutes for stage in plan.stages] == [2, 6]
+    assert all(stage.steps is None and stage.tokens is None for stage in plan.stages)
+    with pytest.raises(T2RError, match="minutes can be shared only"):
+        within(load_recipe("distill-lm", ["transfer.epochs=1"]), 8)
+    results = run(world, tmp_path / "out", minutes=1e-6)
+    assert [log[-1]["epoch"] for log in results["log"].values()]
+
+
+def test_halving_leaves_rotary_frequencies_alone():
+    model = tiny("llama", torch.float32)
+    before = model.model.rotary_emb.inv_freq.clone()
+    halve(model)
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+# --- What is refused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overrides": (*SHORT, "block_size=64", "transfer.block_size=128", "batch_tokens=128")}, "only 64 positions"),
+        ({"overrides": ("distill.stepz=1",)}, "no field 'stepz'"),
+        ({"recipe": "none"}, "no recipe 'none'"),
+        ({"feature_sise": 3}, "no option feature_sise"),
+        ({"softmax_layers": "auto"}, "give layers, or auto:N"),
+        ({"softmax_layers": "auto:2"}, "would keep all of the 2 layers"),
+        ({"softmax_layers": "auto:1", "softmax_every": 2}, "no softmax_every"),
+        (
+            {"softmax_layers": "auto:1", "recipe": "paper-lm", "overrides": (*SHORT[:2], "steps=2")},
+            "begins with a transfer",
+        ),
+        ({"model": "llama", "merged": True}, "llama cannot be merged"),
+        ({"train": "/none/of.txt"}, "of.txt"),
+        ({"device": "abacus"}, "no device 'abacus'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(world, tmp_path, monkeypatch, options, words):
+    monkeypatch.setattr(module, "run_stage", None)
+    with pytest.raises(T2RError) as error:
+        run(world, tmp_path / "out", **options)
+    assert words in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_are_refused(world, tmp_path):
+    with pytest.raises(T2RError, match="bart is an encoder-decoder"):
+        run(world, tmp_path / "out", tiny("bart"))
+    with pytest.raises(T2RError, match="no tokenizer for this model"):
+        run(world, tmp_path / "out", make_model("gpt2"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    with pytest.raises(T2RError, match="exists already"):
+        run(world, tmp_path / "out")
+    assert not (tmp_path / "out.run").exists()
+
+
+# --- Stopped anywhere -----------------------------------------------------------------------------------------
+
+
+class Stopped(BaseException):
+    pass
+
+
+def run_until(monkeypatch, stage, *args, **options):
+    """Stop as soon as a stage is done."""
+
+    def run_stage(run, model, what, *args, real=module.run_stage, **options):
+        trained = real(run, model, what, *args, **options)
+        if what.name == stage:
+            raise Stopped
+        return trained
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "run_stage", run_stage)
+        with pytest.raises(Stopped):
+            run(*args, **options)
+
+
+def test_an_unfinished_run_with_other_options(world, tmp_path, monkeypatch):
+    run_until(monkeypatch, "transfer", world, tmp_path / "out", valid=str(world / "valid.txt"), softmax_layers="auto:1")
+    same = {"valid": str(world / "valid.txt"), "softmax_layers": "auto:1"}
+    for options, words in (
+        ({"seed": 1}, "plan.seed: 0 there, 1 now"),
+        ({"overrides": (*SHORT, "distill.steps=9")}, "plan.recipe.stages.1.steps: 4 there, 9 now"),
+        ({"feature_size": 4}, "plan.swap.feature_size: None there, 4 now"),
+        ({"valid": None}, "plan.valid"),
+        ({"documents": True}, "plan.documents: False there, True now"),
+        ({"model": "llama"}, "plan.model"),
+    ):
+        with pytest.raises(T2RError, match="unfinished run with other options") as error:
+            run(world, tmp_path / "out", **(same | options))
+        assert words in str(error.value)
+    (text := tmp_path / "copy.txt").write_text((world / "train.txt").read_text())
+    resumed = run(world, tmp_path / "out", **same)
+    straight = run(world, tmp_path / "straight", **same)
+    assert_same(tmp_path / "out", tmp_path / "straight")
+    assert resumed["sensitivity"] == straight["sensitivity"]
+    assert resumed["stages"] == straight["stages"]
+
+    run_until(monkeypatch, "transfer", world, tmp_path / "changing", train=str(text))
+    text.write_text(text.read_text() + " more")
+    with pytest.raises(T2RError, match="corpus"):
+        run(world, tmp_path / "changing", train=str(text))
+
+
+def test_a_full_disk_at_the_end(world, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(t2r.model.modeling.T2RModel, "save_pretrained", full)
+        with pytest.raises(T2RError, match="cannot be written"):
+            run(world, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(world, tmp_path / "out")
+    run(world, tmp_path / "straight")
+    assert_same(tmp_path / "out", tmp_path / "straight")
+
+
+def command(world, out, *more):
+    """The arguments of `t2r` for a short conversion."""
+    sets = [part for override in SHORT for part in ("--set", override)]
+    return ["convert", str(world / "gpt2"), str(out), "--train", str(world / "train.txt"), *sets, *more]
+
+
+def environment(tmp_path):
+    return {**os.environ, "OMP_NUM_THREADS": "1", "T2R_CACHE": str(tmp_path / "cache"), "T2R_DEBUG": "1"}
+
+
+def test_killed_and_repeated_it_is_the_same(world, tmp_path):
+    steps = ("--set", "distill.steps=60", "--device", "cpu", "--json")
+    arguments = [sys.executable, "-m", "t2r", *command(world, tmp_path / "cut", *steps)]
+    log = (tmp_path / "log").open("wb")
+    process = subprocess.Popen(arguments, env=environment(tmp_path), stdout=log, stderr=log)
+    checkpoints = tmp_path / "cut.run" / "distill.checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("checkpoint-*/complete")):
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "cut").exists()
+    done = sorted(int(path.parent.name.split("-")[1]) for path in checkpoints.glob("checkpoint-*/complete"))
+    assert done[-1] < 60
+
+    def again(out):
+        overrides = (*SHORT, "distill.steps=60")
+        return run(world, out, overrides=overrides)
+
+    resumed = again(tmp_path / "cut")
+    straight = again(tmp_path / "straight")
+    assert_same(tmp_path / "cut", tmp_path / "straight")
+    assert [x["loss"] for x in resumed["log"]["distill"]] == [x["loss"] for x in straight["log"]["distill"]]
+
+
+def test_two_processes_get_the_losses_of_one(world, tmp_path):
+    arguments = command(world, tmp_path / "two", "--valid", str(world / "valid.txt"), "--device", "cpu", "--json")
+    # Not by `accelerate launch --cpu`, which starts one process, however many it is asked for.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    # Dropout draws other numbers in each process.
+    model = make_model("gpt2")
+    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        setattr(model.config, name, 0.0)
+    shutil.copytree(world / "gpt2", tmp_path / "gpt2")
+    model.save_pretrained(tmp_path / "gpt2")
+    arguments[1] = str(tmp_path / "gpt2")
+    done = subprocess.run(
+        [*launcher, "-m", "t2r", *arguments], env=environment(tmp_path), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    two = json.loads(done.stdout)
+    assert two == json.loads((tmp_path / "two" / "results.json").read_text())
+    one = convert(
+        str(tmp_path / "gpt2"),
+        str(tmp_path / "one"),
+        train=str(world / "train.txt"),
+        valid=str(world / "valid.txt"),
+        overrides=SHORT,
+        device="cpu",
+        progress=False,
+    )
+    for stage, log in one["log"].items():
+        for ours, theirs in zip(log, two["log"][stage], strict=True):
+            assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-4)
+    assert two["stages"]["distill"]["perplexity"] == pytest.approx(one["stages"]["distill"]["perplexity"], rel=1e-3)
+    assert not Path(f"{tmp_path / 'two'}.run").exists()

@@ -1,0 +1,143 @@
+"""What `t2r inspect` says must be what the models themselves hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+import t2r
+from families import FAMILIES, VOCABULARY, is_seq2seq, tiny
+from t2r.attention.cache import cache_bytes
+from t2r.model.merge import merge
+from t2r.model.modeling import T2RModel
+from t2r.reporting import inspection
+from t2r.reporting.inspection import inspect_model
+from t2r.surgery.adapters import family_of
+
+NO_CACHE = ("openai-gpt", "fsmt")  # the base model has none, or reads nothing but the last token into it
+family = pytest.mark.parametrize("model_type", FAMILIES)
+LENGTH = 20
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Lengths that a tiny model can really be run at."""
+    monkeypatch.setattr(inspection, "LENGTHS", (7, LENGTH))
+
+
+def read(model, model_type):
+    """The cache after reading so many tokens, and as many of a source."""
+    ids = torch.randint(3, VOCABULARY, (1, LENGTH))
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if is_seq2seq(model_type) else {})
+    with torch.no_grad():
+        return model(**inputs, use_cache=True).past_key_values
+
+
+@family
+@pytest.mark.parametrize("options", [{}, {"softmax_layers": [1]}], ids=["pure", "kept"])
+def test_bytes_are_those_of_real_caches(model_type, options, short):
+    base = tiny(model_type, torch.float32)
+    found = inspect_model(base, feature_size=8, **options)
+    swapped = t2r.swap(tiny(model_type, torch.float32), feature_size=8, **options)
+    assert found.cache_bytes[LENGTH] == cache_bytes(read(swapped, model_type))
+    if not options:
+        assert found.cache_bytes[LENGTH] == found.cache_bytes[7] == found.state_bytes
+    if model_type not in NO_CACHE:
+        assert found.kv_bytes[LENGTH] == cache_bytes(read(base, model_type))
+
+
+@pytest.mark.parametrize("feature_map", ["t2r", "elu", "rfa", "performer", "hedgehog"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_state_bytes_of_every_map(feature_map, dtype, short):
+    model = t2r.swap(tiny("llama", dtype), feature_map=feature_map)
+    assert inspect_model(model).state_bytes == cache_bytes(read(model, "llama"))
+
+
+@family
+def test_parameters(model_type):
+    base = tiny(model_type, torch.float32)
+    before = sum(p.numel() for p in base.parameters())
+    found = inspect_model(base, feature_size=8)
+    model = t2r.swap(tiny(model_type, torch.float32), feature_size=8)
+    assert found.parameters == before
+    assert found.parameters_added == sum(p.numel() for p in model.parameters()) - before
+    assert found.share == found.parameters_added / before
+    for site in found.sites:  # k of W's rows and one of b for each, and each key head its own
+        assert site.parameters_added == 8 * (site.head_dim + 1) * site.num_key_value_heads
+    assert [(s.layer, s.cross) for s in found.sites] == [(s.layer, s.cross) for s in family_of(base).sites(base)]
+    assert not isinstance(base, T2RModel)  # it was only looked at
+
+
+def test_of_a_swapped_model_and_of_its_folder(tmp_path):
+    base = tiny("llama", torch.bfloat16)
+    expected = asdict(inspect_model(base, softmax_every=2, grouped=False))
+    model = t2r.swap(base, softmax_every=2, grouped=False)
+    model.save_pretrained(tmp_path)
+    for source in (model, tmp_path, str(tmp_path)):
+        found = asdict(inspect_model(source))
+        assert found.pop("swapped")
+        assert found.pop("model")
+        assert found == {k: v for k, v in expected.items() if k not in ("swapped", "model")}
+
+
+def test_no_weights_are_loaded(tmp_path):
+    model = tiny("marian", torch.float16)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    found = inspect_model(tmp_path)
+    assert found.dtype == "float16"
+    assert found.encoder_layers == 2
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert inspect_model(tmp_path, dtype="float32").kv_bytes == {n: 2 * b for n, b in found.kv_bytes.items()}
+
+
+def test_ungrouping():
+    grouped = inspect_model(tiny("llama", torch.float32))
+    other = inspect_model(tiny("llama", torch.float32), grouped=False)
+    assert grouped.ungrouped == inspection.Ungrouped(other.parameters_added, other.state_bytes)
+    assert other.state_bytes == 2 * grouped.state_bytes
+    assert other.ungrouped is None
+    assert inspect_model(tiny("gpt2", torch.float32)).ungrouped is None  # nothing is grouped there
+
+
+def test_a_merged_model():
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=4)
+    before = inspect_model(model)
+    merge(model)
+    after = inspect_model(model)
+    assert after.merged
+    assert after.state_bytes == before.state_bytes
+    assert after.parameters == before.parameters
+    assert after.parameters + after.parameters_added == sum(p.numel() for p in model.parameters())
+
+
+def test_it_is_ready_for_json_and_for_people():
+    found = inspect_model(tiny("marian", torch.float32), softmax_layers=[0])
+    assert json.loads(json.dumps(asdict(found)))["kv_bytes"]["4096"] == found.kv_bytes[4096]
+    lines = inspection.summary(found)
+    assert "self attention: 2 of 3 decoder layers recurrent, 1 softmax" in lines
+    assert "cross attention: 2 of 3 decoder layers recurrent, 1 softmax" in lines
+    assert "encoder: all 2 layers stay softmax attention" in lines
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(7, "7 B"), (1536, "1.5 KiB"), (500 * 1024, "500 KiB"), (3 << 40, "3.0 TiB")]
+)
+def test_bytes_for_people(number, says):
+    assert inspection.human(number) == says
+
+
+def test_refusals(tmp_path):
+    from transformers import BertConfig, BertLMHeadModel
+
+    model = BertLMHeadModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
+    with pytest.raises(t2r.T2RError, match=r"models of type 'bert' cannot be swapped.*llama"):
+        inspect_model(model)
+    with pytest.raises(t2r.T2RError, match="swapped already: leave out seed"):
+        inspect_model(t2r.swap(tiny("gpt2", torch.float32)), seed=1)
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(t2r.T2RError, match=r"type 'vit' cannot be swapped.*llama"):
+        inspect_model(tmp_path)

@@ -1,0 +1,110 @@
+"""A family without a file: found by looking, proved on the model itself, refused where it is not understood."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import t2r
+from families import DECODER, TOKENS, VOCABULARY
+from t2r.attention.recurrence import recurrent_sites
+from t2r.surgery.adapters import FAMILIES, family_of
+
+FULL = DECODER | {"num_key_value_heads": 4}
+EXPERTS = DECODER | {"num_local_experts": 2, "num_experts_per_tok": 1}
+LATENT = DECODER | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+LATENT |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 8}
+PADDING = {"input_ids": torch.randint(3, VOCABULARY, (2, 8)), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+PADDING["attention_mask"][1, :3] = 0
+
+UNDERSTOOD = {
+    "cohere": ("CohereForCausalLM", "CohereConfig", FULL),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", DECODER | {"sliding_window": 5}),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", DECODER),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", DECODER),
+}
+REFUSED = {
+    "bloom": ("BloomForCausalLM", "BloomConfig", TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "interface"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT, "of one size"),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | {"head_dim": 8}, "not the model as it was"),
+    "mamba": ("MambaForCausalLM", "MambaConfig", TOKENS | {"hidden_size": 32, "num_hidden_layers": 2}, "interface"),
+}
+understood = pytest.mark.parametrize("model_type", UNDERSTOOD)
+
+
+def build(model_class, config_class, fields):
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model.eval()
+
+
+@understood
+def test_exact_attention_is_the_teacher(model_type, caplog):
+    teacher = build(*UNDERSTOOD[model_type])
+    model = t2r.swap(copy.deepcopy(teacher), feature_size=8, softmax_layers=[1])
+    assert f"{model_type} is not among the families" in caplog.text
+    assert len(recurrent_sites(model)) == 2
+    assert not family_of(model).tested
+    real = PADDING["attention_mask"].bool()
+    with torch.no_grad(), t2r.exact_attention(model):
+        difference = (model(**PADDING).logits - teacher(**PADDING).logits)[real].abs().max()
+    assert difference < 1e-4
+
+
+@understood
+def test_generates_like_recomputation_and_loads_again(model_type, tmp_path):
+    model = t2r.swap(build(*UNDERSTOOD[model_type]), feature_size=8)
+    options = {"max_new_tokens": 8, "num_beams": 2, "do_sample": False}
+    tokens = model.generate(**PADDING, **options)
+    assert torch.equal(tokens, model.generate(**PADDING, **options, use_cache=False))
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(tokens, again.generate(**PADDING, **options))
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_model_that_is_not_understood_is_left_as_it_was(model_type):
+    *parts, reason = REFUSED[model_type]
+    model = build(*parts).train()
+    before = copy.deepcopy(model).eval()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(t2r.T2RError, match=reason) as refusal:
+        t2r.swap(model)
+    message = str(refusal.value)
+    assert f"'{model_type}'" in message
+    assert ", ".join(FAMILIES) in message
+    assert "\n" not in message
+    assert [type(module) for module in model.modules()] == classes
+    assert model.config._attn_implementation == before.config._attn_implementation
+    assert model.training
+    assert model.state_dict().keys() == before.state_dict().keys()
+    ids = PADDING["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, before(ids).logits)
+
+
+def test_a_state_that_does_not_reach_the_layers_is_seen(monkeypatch):
+    """A stock forward that calls its cache by another name would start every token from nothing."""
+    monkeypatch.setattr(t2r.attention.recurrence.InterfaceAttention, "cache_arguments", ("another_name",))
+    with pytest.raises(t2r.T2RError, match="'starcoder2' cannot be swapped: an attempt failed"):
+        t2r.swap(build(*UNDERSTOOD["starcoder2"]))
+
+
+def test_a_state_that_is_forgotten_is_seen(monkeypatch):
+    monkeypatch.setattr(t2r.attention.cache.RecurrentLayer, "store", lambda self, *args: None)
+    with pytest.raises(t2r.T2RError, match="do not continue from their state"):
+        t2r.swap(build(*UNDERSTOOD["starcoder2"]))
+
+
+def test_an_encoder_does_not_generate():
+    config = transformers.BertConfig(**TOKENS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(t2r.T2RError, match="does not generate text"):
+        t2r.swap(transformers.BertForMaskedLM(config))

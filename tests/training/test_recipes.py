@@ -1,0 +1,427 @@
+"""Recipes: the paper's settings value for value, the rates of its schedule, overrides, and what is refused."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from t2r.data.vocabulary import word_tokenizer
+from t2r.errors import T2RError
+from t2r.training.preset import load_preset, shipped_presets
+from t2r.training.recipe import OBJECTIVES, OPTIMIZERS, TRAINED, Stage, load_recipe, shipped_recipes
+from t2r.training.schedule import KINDS, Schedule
+
+# Typed from the paper's appendix (language modeling, conversion), not from the recipe.
+PAPER = {
+    "objective": "task",
+    "train": "all",
+    "steps": 142_000,
+    "batch_tokens": 24_576,
+    "block_size": 512,
+    "optimizer": "nag",
+    "momentum": 0.99,
+    "weight_decay": 0.0,
+    "clip_norm": 0.1,
+    "schedule": "cosine_restarts",
+    "warmup_init": 1e-7,
+    "warmup_steps": 8_000,
+    "learning_rate": 0.5,
+    "min_learning_rate": 5e-5,
+    "period": 135_000,
+    "period_mult": 2.0,
+    "shrink": 0.75,
+}
+PAPER_SWAP = {"feature_map": "t2r", "feature_size": 32, "init": "paper"}
+
+
+def fairseq_cosine(step, *, lr, warmup, init, floor, period, mult, shrink):
+    """fairseq's `cosine`, as its `step_update` has it."""
+    if step < warmup:
+        return init + step * (lr - init) / warmup
+    now = step - warmup
+    if mult != 1:
+        i = math.floor(math.log(1 - now / period * (1 - mult), mult))
+        length, now = mult**i * period, now - (1 - mult**i) / (1 - mult) * period
+    else:
+        i = math.floor(now / period)
+        length, now = period, now - period * i
+    low, high = floor * shrink**i, lr * shrink**i
+    return low + 0.5 * (high - low) * (1 + math.cos(math.pi * now / length))
+
+
+SETTINGS = {"lr": 0.5, "warmup": 8000, "init": 1e-7, "floor": 5e-5, "period": 135_000, "mult": 2, "shrink": 0.75}
+
+
+# The same, from random initialization.
+SCRATCH = PAPER | {
+    "steps": 286_000,
+    "batch_tokens": 73_728,  # max tokens 3072, 8 GPUs, update-freq 3
+    "warmup_steps": 16_000,
+    "learning_rate": 1.0,
+    "min_learning_rate": 1e-4,
+    "period": 270_000,
+}
+SCRATCH_SETTINGS = SETTINGS | {"lr": 1.0, "warmup": 16_000, "floor": 1e-4, "period": 270_000}
+
+
+@pytest.mark.parametrize(
+    ("name", "paper", "swap"), [("paper-lm", PAPER, PAPER_SWAP), ("paper-lm-scratch", SCRATCH, {})]
+)
+def test_recipes_of_the_paper_are_the_paper(name, paper, swap):
+    recipe = load_recipe(name)
+    (stage,) = recipe.stages
+    effective = dataclasses.asdict(stage)
+    assert {name: effective[name] for name in paper} == paper
+    assert recipe.swap == swap
+    # Whatever else a stage has does not apply to this one, or is as good as absent.
+    rest = set(effective) - set(paper)
+    assert rest == {
+        *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
+        *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "noise", "lora_rank"),
+    }
+    assert all(effective[name] is None for name in ("tokens", "epochs", "minutes", "device_tokens"))
+    assert stage.map_learning_rate is None
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 1e-7),
+        (1, 1e-7 + 0.4999999 / 8000),
+        (4_000, 0.25000005),
+        (7_999, 1e-7 + 0.4999999 * 7999 / 8000),
+        (8_000, 0.5),
+        (8_001, None),
+        (50_000, None),
+        (75_500, 0.250025),  # half of the period: between peak and floor
+        (100_000, None),
+        (141_999, None),
+        (142_999, None),  # the last step of the first cycle, which the run does not reach
+        (143_000, 0.375),
+    ],
+)
+def test_paper_rates(step, rate):
+    (stage,) = load_recipe("paper-lm").stages
+    ours = stage.make_schedule(stage.steps).at(step)
+    assert ours == pytest.approx(fairseq_cosine(step, **SETTINGS), rel=1e-9)
+    if rate is not None:
+        assert ours == pytest.approx(rate, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 1e-7),
+        (1, 1e-7 + 0.9999999 / 16_000),
+        (8_000, 0.50000005),
+        (15_999, 1e-7 + 0.9999999 * 15_999 / 16_000),
+        (16_000, 1.0),
+        (16_001, None),
+        (60_000, None),
+        (151_000, 0.50005),  # half of the period: between peak and floor
+        (200_000, None),
+        (285_999, None),  # the last step of the run and of the first cycle
+        (286_000, 0.75),
+    ],
+)
+def test_paper_rates_from_scratch(step, rate):
+    (stage,) = load_recipe("paper-lm-scratch").stages
+    ours = stage.make_schedule(stage.steps).at(step)
+    assert ours == pytest.approx(fairseq_cosine(step, **SCRATCH_SETTINGS), rel=1e-9)
+    if rate is not None:
+        assert ours == pytest.approx(rate, rel=1e-9)
+
+
+# Typed from the paper (section on language modeling, and the appendix's table) and, for what it leaves at fairseq's
+# defaults of `transformer_lm_wiki103`, from Baevski and Auli.
+PAPER_MODEL = {
+    "model_type": "adaptive_lm",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 8,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "activation_function": "relu",
+    "dropout": 0.2,
+    "layerdrop": 0.2,
+    "attention_dropout": 0.1,
+    "activation_dropout": 0.1,
+    "cutoffs": [20_000, 60_000],
+    "adaptive_factor": 4,
+    "softmax_dropout": 0.2,
+    "tie_word_embeddings": True,
+    "tie_adaptive_projections": True,
+    "scale_embedding": True,
+    "final_layer_norm": False,
+    "first_position": 2,
+}
+
+
+def test_adaptive_lm_paper_is_the_paper():
+    preset = load_preset("adaptive-lm-paper")
+    assert preset.plan() == load_recipe("paper-lm-scratch")
+    assert preset.tokenizer == {"kind": "word"}
+    assert preset.swap == {}
+    # WikiText-103 has 267,735 words with <eos> and <unk>, and fairseq's dictionary of it 267,744 entries.
+    words = word_tokenizer([f"w{i}" for i in range(267_733)])
+    config = preset.make_config(words)
+    effective = config.to_dict()
+    assert {name: effective[name] for name in PAPER_MODEL} == PAPER_MODEL
+    assert effective["vocab_size"] == 267_744
+    assert config.hidden_size // config.num_attention_heads == 128
+    assert (config.pad_token_id, config.eos_token_id) == (1, 2)
+
+
+@pytest.mark.parametrize("mult", [1, 1.5, 2])
+def test_restarts_are_fairseqs(mult):
+    settings = {"lr": 1.0, "warmup": 3, "init": 0.1, "floor": 0.01, "period": 7, "mult": mult, "shrink": 0.5}
+    schedule = Schedule("cosine_restarts", 1.0, 100, 3, 0.1, 0.01, period=7, period_mult=mult, shrink=0.5)
+    for step in range(60):
+        assert schedule.at(step) == pytest.approx(fairseq_cosine(step, **settings)), step
+    assert schedule.at(10) == pytest.approx(0.5)  # a new cycle begins at the shrunk peak
+
+
+def test_other_schedules():
+    def rates(kind, **fields):
+        return [Schedule(kind, 2.0, 12, warmup_steps=2, floor=0.5, **fields).at(step) for step in (0, 1, 2, 7, 12, 20)]
+
+    assert rates("constant") == [0, 1, 2, 2, 2, 2]
+    assert rates("linear") == pytest.approx([0, 1, 2, 1.25, 0.5, 0.5])
+    assert rates("cosine") == pytest.approx([0, 1, 2, 1.25, 0.5, 0.5])
+    assert rates("inverse_sqrt") == pytest.approx([0, 1, 2, 2 * math.sqrt(2 / 7), 2 * math.sqrt(2 / 12), 2 * 0.1**0.5])
+    assert Schedule("cosine", 2.0, 10).at(0) == 2  # no warm-up
+
+
+@pytest.mark.parametrize(
+    ("stage", "steps", "warmup", "period"),
+    [
+        ({"warmup_steps": 100}, 101, 100, None),
+        ({"warmup_steps": 100}, 100, 10, None),
+        ({"warmup_steps": 100}, 5, 0, None),
+        ({"warmup_steps": 0}, 1, 0, None),
+        ({"warmup_steps": 16_000, "period": 270_000, "schedule": "cosine_restarts"}, 286, 16, 270),
+        ({"warmup_steps": 16_000, "period": 270_000, "schedule": "cosine_restarts"}, 16_001, 16_000, 270_000),
+        ({"warmup_steps": 16_000, "period": 270_000, "schedule": "cosine_restarts"}, 1, 0, 1),
+    ],
+)
+def test_a_budget_shorter_than_its_warm_up(stage, steps, warmup, period):
+    fitted = Stage("a", "task", steps=steps, **stage).fitted(steps)
+    assert (fitted.warmup_steps, fitted.period) == (warmup, period)
+    rates = [fitted.make_schedule(steps).at(step) for step in range(steps)]
+    assert max(rates) == fitted.learning_rate
+
+
+def test_the_default_transfers_and_then_distills():
+    recipe = load_recipe("distill-lm")
+    assert [(s.objective, s.train) for s in recipe.stages] == [("transfer", "maps"), ("distill", "all")]
+    assert (recipe.swap["feature_map"], recipe.swap["activation"]) == ("t2r", "softmax")
+    assert shipped_recipes() == ["distill-lm", "paper-lm", "paper-lm-scratch", "scratch-lm"]
+
+
+def test_overrides():
+    recipe = load_recipe(
+        "distill-lm",
+        [
+            "transfer.steps=10",
+            "distill.minutes=2.5",
+            "learning_rate=1e-3",
+            "distill.clip_norm=null",
+            "betas=[0.5, 9e-1]",
+        ],
+    )
+    first, second = recipe.stages
+    assert (first.steps, first.tokens) == (10, None)  # a budget replaces the one that was there
+    assert (second.minutes, second.tokens) == (2.5, None)
+    assert first.learning_rate == second.learning_rate == 0.001
+    assert (first.clip_norm, second.clip_norm) == (1.0, None)
+    assert first.betas == [0.5, 0.9]
+    assert load_recipe("distill-lm").stages[0].tokens == 8_000_000
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("steps", "write stage.field=value"),
+        ("=3", "write stage.field=value"),
+        ("finish.steps=3", "no stage 'finish'; there are transfer, distill"),
+        ("transfer.stepz=3", "no field 'stepz'"),
+        ("transfer.steps=many", "'many' is not a whole number"),
+        ("transfer.steps=1.5", "1.5 is not a whole number"),
+        ("transfer.steps=true", "True is not a whole number"),
+        ("transfer.steps=.inf", "inf is not a whole number"),
+        ("transfer.steps=0", "steps must be positive"),
+        ("transfer.steps=null", "exactly one of"),
+        ("transfer.steps=[", "not YAML"),
+        ("transfer.learning_rate=fast", "'fast' is not a number"),
+        ("transfer.learning_rate=0", "learning_rate must be positive"),
+        ("transfer.learning_rate=null", "None is not a number"),
+        ("transfer.block_size=0", "block_size must be positive"),
+        ("transfer.block_size=500", "not a whole number of 500-token blocks"),
+        ("transfer.train=all", "it trains maps only"),
+        ("distill.train=some", "no train 'some'; choose one of maps"),
+        ("distill.objective=win", "no objective 'win'"),
+        ("distill.optimizer=sgd", "no optimizer 'sgd'"),
+        ("distill.schedule=step", "no schedule 'step'"),
+        ("distill.schedule=cosine_restarts", "stage 'distill': schedule cosine_restarts needs a period"),
+        ("distill.period_mult=0.5", "a cycle cannot be shorter"),
+        ("distill.betas=0.9", "betas are two numbers"),
+        ("distill.betas=[0.9]", "betas are two numbers"),
+        ("distill.name=../x", "a name is made of"),
+        ("distill.name=transfer", "two stages have the same name"),
+    ],
+)
+def test_overrides_that_are_refused(override, words):
+    with pytest.raises(T2RError) as error:
+        load_recipe("distill-lm", [override])
+    assert words in str(error.value)
+
+
+STAGE = "{name: a, objective: task, steps: 3}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stages: [", "is not YAML"),
+        ("", "has no list of stages"),
+        ("- 3", "has no list of stages"),
+        ("stages: {a: 1}", "has no list of stages"),
+        ("stages: []", "has no list of stages"),
+        ("stages: [a]", "a stage needs a name and an objective"),
+        ("stages: [{name: a}]", "a stage needs a name and an objective"),
+        (f"stages: [{STAGE}]\nstage: 3", "no field stage"),
+        ("stages: [{name: a, objective: task, steps: 3, lr: 1}]", "stage 'a': no field 'lr'"),
+        ("stages: [{name: a, objective: task}]", "exactly one of steps, tokens, epochs, minutes; got none"),
+        ("stages: [{name: a, objective: task, steps: 3, epochs: 1}]", "got ['steps', 'epochs']"),
+        (f"stages: [{STAGE}, {STAGE}]", "two stages have the same name"),
+        (f"stages: [{STAGE}]\nswap: [t2r]", "swap is made of the options"),
+        (f"stages: [{STAGE}]\nswap: {{feature_sise: 3}}", "swap is made of the options"),
+    ],
+)
+def test_recipes_that_are_refused(tmp_path, text, words):
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    with pytest.raises(T2RError) as error:
+        load_recipe(file, ["a.steps=4"] if "stages: [a]" in text else [])
+    assert words in str(error.value)
+
+
+def test_the_page_about_recipes(tmp_path):
+    """It has every field and every choice, and its example is a recipe."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`([\w-]+)`", page))
+    assert {f.name for f in dataclasses.fields(Stage)} <= told
+    assert {*OBJECTIVES, *TRAINED, *OPTIMIZERS, *KINDS, *shipped_recipes()} <= told
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(example)
+    assert [stage.name for stage in load_recipe(tmp_path / "mine.yaml").stages] == ["transfer", "distill"]
+
+
+def test_where_recipes_are_found(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("stages: [{name: 5, objective: task, steps: 1e3, learning_rate: 1e-3}]")
+    recipe = load_recipe(file)
+    assert (recipe.name, recipe.stages[0].name, recipe.stages[0].steps) == ("own", "5", 1000)
+    assert recipe.stages[0].learning_rate == 0.001
+    with pytest.raises(T2RError, match=r"no recipe 'paper'.*distill-lm, paper-lm"):
+        load_recipe("paper")
+    with pytest.raises(T2RError, match="there is no recipe file"):
+        load_recipe(tmp_path / "none.yaml")
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(T2RError, match="cannot be read"):
+        load_recipe(file)
+
+
+def test_a_stage_made_in_python_is_checked_too():
+    with pytest.raises(T2RError, match="exactly one"):
+        Stage("a", "task")
+    with pytest.raises(T2RError, match="minutes must be positive"):
+        Stage("a", "task", minutes=math.nan)
+
+
+# --- Presets --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_presets())
+def test_shipped_presets(name):
+    preset = load_preset(name)
+    assert preset.name == name
+    assert preset.description
+    assert all(stage.objective == "task" for stage in preset.plan().stages)
+
+
+def test_where_presets_are_found(tmp_path):
+    import yaml
+
+    preset = load_preset("gpt2-tiny", ["n_embd=32", "layer_norm_epsilon=1e-6"])
+    assert (preset.model["n_embd"], preset.model["layer_norm_epsilon"]) == (32, 1e-6)
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump(preset.to_dict(), sort_keys=False))
+    assert load_preset(file) == preset
+    assert preset.plan(["steps=7"]).stages[0].steps == 7
+    assert preset.plan().stages[0].steps == 300  # an override is not remembered
+    with pytest.raises(T2RError, match=r"no preset 'gpt2'.*gpt2-tiny.*or the folder of a model"):
+        load_preset("gpt2")
+    with pytest.raises(T2RError, match="there is no preset file"):
+        load_preset(tmp_path / "none.yaml")
+
+
+MODEL = "model: {model_type: gpt2}\n"
+TOKENIZER = "tokenizer: {kind: bpe, vocab_size: 300}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[", "is not YAML"),
+        ("3", "describes no model"),
+        (TOKENIZER, "describes no model"),
+        (MODEL, "`tokenizer` needs a kind"),
+        (MODEL + "tokenizer: bpe", "`tokenizer` needs a kind"),
+        (MODEL + TOKENIZER + "learning_rate: 3", "no field learning_rate"),
+        (MODEL + "tokenizer: {kind: bpe, vocab_size: 300, size: 3}", "a tokenizer has no field size"),
+        (MODEL + "tokenizer: {kind: bpe, vocab_size: many}", "'many' is not a whole number"),
+        (MODEL + "tokenizer: {kind: letters}", "no tokenizer of kind 'letters'"),
+        (MODEL + "tokenizer: {kind: bpe}", "a bpe tokenizer needs a vocab_size"),
+        (MODEL + TOKENIZER + "recipe: 3", "`recipe` is the name of one, or its stages"),
+        (MODEL + TOKENIZER + "swap: {feature_sise: 3}", "swap is made of the options"),
+        ("model: {model_type: gpt7}\n" + TOKENIZER, "transformers knows no model_type 'gpt7'"),
+        ("model: {n_embd: 3}\n" + TOKENIZER, "transformers knows no model_type"),
+        ("model: {model_type: vit}\n" + TOKENIZER, "vit is not a plain language model"),
+        ("model: {model_type: bart}\n" + TOKENIZER, "bart is not a plain language model"),
+        ("model: {model_type: gpt2, n_layers: 3}\n" + TOKENIZER, "gpt2 has no field n_layers"),
+    ],
+)
+def test_presets_that_are_refused(tmp_path, text, words):
+    (file := tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(T2RError) as error:
+        load_preset(file)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("n_layr=3", "gpt2 has no field n_layr"),
+        ("n_layer", "write field=value"),
+        ("=3", "write field=value"),
+        ("model_type=bart", "write field=value, of a field"),
+        ("n_layer=[", "not YAML"),
+        ("n_layer=many", "n_layer"),
+        ("vocab_size=5", "vocab_size 5 is less than the tokenizer's 7"),
+    ],
+)
+def test_models_that_are_refused(override, words):
+    with pytest.raises(T2RError) as error:
+        load_preset("gpt2-tiny", [override]).make_config(word_tokenizer(["a", "b", "c"]))
+    assert words in str(error.value)
+
+
+def test_a_recipe_survives_its_file(tmp_path):
+    import yaml
+
+    recipe = load_recipe("paper-lm", ["finetune.steps=7"])
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+    assert load_recipe(file) == recipe
