@@ -23,8 +23,8 @@ import t2r
 from families import is_seq2seq, tiny
 from t2r import cli
 from t2r.attention.cache import cache_bytes
-from t2r.cli.common import SWAP_OPTIONS
-from t2r.config import OPTIONS
+from t2r.cli.common import parse_layers
+from t2r.options import GenerationOptions, SwapOptions, options_of
 
 TEXT = ["the cat sat on the mat", "a dog ran", "the dog and the cat"]
 TEMPLATE = (
@@ -98,8 +98,21 @@ def files(folder: Path) -> dict[str, bytes]:
 # --- swap ---------------------------------------------------------------------------------------------------
 
 
-def test_the_options_are_those_of_the_configuration():
-    assert tuple(SWAP_OPTIONS) == OPTIONS
+@pytest.mark.parametrize("command", ["swap", "convert", "pretrain", "inspect"])
+def test_commands_have_every_option_of_a_swap(run, command):
+    told = run(command, "-h").stdout
+    assert all(f"--{name.replace('_', '-')}" in told for name in options_of(SwapOptions))
+
+
+def test_generate_has_every_option_of_generation(run):
+    told = run("generate", "--help").stdout
+    assert all(f"--{name.replace('_', '-')}" in told for name in options_of(GenerationOptions))
+
+
+def test_layers_are_numbers_and_ranges(run, folders):
+    found = json.loads(run("inspect", folders / "llama", "--softmax-layers", "0-1", "--json").stdout)
+    assert found["options"]["softmax_layers"] == [0, 1]
+    assert parse_layers("0-3, 7") == [0, 1, 2, 3, 7]
 
 
 @both
@@ -402,7 +415,7 @@ def broken(folders, tmp_path) -> Path:
         ("inspect {b}/new", "type 'new', which this transformers does not know; t2r swaps"),
         ("inspect some/name", "some/name is not a folder here, and from the hub cannot be loaded"),
         ("inspect {f}/gpt2-t2r --seed 1", "swapped already"),
-        ("inspect {f}/gpt2 --dtype int3", "no dtype 'int3': choose auto, float32"),
+        ("inspect {f}/gpt2 --dtype int3", "dtype must be one of auto, float32, bfloat16, float16; got 'int3'"),
         ("swap {b}/empty {b}/out", "has no config.json"),
         ("swap {b}/bert {b}/out", "models of type 'bert' cannot be swapped"),
         ("swap {f}/gpt2-t2r {b}/out", "is a t2r model already"),
@@ -416,7 +429,7 @@ def broken(folders, tmp_path) -> Path:
         ("swap {f}/gpt2 {b}/out --feature-map rfa --feature-size 7", "must be even; got 7, try 8"),
         ("swap {f}/gpt2 {b}/out --feature-map elu --feature-size 7", "feature_size must be 8 (or left out)"),
         ("swap {f}/gpt2 {b}/out --softmax-layers 1,7", "there is no layer 7; the model has layers 0 to 2"),
-        ("swap {f}/gpt2 {b}/out --softmax-layers one", "such as 1,5,9; got 'one'"),
+        ("swap {f}/gpt2 {b}/out --softmax-layers one", "such as 1,5,9 or 0-3,7; got 'one'"),
         ("swap {f}/gpt2 {b}/out --softmax-layers 1 --softmax-every 2", "not both"),
         ("swap {f}/gpt2 {b}/out --softmax-every 1", "nothing would be swapped"),
         ("swap {f}/gpt2 {b}/out --activation magic", "no activation 'magic'"),
@@ -431,12 +444,15 @@ def broken(folders, tmp_path) -> Path:
         ("generate {f}/gpt2 --file {b}/bytes", "cannot be read"),
         ("generate {f}/gpt2 --file {b}/one hello", "not both"),
         ("generate {f}/gpt2 hello --device abacus", "no device 'abacus' here"),
-        ("generate {f}/gpt2 hello --batch-size 0", "batch_size must be at least 1"),
-        ("generate {f}/gpt2 hello --max-new-tokens 0", "max_new_tokens must be at least 1"),
+        ("generate {f}/gpt2 hello --batch-size 0", "batch_size must be a whole number, at least 1; got 0"),
+        ("generate {f}/gpt2 hello --max-new-tokens 0", "max_new_tokens must be a whole number, at least 1"),
         ("generate {f}/gpt2 hello --temperature 2", "temperature is for sampling"),
         ("generate {f}/gpt2 hello --length-penalty 2", "length_penalty is for beam search"),
         ("generate {f}/gpt2 hello --num-return-sequences 2 --max-new-tokens 3", "cannot generate"),
-        ("generate {f}/gpt2 hello --do-sample --temperature -1 --max-new-tokens 3", "cannot generate"),
+        (
+            "generate {f}/gpt2 hello --do-sample --temperature -1 --max-new-tokens 3",
+            "temperature must be a number, above 0",
+        ),
         ("generate {f}/gpt2 hello --max-new-tokens 100", "beyond the 64 positions"),
         ("generate {f}/gpt2-t2r hello --max-new-tokens 100", "beyond the 64 positions"),
         ("generate {f}/marian-t2r " + 80 * "a", "beyond the 64 positions of the encoder"),

@@ -394,7 +394,6 @@ def test_a_model_of_which_nothing_is_known_trains(world, tmp_path):
         ({"recipe": "none"}, "no recipe 'none'"),
         ({"recipe": "distill-lm", "overrides": ()}, "is a transfer, which needs a teacher"),
         ({"overrides": ("pretrain.stepz=1",)}, "no field 'stepz'"),
-        ({"overrides": (*SHORT, "block_size=64", "batch_tokens=64")}, "only 32 positions"),
         ({"model_overrides": ("n_layers=3",)}, "gpt2 has no field n_layers"),
         ({"model_overrides": ("n_embd=15", "n_head=4")}, "makes no model"),
         ({"feature_sise": 3}, "no option feature_sise"),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from t2r import ops
 from t2r.errors import T2RError
+from t2r.hub import choose_device
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -121,11 +122,8 @@ def _growth(settings: Settings) -> float:
 
 def _inputs(length: int, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k and v, and a gradient for the output. Features are positive, as feature maps make them."""
-    try:
-        device = torch.device(settings.device)
-        generator = torch.Generator(device).manual_seed(0)
-    except RuntimeError as error:
-        raise T2RError(f"no device {settings.device!r} here: `t2r info` lists those there are") from error
+    device = choose_device(settings.device)
+    generator = torch.Generator(device).manual_seed(0)
     shape = (settings.batch, settings.heads, length)
     dtype = DTYPES[settings.dtype]
 

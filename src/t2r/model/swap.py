@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.modeling import T2RModel, t2r_class
+from t2r.model.swapped import SwappedModel
+from t2r.options import refuse_unknown
 from t2r.surgery.proof import install_proved
 
 
-def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any) -> PreTrainedModel:
+def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any) -> SwappedModel:
     """Make a transformer's attention recurrent, in place, and return it.
 
         model = t2r.swap(AutoModelForCausalLM.from_pretrained("gpt2"), feature_map="hedgehog")
@@ -20,8 +22,7 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     Options are those of `T2RConfig`; with a `config` they override it. The weights stay as they are: the maps are
     new and untrained, so a swapped model has yet to be trained (`t2r convert` does all of it).
     """
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise T2RError(f"no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+    refuse_unknown(options, OPTIONS)
     if isinstance(model, T2RModel):
         raise T2RError("this model is swapped already: start again from the base model")
     if hasattr(model, "_hf_hook") and any(weight.is_meta for weight in model.parameters()):
@@ -32,6 +33,6 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     recurrent: Any = t2r_class(base)
     install_proved(model, config)
     model.__class__ = recurrent
-    assert isinstance(model, T2RModel)
-    model.t2r_config = config
-    return model
+    swapped = cast(SwappedModel, model)
+    swapped.t2r_config = config
+    return swapped

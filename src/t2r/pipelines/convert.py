@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.attention.recurrence import exact_attention
 from t2r.config import OPTIONS, T2RConfig
-from t2r.data import Blocks, TokenCorpus, check_block_size, tokenize_corpus, write_corpus
+from t2r.data import Blocks, TokenCorpus, tokenize_corpus, write_corpus
 from t2r.data.fingerprint import of_model
 from t2r.errors import T2RError
 from t2r.evaluation import encode, read_text
@@ -114,9 +114,7 @@ def convert(
     config = T2RConfig(**swap_options)
     if auto is not None:
         check_auto(auto, plan, config, base)
-    positions = max_positions(base)
-    for stage in plan.stages:
-        check_block_size(stage.block_size, positions)
+    plan = plan.for_positions(max_positions(base))
     text = None if valid is None else encode(tokens, read_text(valid, tokens))
 
     sources = [train] if isinstance(train, str) else list(train)
@@ -140,11 +138,13 @@ def convert(
     teacher = copy.deepcopy(base).eval().requires_grad_(False)
     if bf16:
         halve(teacher)
-    student = swap(base, config)
+    student: PreTrainedModel = swap(base, config)
     if merged:
         mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
     student.config.use_cache = True
     corpora = make_corpora(run, teacher, tokens, sources, plan, teacher_tokens, seed, progress)
+    for corpus in corpora:
+        corpus.check_vocabulary(base.config.get_text_config().vocab_size)
     blocks: dict[int, ConcatDataset[Any]] = {
         size: ConcatDataset([Blocks(corpus, size, documents=documents) for corpus in corpora])
         for size in {stage.block_size for stage in plan.stages}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 from t2r import __version__
 from t2r.config import T2RConfig
-from t2r.data import Blocks, check_block_size, tokenize_corpus
+from t2r.data import Blocks, tokenize_corpus
 from t2r.data.fingerprint import of_tokenizer
 from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
@@ -104,8 +104,7 @@ def pretrain(
         tokens = make_tokenizer(preset, config, tokenizer, sources, progress)
     shape = preset.make_config(tokens)
     model = make_model(shape, chosen, seed)
-    for stage in plan.stages:
-        check_block_size(stage.block_size, max_positions(model))
+    plan = plan.for_positions(max_positions(model))
     text = None if valid is None else encode(tokens, read_text(valid, tokens))
     run = Run(
         Path(out + ".run"),

@@ -38,7 +38,7 @@ class Stage:
     )
     steps: int | None = option(None, help="Budget in optimizer steps.", minimum=1, maximum=10**9)
     tokens: int | None = option(None, help="Budget in tokens.", minimum=1, maximum=10**15)
-    epochs: float | None = option(None, help="Budget in passes over the text.", above=0, maximum=1e6)
+    epochs: float | None = option(None, help="Budget in passes over the text.", above=0, maximum=10**6)
     minutes: float | None = option(
         None,
         help="Budget in minutes, turned into steps after a short calibration.",
@@ -74,7 +74,13 @@ class Stage:
     )
     learning_rate: float = option(1e-3, help="Learning rate at its peak.", above=0)
     map_learning_rate: float | None = option(None, help="Learning rate of the maps.", above=0, unset="as learning_rate")
-    betas: list[float] = option([0.9, 0.98], help="Of Adam and Muon's Adam.", length=2, minimum=0, below=1)
+    betas: list[float] = option(
+        [0.9, 0.98],
+        help="Of `adam`, `adamw`, and the part of `muon` that is Adam.",
+        length=2,
+        minimum=0,
+        below=1,
+    )
     epsilon: float = option(1e-8, help="Of Adam.", above=0, maximum=1)
     momentum: float = option(0.99, help="Of `nag`.", minimum=0, below=1)
     weight_decay: float = option(0.0, help="Decoupled weight decay.", minimum=0)
