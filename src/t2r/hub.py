@@ -137,7 +137,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """The Auto class that loads a language model of this configuration. Checkpoints of other tasks are refused: their
     trunk would load, under a head that was never trained."""
     for name in config.architectures or ():
-        known = getattr(transformers, name, None)
+        known: Any = getattr(transformers, name, None)
         model = isinstance(known, type) and issubclass(known, PreTrainedModel)
         if model and "For" in name and not known.can_generate():
             raise T2RError(f"this is a {name}, which does not generate text: give a language model")

@@ -449,10 +449,7 @@ def broken(folders, tmp_path) -> Path:
         ("generate {f}/gpt2 hello --temperature 2", "temperature is for sampling"),
         ("generate {f}/gpt2 hello --length-penalty 2", "length_penalty is for beam search"),
         ("generate {f}/gpt2 hello --num-return-sequences 2 --max-new-tokens 3", "cannot generate"),
-        (
-            "generate {f}/gpt2 hello --do-sample --temperature -1 --max-new-tokens 3",
-            "temperature must be a number, above 0",
-        ),
+        ("generate {f}/gpt2 hello --do-sample --temperature -1", "temperature must be a number, above 0; got -1.0"),
         ("generate {f}/gpt2 hello --max-new-tokens 100", "beyond the 64 positions"),
         ("generate {f}/gpt2-t2r hello --max-new-tokens 100", "beyond the 64 positions"),
         ("generate {f}/marian-t2r " + 80 * "a", "beyond the 64 positions of the encoder"),
@@ -470,14 +467,28 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, folders, broken, monkeypatch
     assert sorted(os.listdir(broken)) == before
 
 
-def test_a_terminal_without_a_prompt(run, folders):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    code, _, stderr = run("generate", folders / "gpt2", stdin=Terminal())
+
+@pytest.mark.parametrize("kind", ["", "-t2r"], ids=["base", "swapped"])
+def test_a_terminal_without_a_prompt_is_a_chat(run, folders, kind):
+    folder = folders / f"llama{kind}"
+    code, stdout, _ = run("generate", folder, *GREEDY, stdin=Terminal(f"{TEXT[0]}\n\n{TEXT[1]}\n"))
+    assert code == 0
+    first = run("generate", folder, "--chat", TEXT[0], *GREEDY).stdout
+    assert stdout.startswith(f"> {first}> > ")
+    assert stdout.endswith("\n> \n")
+    code, _, stderr = run("generate", folders / f"marian{kind}", stdin=Terminal())
     assert code == 2
-    assert "no prompt: give one as an argument, by --file, or through a pipe" in stderr
+    assert "needs a language model" in stderr
+
+
+def test_a_document_comes_from_somewhere(run, folders, tmp_path):
+    code, _, stderr = run("generate", folders / "llama-t2r", "--save-state", tmp_path / "state", stdin=Terminal())
+    assert code == 2
+    assert "no document" in stderr
 
 
 @pytest.mark.parametrize("kind", ["", "-t2r"], ids=["base", "swapped"])

@@ -229,6 +229,18 @@ def test_the_default_transfers_and_then_distills():
     assert shipped_recipes() == ["distill-lm", "paper-lm", "paper-lm-scratch", "scratch-lm"]
 
 
+def test_blocks_shrink_to_the_positions_that_there_are(caplog):
+    recipe = load_recipe("distill-lm", ["transfer.block_size=256"])
+    assert recipe.for_positions(None) == recipe == recipe.for_positions(512)
+    assert not caplog.messages
+    first, second = recipe.for_positions(300).stages
+    assert first == recipe.stages[0]
+    assert (second.block_size, second.batch_tokens) == (300, 16384 // 300 * 300)
+    assert caplog.messages == ["stage distill: blocks of 512 tokens shrink to the 300 positions that the model has"]
+    (small,) = load_recipe("paper-lm", ["batch_tokens=512"]).for_positions(384).stages
+    assert (small.block_size, small.batch_tokens) == (384, 384)
+
+
 def test_overrides():
     recipe = load_recipe(
         "distill-lm",
