@@ -356,7 +356,7 @@ def test_halving_leaves_rotary_frequencies_alone():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"overrides": ("distill.stepz=1",)}, "no field 'stepz'"),
+        ({"overrides": ("distill.stepz=1",)}, "no option stepz"),
         ({"recipe": "none"}, "no recipe 'none'"),
         ({"feature_sise": 3}, "no option feature_sise"),
         ({"softmax_layers": "auto"}, "give layers, or auto:N"),

@@ -393,7 +393,7 @@ def test_a_model_of_which_nothing_is_known_trains(world, tmp_path):
         ({"config": "gpt2"}, "no preset 'gpt2': choose one of adaptive-lm-medium"),
         ({"recipe": "none"}, "no recipe 'none'"),
         ({"recipe": "distill-lm", "overrides": ()}, "is a transfer, which needs a teacher"),
-        ({"overrides": ("pretrain.stepz=1",)}, "no field 'stepz'"),
+        ({"overrides": ("pretrain.stepz=1",)}, "no option stepz"),
         ({"model_overrides": ("n_layers=3",)}, "gpt2 has no field n_layers"),
         ({"model_overrides": ("n_embd=15", "n_head=4")}, "makes no model"),
         ({"feature_sise": 3}, "no option feature_sise"),
