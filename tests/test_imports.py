@@ -31,9 +31,7 @@ def test_any_order_of_imports_works(order):
     run("\n".join(order) + LOADS)
 
 
-@pytest.mark.parametrize(
-    "name", ["t2r.ops", "t2r.feature_maps", "t2r.config", "t2r.model.modeling", "t2r.hub", "t2r.cli"]
-)
+@pytest.mark.parametrize("name", ["ops", "feature_maps", "config", "model.modeling", "hub", "cli"])
 def test_any_part_can_be_imported_first(name):
     run(f"import t2r.{name}\n{CONCRETE}")
 

@@ -129,9 +129,7 @@ class T2RModel(SavedModel, compat.GenerationHooks):
         if any(i in kept and layer.is_sliding for i, layer in enumerate(stock)):
             raise T2RError("a static cache cannot hold layers that kept a sliding window: use the default cache")
         if kept and self.t2r_family.positions == "relative":
-            raise T2RError(
-                "a static cache cannot hold layers that kept a relative position bias: use the default cache"
-            )
+            raise T2RError("a static cache cannot hold layers that kept a relative bias: use the default cache")
         made: dict[bool, list[Any]] = {False: [None] * count, True: [None] * count}
         lengths = torch.zeros(rows, dtype=torch.long, device=model.device)
         for site in self.t2r_family.sites(model):
