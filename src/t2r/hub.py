@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from t2r.errors import T2RError
-from t2r.model.modeling import refuse_incomplete
+from t2r.model.saving import refuse_incomplete
 from t2r.model.swapped import SwappedModel
 from t2r.options import RunOptions, options_of
 from t2r.storage import kind_of

@@ -275,7 +275,7 @@ def test_standard_input_that_is_not_utf8(run, made):
 
 
 def test_arguments_that_are_not_utf8():
-    command = [sys.executable.encode(), b"-m", b"t2r.cli", b"generate", b"gpt2", b"caf\xe9"]
+    command = [sys.executable.encode(), b"-m", b"t2r", b"generate", b"gpt2", b"caf\xe9"]
     done = subprocess.run(command, capture_output=True)
     assert done.returncode == 2
     assert done.stderr == b"t2r: argument 3 is not UTF-8: 'caf\\udce9'\n"

@@ -2,9 +2,9 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 from typing import NamedTuple
 
 import pytest
@@ -37,11 +37,12 @@ def run(monkeypatch, capsys):
 
 def test_help_is_fast():
     def seconds() -> float:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "t2r.cli", "--help"], check=True, capture_output=True)
-        return time.perf_counter() - start
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "t2r", "--help"], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # The best of several: on a busy machine only the fastest says what the command itself costs.
+    # Seconds of the processor, and the best of several: on a busy machine a clock measures the others.
     assert min(seconds() for _ in range(5)) < 0.5
 
 
@@ -89,9 +90,9 @@ def test_training_flags_reach_the_pipeline(run, monkeypatch):
 
 
 @pytest.mark.parametrize("statement", ["import t2r.cli", "import t2r; dir(t2r); t2r.T2RError"])
-def test_importing_is_light(statement):
-    check = "assert not {'torch', 'transformers', 'rich'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", f"import sys; {statement}; {check}"], check=True)
+def test_the_command_line_is_light(statement):
+    check = "assert not {'torch', 'transformers', 'rich', 'yaml'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", f"import sys; sys.argv = ['t2r']; {statement}; {check}"], check=True)
 
 
 def test_every_public_name_can_be_had():

@@ -353,7 +353,7 @@ def test_json(run, folders, model_type):
 
 
 def test_a_real_pipe(folders):
-    command = [sys.executable, "-m", "t2r.cli", "generate", str(folders / "marian-t2r"), *GREEDY]
+    command = [sys.executable, "-m", "t2r", "generate", str(folders / "marian-t2r"), *GREEDY]
     done = subprocess.run(command, input="\n".join(TEXT), capture_output=True, text=True, check=True)
     texts = [text for (text,) in expected(folders / "marian-t2r", TEXT)]
     assert done.stdout.splitlines() == [" ".join(text.splitlines()) for text in texts]
@@ -361,7 +361,7 @@ def test_a_real_pipe(folders):
 
 
 def test_interrupting_is_clean(folders):
-    command = [sys.executable, "-m", "t2r.cli", "generate", str(folders / "llama-t2r"), TEXT[0]]
+    command = [sys.executable, "-m", "t2r", "generate", str(folders / "llama-t2r"), TEXT[0]]
     command += ["--max-new-tokens", "1000000", "--min-new-tokens", "999999"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.read(1)  # it has begun
