@@ -53,8 +53,10 @@ def test_convert_tells_the_defaults_of_its_recipe(run):
         option = name.replace("_", "-")
         default = {True: option, False: f"no-{option}"}.get(value, value)
         assert re.search(rf"--{option}[^\[]*\[default:{default}\]", told), name
-    rates = ",".join(f"{stage.name}{stage.learning_rate}" for stage in recipe.stages)
-    assert re.search(rf"--learning-rate[^\[]*\[default:{rates}\]", told)
+    transfer, distill = recipe.stages
+    assert re.search(rf"--learning-rate[^\[]*\[default:{distill.learning_rate}\]", told)
+    tokens = f"transfer{transfer.batch_tokens:,},distill{distill.batch_tokens:,}"
+    assert re.search(rf"--batch-tokens[^\[]*\[default:{tokens}\]", told)
     swap = run("swap", "--help").stdout.replace(" ", "").replace("\n", "")
     assert re.search(r"--decay[^\[]*\[default:no-decay\]", swap)
 

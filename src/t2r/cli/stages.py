@@ -40,7 +40,8 @@ def recipe_defaults(name: str) -> dict[str, str]:
     recipe = load_recipe(name)
     shown = in_words(recipe.swap)
     for option in STAGE:
-        values = {stage.name: getattr(stage, option.name) for stage in recipe.stages}
+        stages = [stage for stage in recipe.stages if option.name != "learning_rate" or stage.train != "maps"]
+        values = {stage.name: getattr(stage, option.name) for stage in stages}
         if len(set(values.values())) > 1:
             shown[option.name] = ", ".join(f"{stage} {value:,}" for stage, value in values.items())
         else:

@@ -130,7 +130,8 @@ class Stage:
             raise T2RError(f"{where}kl_weight and task_weight are both 0: there is nothing to learn")
         if self.batch_tokens % self.block_size:
             raise T2RError(
-                f"{where}batch_tokens {self.batch_tokens} is not a whole number of {self.block_size}-token blocks"
+                f"{where}batch_tokens {self.batch_tokens} is not a whole number of {self.block_size}-token blocks: "
+                "change one of the two"
             )
         try:
             self.make_schedule(1)
