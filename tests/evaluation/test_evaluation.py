@@ -38,6 +38,7 @@ from t2r import T2RError
 from t2r.evaluation import encode, evaluate, harness, perplexity, recall, repetition, tables
 from t2r.evaluation.generation import repeated
 from t2r.evaluation.logits import logits_by_slice
+from t2r.model.logits import AT_ONCE
 
 VOCABULARY = 300
 SENTENCES = (
@@ -249,7 +250,7 @@ def test_kl_is_what_a_token_by_token_evaluation_gives(monkeypatch):
     own, theirs = (slow_log_probs(m, ids, 16, 8) for m in (model, teacher))
     expected = (theirs.exp() * (theirs - own)).sum(-1)
     for at_once in (1 << 25, 3 * 2 * VOCABULARY):  # all positions in one slice, or 2 of them in each
-        monkeypatch.setattr("t2r.evaluation.logits.AT_ONCE", at_once)
+        monkeypatch.setitem(AT_ONCE, "cpu", at_once)
         result = perplexity(model, ids, window=16, stride=8, batch_size=3, teacher=teacher)
         torch.testing.assert_close(result.kl, expected, rtol=1e-3, atol=1e-4)
         assert result.mean_kl == pytest.approx(expected.mean().item(), rel=1e-4)
@@ -257,7 +258,7 @@ def test_kl_is_what_a_token_by_token_evaluation_gives(monkeypatch):
 
 
 def test_a_model_agrees_with_itself(monkeypatch):
-    monkeypatch.setattr("t2r.evaluation.logits.AT_ONCE", 3 * 8 * VOCABULARY)
+    monkeypatch.setitem(AT_ONCE, "cpu", 3 * 8 * VOCABULARY)
     model = llama()
     result = perplexity(model, torch.randint(VOCABULARY, (100,)), window=16, stride=8, teacher=model)
     assert result.kl.abs().max() < 1e-5
@@ -310,7 +311,7 @@ OPT = OPTConfig(**TOKENS | SHAPE, ffn_dim=32, word_embed_proj_dim=16)
     ],
 )
 def test_logits_by_slice_are_the_logits(make, monkeypatch):
-    monkeypatch.setattr("t2r.evaluation.logits.AT_ONCE", 2 * 4 * VOCABULARY)
+    monkeypatch.setitem(AT_ONCE, "cpu", 2 * 4 * VOCABULARY)
     model, ids = make().eval(), torch.randint(VOCABULARY, (2, 20))
     with torch.no_grad():
         pieces = list(logits_by_slice(model, ids, 5, 19))
@@ -321,7 +322,7 @@ def test_logits_by_slice_are_the_logits(make, monkeypatch):
 
 
 def test_the_head_never_sees_more_than_a_slice(monkeypatch):
-    monkeypatch.setattr("t2r.evaluation.logits.AT_ONCE", 2 * 4 * VOCABULARY)
+    monkeypatch.setitem(AT_ONCE, "cpu", 2 * 4 * VOCABULARY)
     model, sizes = llama(), []
     model.lm_head.register_forward_hook(lambda head, args, out: sizes.append(out.numel()))
     perplexity(model, range(64), window=32, stride=16, batch_size=2, teacher=model)
