@@ -1,4 +1,4 @@
-"""A model's body and its head, run apart, give the model's logits: for every family, swapped or not, from any thread."""
+"""A model's body and head, run apart, give the model's logits: every family, swapped or not, from any thread."""
 
 import threading
 

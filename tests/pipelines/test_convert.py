@@ -31,9 +31,13 @@ from t2r.data import TokenCorpus, tokenize_corpus
 from t2r.errors import T2RError
 from t2r.evaluation import encode, perplexity, read_text
 from t2r.pipelines import convert as module
-from t2r.pipelines.convert import convert, finite, halve, rows, summary, within
-from t2r.pipelines.training import without_denormals
+from t2r.pipelines.convert import convert, summary
+from t2r.tasks import language_modeling
+from t2r.training import session as sessions
+from t2r.training.arithmetic import halve, without_denormals
+from t2r.training.plan import within
 from t2r.training.recipe import load_recipe
+from t2r.training.session import finite, table_of
 
 EOS, BLOCK = "<eos>", 16
 CHAT = (
@@ -106,7 +110,6 @@ def run(world, out, model="gpt2", **options):
         "overrides": SHORT,
         "device": "cpu",
         "progress": False,
-        "save_steps": 1000,
     }
     source = str(world / model) if isinstance(model, str) else model
     return convert(source, str(out), **(defaults | options))
@@ -168,7 +171,7 @@ def test_the_whole_way(world, tmp_path, model_type):
     written = loaded.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False)
     assert written.shape[1] == inputs["input_ids"].shape[1] + 5
     assert loaded.t2r_config.merged is results["merged"]
-    again = perplexity(loaded, module.encode(tokenizer, (world / "valid.txt").read_text() + "\n"), window=64, stride=32)
+    again = perplexity(loaded, encode(tokenizer, (world / "valid.txt").read_text() + "\n"), window=64, stride=32)
     assert again.perplexity == pytest.approx(results["stages"]["distill"]["perplexity"], rel=1e-4)
     assert len(summary(results).rows) == 4
 
@@ -205,7 +208,7 @@ def test_numbers_that_are_not_finite_are_no_numbers():
     }
     results = finite(results | {"swapped": None})
     assert json.loads(json.dumps(results, allow_nan=False))["stages"]["a"] == {"perplexity": None, "kl": None}
-    assert rows(results)[1] == ("after a", "not finite", "", "")
+    assert table_of(results, compared=True)[1][1] == ("after a", "not finite", "", "")
 
 
 def test_auto_keeps_the_layer_that_matters_most(world, tmp_path):
@@ -220,9 +223,9 @@ def test_auto_keeps_the_layer_that_matters_most(world, tmp_path):
 def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monkeypatch):
     seen = {}
 
-    def keep(run, student, teacher, *args, real=module.keep_sensitive):
+    def keep(session, student, teacher, *args, real=module.keep_sensitive):
         before = {name: x.clone() for name, x in student.state_dict().items()}
-        again = real(run, student, teacher, *args)
+        again = real(session, student, teacher, *args)
         seen["equal"] = all(torch.equal(x, before[name]) for name, x in again.state_dict().items())
         seen["teacher"] = all(torch.equal(p, again.state_dict()[name]) for name, p in teacher.named_parameters())
         return again
@@ -277,7 +280,7 @@ def test_the_teacher_writes(world, tmp_path, monkeypatch):
         asked["corpus"] = TokenCorpus(corpus.folder)
         return corpus
 
-    monkeypatch.setattr(module, "tokenize_corpus", tokenize)
+    monkeypatch.setattr(language_modeling, "tokenize_corpus", tokenize)
     run(world, tmp_path / "out", train="teacher", teacher_tokens=100)
     assert asked["add_eos"] is False
     assert len(asked["corpus"]) >= 100
@@ -290,7 +293,7 @@ def test_the_teacher_writes(world, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_swapped_is_said_before_the_teacher_writes(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
+    monkeypatch.setattr(language_modeling, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
     with pytest.raises(T2RError, match="must be even"):
         run(world, tmp_path / "out", train="teacher", feature_map="hedgehog", feature_size=7)
 
@@ -298,17 +301,17 @@ def test_what_cannot_be_swapped_is_said_before_the_teacher_writes(world, tmp_pat
 def test_the_teacher_writes_more_of_a_text(world, tmp_path, monkeypatch):
     seen = {}
 
-    def write(*args, real=module.write_corpus, **options):
+    def write(*args, real=language_modeling.write_corpus, **options):
         seen["continues"] = options["continues"]
         seen["written"] = real(*args, **options)
         return seen["written"]
 
-    def stage(run, model, stage, dataset, *args, real=module.run_stage, **options):
-        seen["parts"] = [len(part) for part in dataset.datasets]
-        return real(run, model, stage, dataset, *args, **options)
+    def stage(run, model, stage, task, *args, real=sessions.run_stage):
+        seen["parts"] = [len(part) for part in task.dataset(stage.block_size).datasets]
+        return real(run, model, stage, task, *args)
 
-    monkeypatch.setattr(module, "write_corpus", write)
-    monkeypatch.setattr(module, "run_stage", stage)
+    monkeypatch.setattr(language_modeling, "write_corpus", write)
+    monkeypatch.setattr(sessions, "run_stage", stage)
     text = str(world / "train.txt")
     run(world, tmp_path / "out", train=[text, "teacher"], teacher_tokens=1000)
     assert seen["parts"][0] == len(seen["continues"]) // BLOCK
@@ -373,7 +376,7 @@ def test_halving_leaves_rotary_frequencies_alone():
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(world, tmp_path, monkeypatch, options, words):
-    monkeypatch.setattr(module, "run_stage", None)
+    monkeypatch.setattr(sessions, "run_stage", None)
     with pytest.raises(T2RError) as error:
         run(world, tmp_path / "out", **options)
     assert words in str(error.value)
@@ -402,14 +405,14 @@ class Stopped(BaseException):
 def run_until(monkeypatch, stage, *args, **options):
     """Stop as soon as a stage is done."""
 
-    def run_stage(run, model, what, *args, real=module.run_stage, **options):
+    def run_stage(run, model, what, *args, real=sessions.run_stage, **options):
         trained = real(run, model, what, *args, **options)
         if what.name == stage:
             raise Stopped
         return trained
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "run_stage", run_stage)
+        patch.setattr(sessions, "run_stage", run_stage)
         with pytest.raises(Stopped):
             run(*args, **options)
 
@@ -466,8 +469,10 @@ def environment(tmp_path):
 
 
 def test_killed_and_repeated_it_is_the_same(world, tmp_path):
-    steps = ("--set", "distill.steps=60", "--device", "cpu", "--json")
-    arguments = [sys.executable, "-m", "t2r", *command(world, tmp_path / "cut", *steps)]
+    overrides = (*SHORT, "distill.steps=60")
+    call = {"train": str(world / "train.txt"), "overrides": overrides, "device": "cpu", "save_steps": 6}
+    script = f"import t2r; t2r.convert({str(world / 'gpt2')!r}, {str(tmp_path / 'cut')!r}, **{call!r})"
+    arguments = [sys.executable, "-c", script]
     log = (tmp_path / "log").open("wb")
     process = subprocess.Popen(arguments, env=environment(tmp_path), stdout=log, stderr=log)
     checkpoints = tmp_path / "cut.run" / "distill.checkpoints"
@@ -483,7 +488,6 @@ def test_killed_and_repeated_it_is_the_same(world, tmp_path):
     assert done[-1] < 60
 
     def again(out):
-        overrides = (*SHORT, "distill.steps=60")
         return run(world, out, overrides=overrides)
 
     resumed = again(tmp_path / "cut")
