@@ -87,6 +87,9 @@ class Readout:
     def _verify(self, example: Mapping[str, Tensor]) -> tuple[bool, int]:
         """Whether body and head give the model's logits, and the size of the vocabulary. Sets what follows the head."""
         probe = {name: x[:1, :PROBE] for name, x in example.items()}
+        if "position_ids" in probe:  # packed documents: one ends within the probe
+            positions = probe["position_ids"]
+            probe["position_ids"] = (torch.arange(positions.shape[1], device=positions.device) % 5)[None]
         # In evaluation mode nothing is drawn at random, which a resumed run would draw once more. Compiled layers are
         # not compiled again for this shape.
         with evaluating(self.model), torch.compiler.set_stance("force_eager"):

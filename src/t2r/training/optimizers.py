@@ -98,5 +98,7 @@ def orthogonalized(model: nn.Module, maps: set[int]) -> set[int]:
 
 def embeddings(model: nn.Module) -> set[int]:
     """The parameters of input and output embeddings, and of positions."""
-    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    return {id(p) for m in model.modules() if isinstance(m, nn.Embedding) or m is head for p in m.parameters()}
+    tables: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if isinstance(model, PreTrainedModel):
+        tables += [model.get_input_embeddings(), model.get_output_embeddings()]
+    return {id(p) for table in tables if table is not None for p in table.parameters()}
