@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -42,32 +41,19 @@ def most_sensitive(
     columns = (TextColumn("measuring each layer alone"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         evaluating(model),
-        exact_attention(model),
         Progress(*columns, console=Console(stderr=True), disable=not progress) as bar,
     ):
         shown = bar.add_task("", total=len(layers) + 1)
-        exact = remember("exact", lambda: loss_of(model, task, batches))
+        with exact_attention(model):
+            exact = remember("exact", lambda: loss_of(model, task, batches))
         bar.advance(shown)
         costs = []
         for layer in layers:
-            with alone(model, layer):
+            with exact_attention(model, recurrent_layers=[layer]):
                 loss = remember(str(layer), lambda: loss_of(model, task, batches))
             costs.append((layer, loss - exact))
             bar.advance(shown)
     return sorted(costs, key=lambda cost: -cost[1])
-
-
-@contextmanager
-def alone(model: PreTrainedModel, layer: int) -> Iterator[None]:
-    """Within exact attention: this layer is recurrent."""
-    sites = [site for site in recurrent_sites(model) if site.layer_idx == layer]
-    try:
-        for site in sites:
-            site.exact = False
-        yield
-    finally:
-        for site in sites:
-            site.exact = True
 
 
 def loss_of(model: PreTrainedModel, task: Task, batches: list[dict[str, Any]]) -> float:
