@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,7 @@ from t2r.model.logits import AT_ONCE
 from t2r.tasks import LanguageModeling, language_modeling
 from t2r.tasks.base import exchanged
 from t2r.training import learner, objectives, stages
+from t2r.training import trainer as trainers
 from t2r.training.checkpoints import last_checkpoint, seal
 from t2r.training.objectives import distillation_loss, transferring
 from t2r.training.optimizers import choose_trained, make_optimizer
@@ -651,3 +653,62 @@ def test_weights_of_another_model_are_refused(tmp_path):
     load_weights(model, tmp_path / "w.safetensors")
     assert model.lm_head.weight is model.transformer.wte.weight
     assert model.lm_head.weight.abs().sum() > 0
+
+
+# --- How a stage is run -----------------------------------------------------------------------------------------
+
+
+def test_a_failed_stage_leaves_nothing_compiled(tmp_path, monkeypatch):
+    student, teacher = pair()
+
+    def fail(self, *args, **options):
+        assert all(layer._compiled_call_impl is not None for m in (student, teacher) for layer in m.transformer.h)
+        assert student.is_gradient_checkpointing
+        raise Killed
+
+    monkeypatch.setattr(StageTrainer, "train", fail)
+    with pytest.raises(Killed):
+        train(tmp_path, student, stage("distill"), teacher, compiled=True, gradient_checkpointing=True)
+    assert all(layer._compiled_call_impl is None for m in (student, teacher) for layer in m.transformer.h)
+    assert not student.is_gradient_checkpointing
+    assert all(p.requires_grad for p in student.parameters())
+
+
+def test_layers_are_computed_again_under_gradient_checkpointing(tmp_path):
+    for objective, times in (("transfer", 1), ("distill", 2), ("task", 2)):
+        student, teacher = pair()
+        calls = []
+        student.transformer.h[0].ln_1.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
+        train(tmp_path / objective, student, stage(objective, steps=1), teacher, gradient_checkpointing=True)
+        probes = 0 if objective == "transfer" else 2  # of the head
+        assert len(calls) - probes == times
+
+
+def test_a_model_without_gradient_checkpointing_is_refused(tmp_path):
+    student, _ = pair()
+    type(student).supports_gradient_checkpointing = False
+    try:
+        with pytest.raises(T2RError, match="gpt2 has no gradient checkpointing"):
+            train(tmp_path, student, stage(), gradient_checkpointing=True)
+    finally:
+        del type(student).supports_gradient_checkpointing
+
+
+@pytest.mark.parametrize(("seconds", "saves"), [(1e9, 0), (0.0, 4)])
+def test_checkpoints_follow_the_clock(tmp_path, monkeypatch, seconds, saves):
+    monkeypatch.setattr(trainers, "SAVE_SECONDS", seconds)
+    saved = []
+    monkeypatch.setattr(trainers, "seal", lambda folder: saved.append(folder.name))
+    train(tmp_path, pair()[0], stage())
+    assert saved == [f"checkpoint-{i + 1}" for i in range(saves)]
+
+
+def test_a_checkpoint_has_only_what_changes(tmp_path, monkeypatch):
+    """Of a transfer the maps, and not the trunk."""
+    found = {}
+    monkeypatch.setattr(trainers, "seal", lambda folder: found.update(load_file(folder / trainers.LEARNED)))
+    student, _ = pair(feature_map="rfa")
+    train(tmp_path, student, stage("transfer", steps=1), save_steps=1)
+    assert found
+    assert all(".feature_map." in name for name in found)
+    assert any(name.endswith(".bank") for name in found)
