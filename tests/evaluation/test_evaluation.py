@@ -35,9 +35,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import t2r
 from t2r import T2RError
-from t2r.evaluation import encode, evaluate, harness, perplexity, recall, repetition, tables
+from t2r.evaluation import compare, encode, evaluate, harness, perplexity, recall, repetition, tables
 from t2r.evaluation.generation import repeated
 from t2r.evaluation.logits import logits_by_slice
+from t2r.evaluation.perplexity import fitting_batch
 from t2r.model.logits import AT_ONCE
 
 VOCABULARY = 300
@@ -455,6 +456,24 @@ def test_models_as_objects_and_a_teacher(folder, tokenizer):
     assert other["kl"] == pytest.approx(0, abs=1e-5)
     assert "recall" not in result
     assert len(tables([result, other])) == 2
+
+
+def test_each_model_is_loaded_once(folder, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(
+        compare, "load_model", lambda name, real=compare.load_model, **kw: loaded.append(name) or real(name, **kw)
+    )
+    names = [str(folder / name) for name in ("one", "two", "swapped")]
+    evaluate(
+        names, folder / "text.txt", teacher=folder / "two", device="cpu", window=16, stride=8, limit=2, generation=False
+    )
+    assert sorted(loaded) == sorted(names)
+
+
+def test_the_batch_grows_with_the_device():
+    assert fitting_batch(torch.device("cpu"), 512) == 8
+    assert fitting_batch(torch.device("mps"), 512) == 32
+    assert fitting_batch(torch.device("mps"), 1 << 20) == 1
 
 
 def test_mistakes_are_said(folder, tokenizer, tmp_path):

@@ -20,7 +20,7 @@ def logits_by_slice(model: PreTrainedModel, input_ids: Tensor, first: int, last:
     whole logits, of a few rows at a time; these are cut afterwards.
     """
     readout = Readout(model, {"input_ids": input_ids})
-    rows = readout.rows_at_once(*input_ids.shape, input_ids.device)
+    rows = readout.rows_at_once(input_ids)
     states = [readout.states({"input_ids": some})[:, first:last] for some in input_ids.split(rows)]
     size = max(1, logits_at_once(input_ids.device) // (len(input_ids) * readout.out_features))
     for pieces in zip(*(part.split(size, dim=1) for part in states), strict=True):

@@ -211,7 +211,7 @@ def _batches(ids: Tensor, window: int, stride: int, batch_size: int, limit: int 
 
 def _score(readout: Readout, reference: Readout | None, batch: Tensor, first: int) -> list[Tensor]:
     """For the tokens of each window from `first` on, on the model's device: nll, and with a teacher kl and agrees."""
-    rows = min(r.rows_at_once(*batch.shape, batch.device) for r in (readout, reference) if r is not None)
+    rows = min(r.rows_at_once(batch) for r in (readout, reference) if r is not None)
     scored = [_score_rows(readout, reference, some, first) for some in batch.split(rows)]
     # One window after the other, which is the order of the text.
     return [torch.cat(parts).flatten() for parts in zip(*scored, strict=True)]

@@ -67,11 +67,12 @@ class Readout:
         logits: Tensor = self.head(states)
         return logits if self.finish is None else self.finish(logits)
 
-    def rows_at_once(self, rows: int, time: int, device: torch.device) -> int:
-        """How many rows to read at a time: all, or where whole logits are formed as many as have room."""
+    def rows_at_once(self, batch: Tensor) -> int:
+        """How many rows of a batch `[rows, time]` to read at a time: all, or where whole logits are formed as many as
+        have room."""
         if self.split:
-            return rows
-        return max(1, logits_at_once(device) // max(1, time * self.out_features))
+            return len(batch)
+        return max(1, logits_at_once(batch.device) // max(1, batch.shape[1] * self.out_features))
 
     def _body(self, inputs: Mapping[str, Tensor]) -> Tensor:
         assert self.body is not None

@@ -102,6 +102,7 @@ def pretrain(
     with caching():
         tokens = make_tokenizer(preset, config, tokenizer, [train] if isinstance(train, str) else list(train), progress)
     shape = preset.make_config(tokens)
+    facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
     model = make_model(shape, chosen, seed)
     sizes = [stage.block_size for stage in plan.stages]
     task = LanguageModeling(
@@ -116,7 +117,6 @@ def pretrain(
         caching=caching,
     )
     task.check(model, sizes)
-    facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
 
     with Session(out, plan, task, settings, place, facts) as session:
         session.prepare(model)

@@ -153,7 +153,6 @@ class LanguageModeling(Task):
             return header, [
                 (name, *(number(values[key], digits) for key, digits in keys.items())) for name, values in found
             ]
-        rows: list[tuple[str, ...]] = []
         for name, values in found:
             own, first = values["perplexity"], found[0][1]["perplexity"]
             ratio = f"{own / first - 1:+.1%}" if own and first else ""

@@ -46,7 +46,7 @@ def run_stage(
     if stage.objective != "distill":
         teacher = None
     folder = run.checkpoints(stage.name)
-    trained = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
+    trained: Any = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
     with prepared(trained, model, teacher, stage, settings):
 
         def calibrated() -> float:
