@@ -36,14 +36,27 @@ def on_attention_interface(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend)
 
 
-# --- Generation ---------------------------------------------------------------------------------------------
+# --- What a model is asked ------------------------------------------------------------------------------------
 
 
-class GenerationHooks:
-    """Calls of `generate` that a model answers by methods of ours: `start_cache` and `check_generated_length`."""
+class ModelHooks:
+    """Private methods of transformers' models, answered by methods of ours with names of their own."""
 
-    def start_cache(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-        """Put a cache into `model_kwargs`. False: leave it to transformers."""
+    @classmethod
+    def building(cls, config: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+        """The class to build for a configuration, and the configuration to build it from."""
+        raise NotImplementedError
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """A model of this shape with random weights; the Auto classes call it."""
+        model_class, base = cls.building(config, kwargs)
+        return super(ModelHooks, model_class)._from_config(base, **kwargs)  # type: ignore[misc]
+
+    def start_cache(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], rows: int, length: int
+    ) -> bool:
+        """Put a cache into `model_kwargs`, for so many rows and tokens. False: leave it to transformers."""
         raise NotImplementedError
 
     def check_generated_length(self, length: int) -> None:
@@ -51,11 +64,18 @@ class GenerationHooks:
         raise NotImplementedError
 
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
-        if self.start_cache(generation_config, model_kwargs):
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if self.start_cache(generation_config, model_kwargs, rows, max_cache_length):
             return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        rest = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        return super()._prepare_cache_for_generation(*rest)  # type: ignore[misc]
 
     def _validate_generated_length(
         self, generation_config: GenerationConfig, input_ids_length: int, has_default_max_length: bool

@@ -89,7 +89,12 @@ class RecurrentLayer(CacheLayerMixin):
         keys and values pass through."""
         return key_states, value_states
 
-    def get_seq_length(self) -> int:
+    @property
+    def position(self) -> Tensor | None:
+        """Where the next token of each row stands in a mask of fixed size `[rows]`; None: at its end."""
+        return None
+
+    def get_seq_length(self) -> Any:
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

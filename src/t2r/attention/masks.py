@@ -20,6 +20,7 @@ def make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    q_offset: int | Tensor = 0,
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
@@ -32,6 +33,8 @@ def make_mask(
             "this model combines its causal mask with one of its own (a prefix that sees itself, image tokens): "
             "a recurrence reads from left to right and cannot do that"
         )
+    if isinstance(q_offset, Tensor) and q_length == 1:
+        return fixed_mask(q_offset, kv_length, attention_mask)
     if attention_mask is not None:
         # Looking at the values costs a wait for the device: worth it for a whole text, not for one token.
         if q_length > 1 and not torch.compiler.is_compiling() and bool(attention_mask.all()):
@@ -47,6 +50,15 @@ def make_mask(
     if not torch.compiler.is_compiling() and not bool(begins.any()):
         return None
     return (pad(begins.long(), (1, 0)).cumsum(1) + 1).expand(batch_size, -1)
+
+
+def fixed_mask(position: Tensor, size: int, mask: Tensor | None) -> Tensor | None:
+    """The mask of one token over the buffers of a static cache, all of one shape however much was read; `position` is
+    how many tokens came before. A static cache of recurrent layers alone has a size of 1: the token itself."""
+    if size == 1:
+        return None if mask is None else mask[:, -1:]
+    seen = torch.arange(size, device=position.device)[None] <= position
+    return seen if mask is None else seen & pad(mask.bool(), (0, size - mask.shape[1]))
 
 
 class Padding(NamedTuple):
@@ -81,11 +93,16 @@ class Padding(NamedTuple):
             raise T2RError("a state with padding in several places of a row cannot be taken apart or continued")
 
 
-def padding_and_starts(mask: Tensor | None, time: int) -> tuple[Tensor | None, Tensor | None]:
-    """Split a mask into what `t2r.ops` asks for, for the last `time` positions."""
+def padding_and_starts(
+    mask: Tensor | None, time: int, position: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Split a mask into what `t2r.ops` asks for, for the last `time` positions; for one token of a mask of fixed size,
+    for its `position [batch]`."""
     refuse_full_mask(mask)
     if mask is None:
         return None, None
+    if position is not None and time == 1 < mask.shape[1]:
+        mask = mask.expand(position.shape[0], -1).gather(1, position[:, None])
     mask = mask[:, -time:]
     if mask.dtype == torch.bool:
         return mask, None

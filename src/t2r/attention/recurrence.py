@@ -54,7 +54,8 @@ class Recurrence(nn.Module):
     def advance(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
         """Outputs of one token or many. With a cache layer, its state comes before them and is advanced."""
         v = self.spread(v)
-        padding, starts = padding_and_starts(mask, phi_k.shape[2])
+        position = layer.position if isinstance(layer, RecurrentLayer) else None
+        padding, starts = padding_and_starts(mask, phi_k.shape[2], position)
         how: dict[str, Any] = {
             "mask": padding,
             "starts": starts,

@@ -23,6 +23,7 @@ from t2r.attention.cache import T2RCache, T2REncoderDecoderCache, load_state
 from t2r.attention.interface import NAME
 from t2r.attention.layers import RecurrentLayer
 from t2r.attention.masks import Padding, refuse_full_mask
+from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, StaticT2RCache
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.saving import SavedModel
@@ -30,7 +31,7 @@ from t2r.surgery.adapters import Family, family_of
 from t2r.surgery.install import install
 
 
-class T2RModel(SavedModel, compat.GenerationHooks):
+class T2RModel(SavedModel, compat.ModelHooks):
     """What a swapped model has beyond its base class. Never used alone: see `t2r_class`."""
 
     config_class: ClassVar[type[PreTrainedConfig]] = T2RConfig
@@ -116,6 +117,40 @@ class T2RModel(SavedModel, compat.GenerationHooks):
         cross = T2RCache([DynamicLayer() if i in kept else RecurrentLayer() for i in range(count)], model)
         return T2REncoderDecoderCache(own, cross, model)
 
+    def make_static_cache(self, rows: int, max_length: int | None = None) -> Any:
+        """An empty cache of fixed size for so many sequences, which keeps its addresses (see `t2r.attention.static`).
+
+        `max_length` is needed only where softmax layers were kept: so many tokens are the most they can hold."""
+        model: Any = self
+        kept, count = self.kept_layers(), self.count_layers()
+        if kept and max_length is None:
+            raise T2RError(f"layers {kept} kept softmax attention: a static cache needs a max_length for them")
+        stock: list[Any] = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
+        if any(i in kept and layer.is_sliding for i, layer in enumerate(stock)):
+            raise T2RError("a static cache cannot hold layers that kept a sliding window: use the default cache")
+        if kept and self.t2r_family.positions == "relative":
+            raise T2RError("a static cache cannot hold layers that kept a relative bias: use the default cache")
+        made: dict[bool, list[Any]] = {False: [None] * count, True: [None] * count}
+        lengths = torch.zeros(rows, dtype=torch.long, device=model.device)
+        for site in self.t2r_family.sites(model):
+            shape, module = self.t2r_family.shape(site.module), cast(Any, site.module)
+            own = None if site.cross else lengths
+            counts = not site.cross and site.layer == count - 1
+            if site.layer not in kept:
+                state = module.feature_map.empty_state(rows, shape.head_dim, model.dtype, model.device)
+                made[site.cross][site.layer] = StaticRecurrentLayer(state, own, counts)
+            elif site.cross:
+                made[True][site.layer] = DynamicLayer()
+            else:
+                assert max_length is not None
+                size = (rows, shape.num_key_value_heads, max_length, shape.head_dim)
+                keys, values = (torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(2))
+                made[False][site.layer] = StaticSoftmaxLayer(keys, values, lengths, counts)
+        cache = StaticT2RCache(made[False], lengths, model)
+        if not self.config.is_encoder_decoder:
+            return cache
+        return T2REncoderDecoderCache(cache, T2RCache(made[True], model), model)
+
     def load_state(self, path: str | os.PathLike[str]) -> T2RCache | T2REncoderDecoderCache:
         """A cache that was saved with `cache.save`, to generate on from."""
         return load_state(Path(path), self)
@@ -147,25 +182,26 @@ class T2RModel(SavedModel, compat.GenerationHooks):
 
     # --- Generation -----------------------------------------------------------------------------------------
 
-    def start_cache(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise T2RError(
-                f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; a "
-                "recurrent state is of fixed size already: leave it unset"
-            )
+    def start_cache(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], rows: int, length: int
+    ) -> bool:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "static"):
+            raise T2RError(f"cache_implementation={kind!r} is not for recurrent models: leave it unset, or use static")
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = cache = self.make_cache()
+            cache = self.make_static_cache(rows, length) if kind == "static" else self.make_cache()
+            model_kwargs["past_key_values"] = cache
             if compat.is_assistant(generation_config):  # its guesses will be taken back
                 cache.activate_past_recording()
             return True
-        if isinstance(given, T2RCache) and given.unseen:
+        if type(given) is T2RCache and given.unseen:
             self.check_generated_length(given.unseen + (generation_config.max_length or 0))
-        elif isinstance(given, T2RCache):
-            read, length = given.get_seq_length(), compat.prompt_length(generation_config, model_kwargs)
-            if length is not None and length <= read:
+        elif type(given) is T2RCache:
+            read, prompt = given.get_seq_length(), compat.prompt_length(generation_config, model_kwargs)
+            if prompt is not None and prompt <= read:
                 raise T2RError(
-                    f"the cache has read {read} tokens and the input has {length}: to go on from a state with new "
+                    f"the cache has read {read} tokens and the input has {prompt}: to go on from a state with new "
                     "tokens alone, use model.continue_from(cache, input_ids)"
                 )
         return False
@@ -181,8 +217,12 @@ class T2RModel(SavedModel, compat.GenerationHooks):
             )
         self.t2r_family.extend_positions(model, length)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """Continuing an encoder-decoder from a cache, transformers feeds all tokens again, not the new ones."""
+        if inputs_embeds is not None:  # `generate` looks for this name in the signature
+            kwargs["inputs_embeds"] = inputs_embeds
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         cache, tokens = inputs.get("past_key_values"), inputs.get("decoder_input_ids")
         if cache is not None and tokens is not None:
@@ -272,7 +312,7 @@ def is_packed(inputs: dict[str, Any]) -> bool:
 def note_padding(inputs: dict[str, Any]) -> None:
     """An empty cache of ours learns which of the positions it is about to read are padding."""
     cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
-    if isinstance(cache, T2RCache) and mask is not None and cache.get_seq_length() == 0:
+    if type(cache) is T2RCache and mask is not None and cache.get_seq_length() == 0:
         cache.padding = Padding.of(mask)
 
 
