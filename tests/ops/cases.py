@@ -40,6 +40,11 @@ class Case:
         options = {"mask": self.mask, "starts": self.starts, "decay": self.decay}
         return options | {"causal": self.causal, "signed": self.signed}
 
+    @property
+    def flags(self) -> dict[str, torch.Tensor | None]:
+        """What is said of each position."""
+        return {"mask": self.mask, "starts": self.starts}
+
     def to(self, device: str, dtype: torch.dtype | None = None) -> Case:
         """The same problem elsewhere, and in another precision."""
 
@@ -119,10 +124,11 @@ def make_case(
     return Case(q, k, v, given, mask, starts, rates, causal, signed)
 
 
+TIMES, SIZES = st.integers(1, 20), st.integers(1, 5)
+
+
 @st.composite
-def cases(
-    draw, dtypes=(torch.float64,), causal=None, times=st.integers(1, 20), size=st.integers(1, 5), **fixed
-) -> Case:
+def cases(draw, dtypes=(torch.float64,), causal=None, times=TIMES, size=SIZES, **fixed) -> Case:
     arguments = {
         "batch": draw(st.integers(1, 3)),
         "key_heads": draw(st.integers(1, 3)),

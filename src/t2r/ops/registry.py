@@ -8,6 +8,7 @@ from t2r.errors import T2RError
 from t2r.ops import reference
 from t2r.ops.contract import Backend, Request
 from t2r.ops.torch_backends import Chunked, Reference
+from t2r.ops.triton import Triton
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -15,9 +16,10 @@ BACKENDS: dict[str, Backend] = {
         Reference("quadratic", reference.quadratic),
         Reference("recurrent", reference.recurrent),
         Chunked(),
+        Triton(),
     )
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton",)}
 """What `auto` asks first on a type of device. It ends at FALLBACK, which can do everything, everywhere."""
 FALLBACK = "chunked"
 
