@@ -59,6 +59,13 @@ def linear_attention(
         how = (chunk_size, count), signed, normalized
         out, den, total, *new = _Chunked.apply(q, k, v, *past_tensors, decay, mask, starts, *how)
         return out if normalized else Sums(out, den, total), State(*new)
+    return two_products(q, k, v, state, mask, signed=signed, normalized=normalized)
+
+
+def two_products(
+    q: Tensor, k: Tensor, v: Tensor, state: State | None, mask: Tensor | None, *, signed: bool, normalized: bool
+) -> tuple[Tensor | Sums, State]:
+    """Non-causal attention: every key enters the state, then every query reads it."""
     past = State.zeros(k, v, signed) if state is None else state
     dtype = accumulator_dtype(q, k, v)
     if mask is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from t2r.ops.chunked import two_products
 from t2r.ops.common import State, Sums, normalize
 from t2r.ops.contract import Abilities, Backend
 from t2r.ops.reference import look as read_state
@@ -25,7 +25,6 @@ class Triton(Backend):
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         largest_feature=256,
         largest_value=256,
-        noncausal=False,
         gradients=("parallel", "look"),
     )
 
@@ -46,10 +45,12 @@ class Triton(Backend):
         mask: Tensor | None,
         starts: Tensor | None,
         decay: Tensor | None,
+        causal: bool,
         signed: bool,
         normalized: bool,
-        **_: Any,
     ) -> tuple[Tensor | Sums, State]:
+        if not causal:  # without an order of tokens it is two matrix products, which need no kernel of ours
+            return two_products(q, k, v, state, mask, signed=signed, normalized=normalized)
         from t2r.ops.triton.sequence import linear_attention
 
         return linear_attention(q, k, v, state, mask, starts, decay, signed=signed, normalized=normalized)

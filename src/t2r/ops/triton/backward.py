@@ -52,7 +52,7 @@ def chunk_gradients(
 ):  # fmt: skip
     """What the queries of chunk c do to the state before it, into slot c."""
     c = tl.program_id(0)
-    value_blocks = tl.cdiv(value, BV)
+    value_blocks = (value + BV - 1) // BV
     f_block = tl.program_id(1) // value_blocks
     v_block = tl.program_id(1) % value_blocks
     b = (tl.program_id(2) // key_heads).to(tl.int64)

@@ -26,7 +26,7 @@ def chunk_states(
     """What chunk c adds to the state, as seen from its end, into slot c + 1; and by how much it ages the state before
     it, or -1 if a document starts in it, into `elapsed [batch, chunks]`."""
     c = tl.program_id(0)
-    value_blocks = tl.cdiv(value, BV)
+    value_blocks = (value + BV - 1) // BV
     f_block = tl.program_id(1) // value_blocks
     v_block = tl.program_id(1) % value_blocks
     b = (tl.program_id(2) // key_heads).to(tl.int64)
@@ -47,7 +47,7 @@ def chunk_states(
         tl.store(here + feature * value + f, tl.sum(keys, 0), mask=f_ok)
         if SIGNED:
             tl.store(here + feature * value + feature + f, tl.sum(tl.abs(keys), 0), mask=f_ok)
-    if DECAY or PACKED:
+    if DECAY or PACKED:  # noqa: SIM102 (known when the kernel is compiled, the other when it runs)
         if (tl.program_id(1) == 0) & (h == 0):
             tl.store(elapsed + b * chunks + c, tl.where(carried, length, -1.0))
 
@@ -88,7 +88,7 @@ def scan(
         rate = tl.load(decay + h * feature + f, mask=ok, other=0.0)
     base = states + bh * (chunks + 1) * slot
     if REVERSE:
-        tl.store(base + chunks.to(tl.int64) * slot + e, running, mask=ok)
+        tl.store(states + (bh * (chunks + 1) + chunks) * slot + e, running, mask=ok)
     else:
         tl.store(base + e, running, mask=ok)
     j = tl.arange(0, BC)

@@ -15,12 +15,11 @@ from t2r.ops.triton.blocks import block, inner, on_device, precision
 
 CHUNK = 16 if INTERPRETED else 64
 """Tokens of a chunk. At most 128: seen from the middle, the fastest decay is then a factor of exp(64) at either end."""
+WARPS = 4
+MANY_WARPS = 8
+"""Of a program with many tiles at once: its registers would spill with fewer. Chunks of 128 want 8 everywhere."""
 SCANNED = 4 if INTERPRETED else 16
 """Chunk states that the scan loads at a time."""
-
-Given = tuple[
-    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
-]
 
 
 class Plan(NamedTuple):
@@ -66,7 +65,15 @@ class Plan(NamedTuple):
 
     @property
     def blocks(self) -> dict[str, Any]:
-        return {"HOW": self.how, "BT": self.size, "BF": self.rows, "BV": self.columns, "num_warps": 4}
+        # One stage: loops over blocks are short, and more stages would cost the shared memory of other programs.
+        return {
+            "HOW": self.how,
+            "BT": self.size,
+            "BF": self.rows,
+            "BV": self.columns,
+            "num_warps": MANY_WARPS if self.how == "tf32x3" else WARPS,
+            "num_stages": 1,
+        }
 
     @property
     def row_blocks(self) -> int:
@@ -199,7 +206,7 @@ def _backward(
         d_decay = states.new_empty(shape)
         back.feature_gradients[(plan.chunks, rows, plan.batch * plan.key_heads)](
             q, k, v, g, inverse, g_den, *shared, states, gradients, dq, dk, d_decay,
-            *_strides(q, k, v, g, dq, dk), *sizes, plan.state_slot, plan.slot, **normal,
+            *_strides(q, k, v, g, dq, dk), *sizes, plan.state_slot, plan.slot, **{**normal, "num_warps": MANY_WARPS},
         )  # fmt: skip
         back.value_gradients[(plan.chunks, columns, plan.batch * plan.key_heads)](
             q, k, g, inverse, *shared, gradients, dv, *_strides(q, k, g, dv), *sizes, plan.slot, **normal
