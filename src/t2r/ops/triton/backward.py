@@ -20,9 +20,9 @@ def division(
 ):  # fmt: skip
     """1 / denominator, by which the gradient of the numerator is g, and the gradient of the denominator. The bound is a
     constant: where it acts the denominator has none."""
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    b = (tl.program_id(0) // heads).to(tl.int64)
+    h = (tl.program_id(0) % heads).to(tl.int64)
+    t = tl.program_id(1) * BT + tl.arange(0, BT)
     there = t < time
     product = tl.zeros([BT], tl.float32)
     for start in range(0, value, BV):
@@ -51,12 +51,12 @@ def chunk_gradients(
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """What the queries of chunk c do to the state before it, into slot c."""
-    c = tl.program_id(0)
+    c = tl.program_id(2)
     value_blocks = (value + BV - 1) // BV
     f_block = tl.program_id(1) // value_blocks
     v_block = tl.program_id(1) % value_blocks
-    b = (tl.program_id(2) // key_heads).to(tl.int64)
-    h = (tl.program_id(2) % key_heads).to(tl.int64)
+    b = (tl.program_id(0) // key_heads).to(tl.int64)
+    h = (tl.program_id(0) % key_heads).to(tl.int64)
     t, there, _, clock, _, _, fresh, _, _ = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
     rows = there & fresh
     f = f_block * BF + tl.arange(0, BF)
@@ -95,9 +95,9 @@ def feature_gradients(
 
     With x = feature times its gradient, a pair within the chunk changes with the rate by the distance between query and
     key; what a query finds in the state by its clock; what a key leaves in the state by what is left of the chunk."""
-    c = tl.program_id(0)
-    b = (tl.program_id(2) // key_heads).to(tl.int64)
-    h = (tl.program_id(2) % key_heads).to(tl.int64)
+    c = tl.program_id(2)
+    b = (tl.program_id(0) // key_heads).to(tl.int64)
+    h = (tl.program_id(0) % key_heads).to(tl.int64)
     t, there, real, clock, length, documents, fresh, keep, carried = chunk(
         c, b, mask, document, time, HAS_MASK, PACKED, BT
     )
@@ -186,9 +186,9 @@ def value_gradients(
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """dv: from the queries of the chunk, and through the state after it."""
-    c = tl.program_id(0)
-    b = (tl.program_id(2) // key_heads).to(tl.int64)
-    h = (tl.program_id(2) % key_heads).to(tl.int64)
+    c = tl.program_id(2)
+    b = (tl.program_id(0) // key_heads).to(tl.int64)
+    h = (tl.program_id(0) % key_heads).to(tl.int64)
     t, there, real, clock, length, documents, _, keep, _ = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
     d = tl.program_id(1) * BV + tl.arange(0, BV)
     d_ok = d < value

@@ -25,12 +25,12 @@ def chunk_states(
 ):  # fmt: skip
     """What chunk c adds to the state, as seen from its end, into slot c + 1; and by how much it ages the state before
     it, or -1 if a document starts in it, into `elapsed [batch, chunks]`."""
-    c = tl.program_id(0)
+    c = tl.program_id(2)
     value_blocks = (value + BV - 1) // BV
     f_block = tl.program_id(1) // value_blocks
     v_block = tl.program_id(1) % value_blocks
-    b = (tl.program_id(2) // key_heads).to(tl.int64)
-    h = (tl.program_id(2) % key_heads).to(tl.int64)
+    b = (tl.program_id(0) // key_heads).to(tl.int64)
+    h = (tl.program_id(0) % key_heads).to(tl.int64)
     t, _, real, clock, length, _, _, keep, carried = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
     f = f_block * BF + tl.arange(0, BF)
     d = v_block * BV + tl.arange(0, BV)
@@ -67,9 +67,9 @@ def scan(
     """Turn what each chunk adds into the states before each, or in reverse into the gradients of those. `BC` chunks are
     loaded at a time: one load per step through time would be bound by its latency. Elements of a slot are independent.
     `BY_ROWS` is the same without associative_scan, which the interpreter runs element by element."""
-    b = (tl.program_id(1) // key_heads).to(tl.int64)
-    h = (tl.program_id(1) % key_heads).to(tl.int64)
-    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    b = (tl.program_id(0) // key_heads).to(tl.int64)
+    h = (tl.program_id(0) % key_heads).to(tl.int64)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
     size = feature * value
     in_s = e < size
     in_z = (e >= size) & (e < size + feature)
@@ -135,9 +135,9 @@ def outputs(
 ):  # fmt: skip
     """What the queries of a chunk find in it and in the state before it. Decays are taken from the middle of the chunk,
     where the powers of either side have the most room (see `t2r.ops.chunks`)."""
-    c = tl.program_id(0)
-    b = (tl.program_id(2) // heads).to(tl.int64)
-    head = (tl.program_id(2) % heads).to(tl.int64)
+    c = tl.program_id(2)
+    b = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
     h = head // group
     t, there, real, clock, length, documents, fresh, _, _ = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
     d = tl.program_id(1) * BV + tl.arange(0, BV)

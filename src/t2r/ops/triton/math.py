@@ -1,4 +1,5 @@
 """What kernels share: products, the division, and who may see whom in a chunk."""
+# mypy: ignore-errors
 
 from __future__ import annotations
 

@@ -108,6 +108,9 @@ def _shared(like: Tensor, decay: Tensor | None, mask: Tensor | None, starts: Ten
     )
 
 
+# Grids have sequences and heads first: only the first dimension of a grid may be larger than 65,535.
+
+
 def _strides(*tensors: Tensor) -> list[int]:
     return [x.stride(i) for x in tensors for i in range(3)]
 
@@ -122,7 +125,7 @@ def _scan(
     last = State(s, z, torch.empty_like(z) if signed else None)
     begin = last if first is None else first.map(torch.Tensor.contiguous)
     width = 32 if INTERPRETED else 64
-    fore.scan[(-(-slot // width), plan.batch * plan.key_heads)](
+    fore.scan[(plan.batch * plan.key_heads, -(-slot // width))](
         states,
         begin.s, begin.z, begin.z if begin.z_abs is None else begin.z_abs,
         last.s, last.z, last.z if last.z_abs is None else last.z_abs,
@@ -135,10 +138,10 @@ def _scan(
 
 def _states(plan: Plan, k: Tensor, v: Tensor, first: State | None, shared: _Shared) -> tuple[Tensor, Tensor, State]:
     """The states before each chunk and after the last, how much each chunk ages them, and the last by itself."""
-    options = {"dtype": torch.float32, "device": k.device}
-    states = torch.empty(plan.batch, plan.key_heads, plan.chunks + 1, plan.state_slot, **options)
-    elapsed = torch.empty(plan.batch, plan.chunks, **options)
-    fore.chunk_states[(plan.chunks, plan.row_blocks * plan.column_blocks, plan.batch * plan.key_heads)](
+    shape = (plan.batch, plan.key_heads, plan.chunks + 1, plan.state_slot)
+    states = torch.empty(shape, dtype=torch.float32, device=k.device)
+    elapsed = states.new_empty(plan.batch, plan.chunks)
+    fore.chunk_states[(plan.batch * plan.key_heads, plan.row_blocks * plan.column_blocks, plan.chunks)](
         k, v, *shared, states, elapsed, *_strides(k, v),
         plan.key_heads, plan.time, plan.feature, plan.value, plan.chunks, plan.state_slot,
         SIGNED=plan.signed, **plan.flags, **plan.blocks,
@@ -160,7 +163,7 @@ def _forward(
     with on_device(q):
         first = None if s is None or z is None else State(s, z, z_abs)
         states, _, last = _states(plan, k, v, first, shared)
-        fore.outputs[(plan.chunks, plan.column_blocks, plan.batch * plan.heads)](
+        fore.outputs[(plan.batch * plan.heads, plan.column_blocks, plan.chunks)](
             q, k, v, *shared, states, out, dens, totals, *_strides(q, k, v, out),
             plan.heads, plan.group, plan.time, plan.feature, plan.value, plan.chunks, plan.state_slot,
             SIGNED=signed, NORMALIZED=normalized, **plan.flags, **plan.blocks,
@@ -186,7 +189,7 @@ def _backward(
         inverse = dens
         if normalized:
             inverse, g_den = torch.empty_like(dens), torch.empty_like(dens)
-            back.division[(plan.chunks, plan.batch * plan.heads)](
+            back.division[(plan.batch * plan.heads, plan.chunks)](
                 g, out, dens, totals, inverse, g_den, *_strides(g, out), plan.heads, plan.time, plan.value,
                 SIGNED=signed, BT=plan.size, BV=plan.columns, num_warps=4,
             )  # fmt: skip
@@ -194,7 +197,7 @@ def _backward(
         first = None if s is None or z is None else State(s, z, z_abs)
         states, elapsed, _ = _states(plan, k, v, first, shared)
         gradients = states.new_empty(plan.batch, plan.key_heads, plan.chunks + 1, plan.slot)
-        back.chunk_gradients[(plan.chunks, rows * columns, plan.batch * plan.key_heads)](
+        back.chunk_gradients[(plan.batch * plan.key_heads, rows * columns, plan.chunks)](
             q, g, inverse, g_den, *shared, gradients, *_strides(q, g), *sizes, plan.slot, **normal
         )
         last = None
@@ -204,11 +207,11 @@ def _backward(
         begin = _scan(plan, gradients, plan.slot, last, shared, elapsed, reverse=True)
         shape = (plan.batch, plan.chunks, plan.key_heads, plan.feature) if decay is not None else (0,)
         d_decay = states.new_empty(shape)
-        back.feature_gradients[(plan.chunks, rows, plan.batch * plan.key_heads)](
+        back.feature_gradients[(plan.batch * plan.key_heads, rows, plan.chunks)](
             q, k, v, g, inverse, g_den, *shared, states, gradients, dq, dk, d_decay,
             *_strides(q, k, v, g, dq, dk), *sizes, plan.state_slot, plan.slot, **{**normal, "num_warps": MANY_WARPS},
         )  # fmt: skip
-        back.value_gradients[(plan.chunks, columns, plan.batch * plan.key_heads)](
+        back.value_gradients[(plan.batch * plan.key_heads, columns, plan.chunks)](
             q, k, g, inverse, *shared, gradients, dv, *_strides(q, k, g, dv), *sizes, plan.slot, **normal
         )
     return dq, dk, dv, begin.s, begin.z, d_decay if decay is None else d_decay.sum((0, 1))
@@ -249,7 +252,7 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         """The inputs of `_forward`, and its outputs."""
-        run = _forward_traced if torch.compiler.is_compiling() else _forward
+        run: Any = _forward_traced if torch.compiler.is_compiling() else _forward
         results: tuple[Tensor, ...] = run(*inputs)
         out, dens, totals, _, _, z_abs = results
         *tensors, ctx.signed, ctx.normalized = inputs
@@ -266,7 +269,7 @@ class _LinearAttention(torch.autograd.Function):
         if g is None:
             g = v.new_zeros(*q.shape[:3], v.shape[3])
         g_den = None if ctx.normalized else g_den
-        run = _backward_traced if torch.compiler.is_compiling() else _backward
+        run: Any = _backward_traced if torch.compiler.is_compiling() else _backward
         how = (ctx.signed, ctx.normalized, g if out is None else out, dens, totals, g, g_den, ds, dz)
         dq, dk, dv, ds, dz, d_decay = run(*tensors, *how)
         if s is None:
