@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from t2r.errors import T2RError
 from t2r.storage import write_text
@@ -19,6 +19,9 @@ GUARD = "this folder holds a t2r model: import t2r, and load it with an Auto cla
 """Saved as the base configuration's dtype. `GPT2LMHeadModel.from_pretrained` finds that configuration in any folder,
 whatever its `model_type`, and would build softmax attention; with this it fails in these words. The weights' dtype
 is `T2RConfig.dtype`."""
+
+OF_GENERATION = {name for name in GenerationConfig().to_dict() if not name.endswith("_token_id")} - {"use_cache"}
+"""Names of generation options. FSMT's configuration has some, which transformers refuses in any that it saves."""
 
 
 class T2RConfig(PreTrainedConfig):
@@ -77,7 +80,7 @@ class T2RConfig(PreTrainedConfig):
             if "model_type" not in fields:
                 raise T2RError("the configuration's base_config names no model_type: it was not saved by t2r")
             if fields.get("dtype") == GUARD:
-                del fields["dtype"]
+                fields["dtype"] = self.dtype
             self.base_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         if self.base_config is not None:
             self.is_encoder_decoder = self.base_config.is_encoder_decoder
@@ -87,13 +90,14 @@ class T2RConfig(PreTrainedConfig):
 
     def __getattr__(self, name: str) -> Any:
         base = vars(self).get("base_config")
-        if name.startswith("_") or not isinstance(base, PreTrainedConfig):
+        if name.startswith("_") or name in OF_GENERATION or not isinstance(base, PreTrainedConfig):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(base, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         base = vars(self).get("base_config")
-        if isinstance(base, PreTrainedConfig) and name in vars(base) and name not in vars(self):
+        of_base = isinstance(base, PreTrainedConfig) and name in vars(base) and name not in vars(self)
+        if of_base and not name.startswith("_"):
             setattr(base, name, value)
         else:
             super().__setattr__(name, value)
