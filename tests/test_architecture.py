@@ -26,6 +26,7 @@ LAYERS = (
     ("data",),
     ("generation",),
     ("evaluation",),
+    ("tasks",),
     ("training",),
     ("bench", "analysis", "reporting"),
     ("pipelines",),

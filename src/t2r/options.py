@@ -293,5 +293,8 @@ class RunOptions:
         10_000_000, help="How much the teacher writes for --train teacher.", minimum=1, maximum=10**15
     )
     save_steps: int | None = option(None, help="Steps between two checkpoints.", minimum=1, unset="as time allows")
+    gradient_checkpointing: bool = option(
+        False, help="Compute activations again in the backward pass: slower, with less memory."
+    )
     bf16: bool | None = option(None, help="Train in bfloat16.", unset="on a GPU")
     compile: bool | None = option(None, help="Compile layers with torch.compile.", unset="on a GPU")

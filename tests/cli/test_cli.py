@@ -63,13 +63,12 @@ def test_convert_tells_the_defaults_of_its_recipe(run):
 
 def test_flags_of_stages_are_overrides():
     assert stage_overrides({}, 3.0, None) == []
-    given = {"steps": 5, "learning_rate": 1e-4, "gradient_checkpointing": True}
+    given = {"steps": 5, "learning_rate": 1e-4}
     made = stage_overrides(given, None, ["transfer.steps=7"], "distill-lm")
-    assert made == ["steps=5", "distill.learning_rate=0.0001", "gradient_checkpointing=true", "transfer.steps=7"]
+    assert made == ["steps=5", "distill.learning_rate=0.0001", "transfer.steps=7"]
     transfer, distill = load_recipe("distill-lm", made).stages
     assert (transfer.steps, distill.steps, distill.learning_rate) == (7, 5, 1e-4)
     assert transfer.learning_rate == load_recipe("distill-lm").stages[0].learning_rate
-    assert distill.gradient_checkpointing
     assert stage_overrides({"learning_rate": 0.1}, None, None) == ["learning_rate=0.1"]
     with pytest.raises(t2r.T2RError, match="both say how long"):
         stage_overrides(given, 3.0, None)
@@ -85,8 +84,9 @@ def test_training_flags_reach_the_pipeline(run, monkeypatch):
         words = ["--train", "x", "--steps", "3", "--batch-tokens", "64", "--block-size", "32", "--bf16", "--no-compile"]
         words += ["--save-steps", "9", "--gradient-checkpointing", "--restart", "--softmax-layers", "0-2"]
         assert run(name, "a", "b", *words).code == 0
-        assert called["overrides"] == ["steps=3", "batch_tokens=64", "block_size=32", "gradient_checkpointing=true"]
+        assert called["overrides"] == ["steps=3", "batch_tokens=64", "block_size=32"]
         assert (called["bf16"], called["compiled"], called["save_steps"], called["restart"]) == (True, False, 9, True)
+        assert called["gradient_checkpointing"]
         assert called["softmax_layers"] == [0, 1, 2]
         assert called["progress"] is False  # nobody looks
 

@@ -80,16 +80,7 @@ def test_recipes_of_the_paper_are_the_paper(name, paper, swap):
     rest = set(effective) - set(paper)
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
-        *(
-            "betas",
-            "epsilon",
-            "gradient_checkpointing",
-            "kl_weight",
-            "task_weight",
-            "temperature",
-            "noise",
-            "lora_rank",
-        ),
+        *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "noise", "lora_rank"),
     }
     assert all(effective[name] is None for name in ("tokens", "epochs", "minutes", "device_tokens"))
     assert stage.map_learning_rate is None
@@ -303,7 +294,6 @@ def test_overrides():
         ("distill.minutes=.inf", "minutes must be a number, above 0 and at most 525,600; got inf"),
         ("distill.steps=1e30", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 1000"),
         ("distill.learning_rate=.nan", "got nan"),
-        ("distill.gradient_checkpointing=1", "gradient_checkpointing must be true or false; got 1"),
         ("distill.steps=2024-01-01", "got datetime.date(2024, 1, 1)"),
         ("distill.steps=2024-99-99", "is not YAML"),
         ("distill.name=../x", "a name is made of"),

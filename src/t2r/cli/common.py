@@ -55,6 +55,7 @@ Documents = Annotated[bool, typer.Option(help="Keep documents apart inside a blo
 ReportTo = Annotated[str, typer.Option(help="none, tensorboard (in OUT.logs) or wandb.")]
 Bf16 = Annotated[bool | None, flag(RUN["bf16"], "--bf16/--no-bf16")]
 Compile = Annotated[bool | None, flag(RUN["compile"], "--compile/--no-compile")]
+GradientCheckpointing = Annotated[bool, flag(RUN["gradient_checkpointing"])]
 SaveSteps = Annotated[int | None, flag(RUN["save_steps"])]
 Restart = Annotated[bool, typer.Option("--restart", help="Remove the unfinished run of OUT and begin anew.")]
 

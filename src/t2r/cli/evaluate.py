@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from t2r.cli.common import RUN, AsJson, BatchSize, Device, Quiet, calm, flag, print_json, show, shows_progress
+from t2r.cli.common import RUN, AsJson, Device, Quiet, calm, flag, print_json, show, shows_progress
 
 
 def evaluate(
@@ -17,7 +17,9 @@ def evaluate(
     limit: Annotated[
         int | None, flag(RUN["limit"], help="Score so many windows, or questions of a task, only.")
     ] = None,
-    batch_size: BatchSize = RUN["batch_size"].default,
+    batch_size: Annotated[
+        int | None, flag(RUN["batch_size"], help="Windows at a time.", default="by the device")
+    ] = None,
     teacher: Annotated[str | None, typer.Option(help="Measure the KL to this model instead of the first.")] = None,
     generation: Annotated[bool, typer.Option(help="Also look at what it writes: repetition and recall.")] = True,
     dtype: Annotated[str, flag(RUN["dtype"], default="float32")] = "float32",

@@ -15,7 +15,7 @@ HELP = {
     "steps": "Optimizer steps of each stage, in place of the recipe's budget.",
     "learning_rate": "Learning rate at its peak, of stages that train more than the maps.",
 }
-NAMES = ("steps", "learning_rate", "batch_tokens", "block_size", "gradient_checkpointing")
+NAMES = ("steps", "learning_rate", "batch_tokens", "block_size")
 STAGE = [
     dataclasses.replace(option, default=None, unset="the recipe's", help=HELP.get(option.name, option.help))
     for option in map(options_of(Stage).__getitem__, NAMES)

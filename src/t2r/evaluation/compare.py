@@ -39,7 +39,7 @@ def evaluate(
     stride: int | None = None,
     limit: int | None = None,
     tail: bool = False,
-    batch_size: int = RunOptions.batch_size,
+    batch_size: int | None = None,
     dtype: str = "float32",
     device: str = RunOptions.device,
     generation: bool = True,
@@ -52,7 +52,7 @@ def evaluate(
     `tables`.
 
     KL and agreement are to the `teacher`, or else to the first model, and ratios of perplexity to the first
-    model. Models given by name are loaded one at a time, so that memory holds the reference and one more.
+    model. Models given by name are loaded once, one at a time, so that memory holds the reference and one more.
 
     Args:
         models: folders, hub names or models (then give their `tokenizer`).
@@ -60,6 +60,7 @@ def evaluate(
         tasks: of lm-eval, or your own whose YAML files are in `task_folder`.
         window: tokens of a window. None: 512, or as many as every model has positions.
         stride: how far a window is advanced: so many tokens of each are scored. None: half the window.
+        batch_size: windows at a time. None: by the device.
         limit: score so many windows, or questions of a task, only.
         tail: score the tokens at the end that fill no whole window, too.
         generation: add repetition and recall.
@@ -71,8 +72,8 @@ def evaluate(
         raise T2RError("name at least one model")
     if text is None and not tasks:
         raise T2RError("nothing to measure: give --text FILE, --task NAME, or both")
-    given = {"window": window, "stride": stride, "limit": limit, "batch_size": batch_size, "dtype": dtype}
-    check(RunOptions, given | {"device": device, "seed": seed})
+    given = {"window": window, "stride": stride, "limit": limit, "dtype": dtype, "device": device, "seed": seed}
+    check(RunOptions, given if batch_size is None else given | {"batch_size": batch_size})
     if tasks:
         find_tasks(tasks, task_folder)  # and not after the text has been measured
     if tokenizer is None:
@@ -88,11 +89,14 @@ def evaluate(
     else:
         distances_fit = list(distances or ())
     against = None if teacher is None or read is None else _loaded(teacher, dtype, device)
+    sequences = RunOptions.batch_size if batch_size is None else batch_size  # of what is generated
 
     results: list[dict[str, Any]] = []
     first: Perplexity | None = None
     for source in models:
-        model = _loaded(source, dtype, device)
+        again = against is not None and teacher is not None and _title(source) == _title(teacher)
+        model = against if again and isinstance(source, str | Path) else _loaded(source, dtype, device)
+        assert model is not None
         result: dict[str, Any] = {"model": _title(source)}
         if read is not None:
             with _progress_bar(_title(source), progress) as advance:
@@ -113,8 +117,8 @@ def evaluate(
             else:
                 result["ratio"], result["ratio_interval"] = scored.ratio(first)
             if generation:
-                result["repetition"] = _repetition(model, tokenizer, read, window, seed, batch_size)
-                asked: dict[str, Any] = {"trials": trials, "seed": seed, "batch_size": batch_size}
+                result["repetition"] = _repetition(model, tokenizer, read, window, seed, sequences)
+                asked: dict[str, Any] = {"trials": trials, "seed": seed, "batch_size": sequences}
                 try:
                     recalled = recall(model, tokenizer, read.string, distances=distances_fit, **asked)
                 except T2RError as error:  # of this tokenizer, or this text: the same for every model
@@ -126,7 +130,7 @@ def evaluate(
         if tasks:
             own = tokenizer if isinstance(source, PreTrainedModel) else _tokenizer_of(source)
             result["tasks"] = harness(
-                model, tasks, tokenizer=own, task_folder=task_folder, limit=limit, batch_size=batch_size
+                model, tasks, tokenizer=own, task_folder=task_folder, limit=limit, batch_size=sequences
             )
         results.append(result)
         del model

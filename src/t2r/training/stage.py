@@ -64,9 +64,6 @@ class Stage:
         minimum=2,
         maximum=10**8,
     )
-    gradient_checkpointing: bool = option(
-        False, help="Compute activations again in the backward pass: slower, with less memory."
-    )
     optimizer: str = option(
         "adamw",
         help="`adamw`, `adam`, `muon` (matrices by Muon, the rest by Adam) or `nag` (the paper's).",
