@@ -118,7 +118,7 @@ def test_words_in_the_help_are_what_there_is():
 def test_functions_have_the_defaults_of_the_options():
     for function in (t2r.load, t2r.generate, t2r.evaluate):
         for name, parameter in inspect.signature(function).parameters.items():
-            if name in ("device", "batch_size"):
+            if name in ("device", "window", "stride", "limit"):
                 assert parameter.default == options_of(RunOptions)[name].default
 
 
