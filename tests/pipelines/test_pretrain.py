@@ -2,12 +2,8 @@
 
 import json
 import logging
-import os
 import random
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import t2r
+from processes import kill_after_checkpoint, same_threads
 from t2r import cli
 from t2r.architectures.adaptive_lm.configuration import AdaptiveLMConfig
 from t2r.architectures.adaptive_lm.modeling import AdaptiveLMForCausalLM
@@ -228,27 +225,14 @@ def test_weights_depend_on_the_seed_alone():
 
 
 def test_killed_and_repeated_it_is_the_same(world, tmp_path):
-    """With dropout, layer dropout, and a loss that the model computes."""
-    overrides = (*SHORT[:2], "steps=60", "warmup_steps=100")
+    """Bit by bit, with dropout, layer dropout, and a loss that the model computes."""
+    overrides = (*SHORT[:2], "steps=20", "warmup_steps=100")
     sets = [part for value in overrides for part in ("--set", value)]
     sets += [part for value in ADAPTIVE for part in ("--model-set", value)]
     command = ["pretrain", "adaptive-lm-small", str(tmp_path / "cut"), "--train", str(world / "train.txt")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "T2R_CACHE": str(tmp_path / "cache")}
-    log = (tmp_path / "log").open("wb")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "t2r", *command, *sets, "--device", "cpu", "--json"],
-        env=environment,
-        stdout=log,
-        stderr=log,
-    )
-    checkpoints = tmp_path / "cut.run" / "pretrain.checkpoints"
-    deadline = time.monotonic() + 120
-    while not list(checkpoints.glob("checkpoint-*/complete")):
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    arguments = [*command, *sets, "--device", "cpu", "--json"]
+    environment = same_threads(T2R_CACHE=str(tmp_path / "cache"))
+    kill_after_checkpoint(arguments, tmp_path / "cut.run" / "pretrain.checkpoints", environment)
     assert not (tmp_path / "cut").exists()
 
     options = {"config": "adaptive-lm-small", "overrides": overrides}

@@ -1,0 +1,42 @@
+"""Processes that tests start: with as many threads as this one, or killed as soon as they have saved a checkpoint."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+
+def same_threads(**more: str) -> dict[str, str]:
+    """The environment of a process whose results are compared bit by bit with ours.
+
+    The number of threads decides in which order a sum is taken, and so its last bits."""
+    return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | more
+
+
+# Killed by itself, at the first step after a checkpoint: a test that waits for the checkpoint from outside would
+# come too late on a machine that is busy.
+KILLED = """
+import os, pathlib, signal, sys
+from transformers.trainer_callback import DefaultFlowCallback
+from t2r.cli import main
+
+checkpoints = pathlib.Path(sys.argv.pop(1))
+
+def kill(*args, **options):
+    if list(checkpoints.glob("checkpoint-*/complete")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+DefaultFlowCallback.on_step_begin = kill
+main()
+"""
+
+
+def kill_after_checkpoint(arguments: Sequence[str], checkpoints: Path, environment: Mapping[str, str]) -> None:
+    """Run `t2r` with these arguments until there is a complete checkpoint in the folder `checkpoints`."""
+    command = [sys.executable, "-c", KILLED, str(checkpoints), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
