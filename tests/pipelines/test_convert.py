@@ -129,7 +129,7 @@ def assert_same(one, other):
     ours, theirs = weights(one), weights(other)
     assert ours.keys() == theirs.keys()
     for name, x in ours.items():
-        assert torch.equal(x, theirs[name]), name
+        assert torch.equal(x, theirs[name]), (name, (x - theirs[name]).abs().max())
 
 
 # --- The whole way --------------------------------------------------------------------------------------------
