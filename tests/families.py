@@ -116,7 +116,6 @@ FAMILIES = {
     "mistral": Row("MistralForCausalLM", "MistralConfig", DECODER | {"sliding_window": 5}),
     "olmo": Row("OlmoForCausalLM", "OlmoConfig", DECODER | {"clip_qkv": 2.0}),
     "olmo2": Row("Olmo2ForCausalLM", "Olmo2Config", DECODER),
-    "openai-gpt": Row("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT2, lora=("c_attn",)),
     "opt": Row("OPTForCausalLM", "OPTConfig", OPT),
     "pegasus": Row("PegasusForConditionalGeneration", "PegasusConfig", SEQ2SEQ, seq2seq=True),
     "phi": Row("PhiForCausalLM", "PhiConfig", DECODER),

@@ -1,13 +1,13 @@
 """Turn a pretrained transformer into an RNN.
 
-`import t2r` is cheap: each public name is imported when it is first used, so that `t2r --help` never pays
-for torch. After it, transformers' Auto classes load what t2r has saved.
+After `import t2r`, transformers' Auto classes load what t2r has saved. Each public name is imported when it is first
+used, so that `t2r --help` answers without torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from t2r._registration import register_with_transformers
+from t2r._registration import is_command_line, register
 
 __version__ = "0.1.0.dev0"
 
@@ -70,4 +70,5 @@ else:
         return sorted({*globals(), *__all__})
 
 
-register_with_transformers()
+if not is_command_line():
+    register()

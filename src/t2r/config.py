@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from t2r.errors import T2RError
+from t2r.storage import write_text
 
 FORMAT = 1
 """The number of the saved format. A newer one is refused; older ones keep loading."""
+
+GUARD = {"chunk_size_feed_forward": "this folder holds a t2r model: import t2r, and load it with an Auto class"}
+"""Saved in place of a number that every configuration has. `GPT2LMHeadModel.from_pretrained` reads any folder, whatever
+its `model_type`, and would build softmax attention; with this its configuration refuses the folder in these words."""
 
 
 class T2RConfig(PreTrainedConfig):
@@ -72,6 +80,21 @@ class T2RConfig(PreTrainedConfig):
             self.is_encoder_decoder = self.base_config.is_encoder_decoder
         super().__post_init__(**kwargs)
 
+    # A tool that asks for `vocab_size`, `hidden_size` or `use_cache` means the base model's.
+
+    def __getattr__(self, name: str) -> Any:
+        base = vars(self).get("base_config")
+        if name.startswith("_") or not isinstance(base, PreTrainedConfig):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(base, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        base = vars(self).get("base_config")
+        if isinstance(base, PreTrainedConfig) and name in vars(base) and name not in vars(self):
+            setattr(base, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
         """Tools that ask a configuration for sizes mean the base model's."""
         if self.base_config is None:
@@ -115,6 +138,18 @@ class T2RConfig(PreTrainedConfig):
         if self.key_weights:
             options["key_weights"] = True
         return options
+
+    def to_json_file(self, json_file_path: str | PathLike[str], use_diff: bool = True) -> None:
+        """Write the file that is saved with the weights, from which no other class can be built (see `GUARD`)."""
+        fields = json.loads(self.to_json_string(use_diff=False)) | GUARD
+        # transformers has put the class of this process here, which exists only after a swap.
+        classes = {key: name.partition(".")[2] for key, name in (fields.get("auto_map") or {}).items()}
+        fields["architectures"] = [name for key, name in classes.items() if key != "AutoConfig"]
+        write_text(Path(json_file_path), json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict({k: v for k, v in config_dict.items() if GUARD.get(k) != v}, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from t2r.errors import T2RError
-from t2r.model.modeling import refuse_incomplete
+from t2r.model.saving import refuse_incomplete
 from t2r.surgery.adapters import FAMILIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-import torch
 
 import t2r
 from families import batch, tiny
@@ -57,11 +56,3 @@ def test_t5_computes_its_bias_only_for_layers_that_take_it(monkeypatch):
         model(**step, past_key_values=cache)
         computed.append(kept)
     assert computed == [None, (9, 9), (1, 10), [2]]
-
-
-def test_gpt_1_returns_what_it_is_asked_for():
-    model, inputs = t2r.swap(tiny("openai-gpt"), feature_size=8), batch("openai-gpt")
-    out = model(**inputs, output_hidden_states=True, logits_to_keep=2)
-    assert out.logits.shape[1] == 2
-    assert len(out.hidden_states) == 4
-    assert torch.equal(model(**inputs, use_cache=False, return_dict=False)[0][:, -2:], out.logits)

@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from t2r.attention.layers import (
     Added,
     RecurrentLayer,
+    check_layer,
     fill_layer,
     held_tensors,
     layer_bytes,
@@ -32,6 +33,7 @@ from t2r.attention.layers import (
     refuse_window,
     stack_layers,
 )
+from t2r.attention.masks import Padding
 from t2r.errors import T2RError
 from t2r.storage import whole_file
 
@@ -48,15 +50,17 @@ __all__ = [
     "read_header",
 ]
 
-FORMAT = 1
-"""The number of the format of saved states."""
+FORMAT = 2
+"""The number of the format of saved states. The fingerprint of format 1 did not know `rotary`."""
 
 
 class StateMixin:
     """What one can do with the memory of a model, beyond generating from it. Shared by the two caches below."""
 
-    padding: Tensor | None = None
-    """How many of the positions of each row are padding, `[batch]`; None: none."""
+    padding: Padding | None = None
+    """Which of the positions of each row are padding; None: none."""
+    unseen: int = 0
+    """How many of the tokens it has read are not among those that `generate` was given (see `continue_from`)."""
     model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
     """A weak reference to the model that fills it."""
 
@@ -73,6 +77,11 @@ class StateMixin:
         return sum(layer_bytes(layer) for layers in self.parts().values() for layer in layers)
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether every layer is recurrent, so that its size does not depend on what it has read."""
+        return all(isinstance(layer, RecurrentLayer) for layers in self.parts().values() for layer in layers)
+
+    @property
     def rows(self) -> int:
         """How many sequences it remembers."""
         tensors = next(iter(layer_tensors(next(iter(self.parts().values()))[0]).values()), None)
@@ -80,10 +89,8 @@ class StateMixin:
 
     def attention_mask(self, new_tokens: int = 0) -> Tensor:
         """The padding mask over what it has read and so many tokens more."""
-        length = self.get_seq_length()
-        padding = torch.zeros(self.rows, dtype=torch.long) if self.padding is None else self.padding
-        column = torch.arange(length + new_tokens, device=padding.device)
-        return (column >= padding[:, None]).long()
+        length = self.get_seq_length() + new_tokens
+        return torch.ones(self.rows, length, dtype=torch.long) if self.padding is None else self.padding.mask(length)
 
     def copied(self) -> Self:
         """The same with tensors of its own, which no gradient flows through."""
@@ -100,14 +107,16 @@ class StateMixin:
         """One sequence out of the batch, without the padding that it needed there."""
         new = self.copied()
         new.batch_select_indices(torch.tensor([row]))  # type: ignore[attr-defined]
-        padding = 0 if self.padding is None else int(self.padding[row])
+        if self.padding is None:
+            return new
+        real, padding = self.attention_mask()[row].bool(), int(self.padding.tokens[row])
         new.padding = None
         for layer in (layer for name, layers in new.parts().items() if name != "cross" for layer in layers):
             if isinstance(layer, RecurrentLayer):
                 layer.length -= padding
             elif padding:
                 refuse_window(layer)
-                layer.keys, layer.values = layer.keys[:, :, padding:], layer.values[:, :, padding:]
+                layer.keys, layer.values = (x[:, :, real.to(x.device)] for x in (layer.keys, layer.values))
         return new
 
     @classmethod
@@ -122,12 +131,18 @@ class StateMixin:
                 f"these decoders have written {min(lengths)} to {longest} tokens: an encoder-decoder counts positions "
                 "for the batch as a whole, so stack its states at equal lengths"
             )
-        paddings = []
+        counts = []
         for cache, length in zip(caches, lengths, strict=True):
-            own = torch.zeros(cache.rows, dtype=torch.long) if cache.padding is None else cache.padding.cpu()
-            paddings.append(own + longest - length)
-        padding = torch.cat(paddings)
-        new.padding = padding if bool(padding.any()) else None
+            own = torch.zeros(cache.rows, dtype=torch.long)
+            if cache.padding is not None:
+                own = cache.padding.tokens.cpu()
+                if bool((cache.padding.start.cpu() != 0).any()) and not cache.is_recurrent:
+                    raise T2RError(
+                        "states padded on the right cannot be stacked where softmax layers were kept: take() rows"
+                    )
+            counts.append(own + longest - length)
+        count = torch.cat(counts)
+        new.padding = Padding(torch.zeros_like(count), count) if bool(count.any()) else None
         for name, layers in new.parts().items():
             for i, layer in enumerate(layers):
                 stack_layers(layer, [cache.parts()[name][i] for cache in caches], align=name != "cross")
@@ -145,7 +160,8 @@ class StateMixin:
                 for key, tensor in layer_tensors(layer).items():
                     tensors[f"{name}.{i}.{key}"] = tensor.detach().cpu().contiguous()
         if self.padding is not None:
-            tensors["padding"] = self.padding.cpu()
+            self.padding.check()
+            tensors |= {"padding": self.padding.tokens.cpu(), "padding_start": self.padding.start.cpu()}
         header = {"format": FORMAT, "fingerprint": fingerprint(model), "lengths": lengths, "rows": self.rows}
         try:
             with whole_file(path) as temporary:
@@ -175,15 +191,15 @@ class T2RCache(DynamicCache, StateMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self.padding = None if self.padding is None else self.padding.repeat_interleave(repeats)
+        self.padding = None if self.padding is None else self.padding.map(lambda x: x.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.padding = None if self.padding is None else self.padding[indices]
+        self.padding = None if self.padding is None else self.padding.map(lambda x: x[indices])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self.padding = None if self.padding is None else self.padding[beam_idx.to(self.padding.device)]
+        self.padding = None if self.padding is None else self.padding.map(lambda x: x[beam_idx.to(x.device)])
 
 
 class T2REncoderDecoderCache(EncoderDecoderCache, StateMixin):
@@ -201,21 +217,30 @@ class T2REncoderDecoderCache(EncoderDecoderCache, StateMixin):
 def load_state(path: str | Path, model: Any) -> Any:
     """Read a saved cache for this model, onto its device. A state of another model or format is refused."""
     header = read_header(path)
-    if header["fingerprint"] != fingerprint(model):
+    if header["fingerprint"] != fingerprint(model, header["format"]):
         raise T2RError(f"{path} is the state of another model (or of this one with other weights)")
-    cache = model.make_cache()
+    cache, rows = model.make_cache(), header["rows"]
     with safe_open(path, framework="pt", device=str(model.device)) as file:
         names = set(file.keys())
         for part, layers in cache.parts().items():
             for i, layer in enumerate(layers):
                 prefix = f"{part}.{i}."
                 held = {n.removeprefix(prefix): file.get_tensor(n) for n in names if n.startswith(prefix)}
+                length = header["lengths"].get(f"{part}.{i}")
                 try:
-                    fill_layer(layer, held, header["lengths"][f"{part}.{i}"])
-                except (KeyError, TypeError) as error:
-                    raise T2RError(f"{path} is damaged: it lacks a part of layer {i}") from error
+                    check_layer(layer, held, length, rows)
+                    fill_layer(layer, held, length)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise T2RError(f"{path} is damaged: layer {i} of its {part} attention is not whole") from error
         if "padding" in names:
-            cache.padding = file.get_tensor("padding")
+            count = file.get_tensor("padding")
+            start = file.get_tensor("padding_start") if "padding_start" in names else torch.zeros_like(count)
+            cache.padding = Padding(start, count)
+            length = cache.get_seq_length()
+            if not all(x.shape == (rows,) and not x.is_floating_point() for x in cache.padding) or bool(
+                ((count < 0) | (start < 0) | (start + count > length)).any()
+            ):
+                raise T2RError(f"{path} is damaged: its padding does not fit {rows} sequences of {length} tokens")
     if isinstance(cache, T2REncoderDecoderCache):
         cache.is_updated = {i: layer.get_seq_length() > 0 for i, layer in enumerate(cache.parts()["cross"])}
     return cache
@@ -228,28 +253,34 @@ def read_header(path: str | Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise T2RError(f"{path} is not a saved state, or was cut off ({error})") from error
     if "t2r_state" not in metadata:
         raise T2RError(f"{path} is a safetensors file, but not a saved state")
     try:
         header: dict[str, Any] = json.loads(metadata["t2r_state"])
-        newer = header["format"] > FORMAT
-    except (ValueError, KeyError, TypeError) as error:
+        numbers = [header["format"], header["rows"], *header["lengths"].values()]
+        if not all(type(number) is int and number >= 0 for number in numbers) or type(header["fingerprint"]) is not str:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise T2RError(f"{path} is not a saved state: its header is damaged") from error
-    if newer:
+    if header["format"] > FORMAT:
         raise T2RError(f"{path} has state format {header['format']}; this t2r reads up to {FORMAT}: upgrade t2r")
     return header
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module, format: int = FORMAT) -> str:
     """Tells models apart: the names and shapes of all their tensors, and a few values of each."""
     digest = hashlib.sha256()
     config: Any = getattr(model, "t2r_config", None)
     if config is not None:  # options that leave no trace in the names and shapes of tensors
-        kept = config.softmax_every, config.softmax_layers
-        digest.update(f"{config.feature_map} {config.activation} {kept}".encode())
+        if format == 1:
+            options = f"{config.feature_map} {config.activation} {(config.softmax_every, config.softmax_layers)}"
+        else:
+            swapped: Any = model
+            options = f"{config.feature_map} {config.activation} {config.rotary} {swapped.kept_layers()}"
+        digest.update(options.encode())
     samples = []
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from t2r.errors import T2RError
-from t2r.ops import State, absorb
+from t2r.ops import State, absorb, linear_attention, step
 
 
 class Added(NamedTuple):
@@ -40,6 +40,39 @@ class RecurrentLayer(CacheLayerMixin):
         self.recorded: list[Added] = []
         self.before: State | None = None
 
+    def advance(
+        self,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        starts: Tensor | None,
+        decay: Tensor | None,
+        signed: bool,
+    ) -> Tensor:
+        """Read one token or many: their outputs, given all that came before. The state is advanced."""
+        state, time = self.state, phi_k.shape[2]
+        if state is not None and state.s.device != phi_q.device:
+            state = state.map(lambda x: x.to(phi_q.device))
+        how: dict[str, Any] = {"mask": mask, "decay": decay, "signed": signed}
+        if time == 1 and state is not None and starts is None:
+            out, state = step(phi_q, phi_k, v, state, inplace=self.may_overwrite(state), **how)
+        else:
+            out, state = linear_attention(phi_q, phi_k, v, state=state, starts=starts, **how)
+        self.store(state, time, Added(phi_k, v, mask, decay))
+        return out
+
+    def may_overwrite(self, state: State) -> bool:
+        """Whether a step may update the state in place: nothing is allocated then, and a compiled step stays valid.
+
+        Gradients and recorded steps need the state before. A state made in inference mode can be changed only there."""
+        if torch.is_grad_enabled() or self.record_past:
+            return False
+        if torch.compiler.is_compiling():  # which cannot ask about inference mode
+            return True
+        return torch.is_inference_mode_enabled() or not state.s.is_inference()
+
     def store(self, state: State, tokens: int, added: Added | None = None) -> None:
         """Keep the state after `tokens` more."""
         if self.record_past and added is not None:
@@ -56,7 +89,12 @@ class RecurrentLayer(CacheLayerMixin):
         keys and values pass through."""
         return key_states, value_states
 
-    def get_seq_length(self) -> int:
+    @property
+    def position(self) -> Tensor | None:
+        """Where the next token of each row stands in a mask of fixed size `[rows]`; None: at its end."""
+        return None
+
+    def get_seq_length(self) -> Any:
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -167,6 +205,23 @@ def fill_layer(layer: Any, held: dict[str, Tensor], length: int) -> None:
     layer.keys, layer.values = held["keys"], held["values"]
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = length
+
+
+def check_layer(layer: Any, held: dict[str, Tensor], length: Any, rows: int) -> None:
+    """Raise ValueError unless such a layer can hold these tensors after `length` tokens of `rows` sequences."""
+    if type(length) is not int or length < 0 or (length > 0) != bool(held):
+        raise ValueError("a length without tensors, or tensors without a length")
+    if not held:
+        return
+    if any(x.dim() < 2 or x.shape[0] != rows or not x.is_floating_point() for x in held.values()):
+        raise ValueError("not a batch of rows")
+    if isinstance(layer, RecurrentLayer):
+        state = State(**held)
+        accumulators = {torch.float32, torch.float64}
+        if state.s.dim() != 4 or state.s.dtype not in accumulators or state.z.shape != state.s.shape[:3]:
+            raise ValueError("not a state")
+    elif held["keys"].dim() != 4 or held["keys"].shape[:3] != held["values"].shape[:3]:
+        raise ValueError("not keys and values")
 
 
 def stack_layers(layer: Any, others: list[Any], align: bool) -> None:

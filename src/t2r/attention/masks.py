@@ -6,7 +6,8 @@ position belongs to.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ def make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    q_offset: int | Tensor = 0,
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
@@ -31,6 +33,8 @@ def make_mask(
             "this model combines its causal mask with one of its own (a prefix that sees itself, image tokens): "
             "a recurrence reads from left to right and cannot do that"
         )
+    if isinstance(q_offset, Tensor) and q_length == 1:
+        return fixed_mask(q_offset, kv_length, attention_mask)
     if attention_mask is not None:
         # Looking at the values costs a wait for the device: worth it for a whole text, not for one token.
         if q_length > 1 and not torch.compiler.is_compiling() and bool(attention_mask.all()):
@@ -48,11 +52,57 @@ def make_mask(
     return (pad(begins.long(), (1, 0)).cumsum(1) + 1).expand(batch_size, -1)
 
 
-def padding_and_starts(mask: Tensor | None, time: int) -> tuple[Tensor | None, Tensor | None]:
-    """Split a mask into what `t2r.ops` asks for, for the last `time` positions."""
+def fixed_mask(position: Tensor, size: int, mask: Tensor | None) -> Tensor | None:
+    """The mask of one token over the buffers of a static cache, all of one shape however much was read; `position` is
+    how many tokens came before. A static cache of recurrent layers alone has a size of 1: the token itself."""
+    if size == 1:
+        return None if mask is None else mask[:, -1:]
+    seen = torch.arange(size, device=position.device)[None] <= position
+    return seen if mask is None else seen & pad(mask.bool(), (0, size - mask.shape[1]))
+
+
+class Padding(NamedTuple):
+    """Which positions of each row are padding: so many tokens from `start` on, `[batch]` each."""
+
+    start: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Padding:
+        """From a padding mask `[batch, tokens]`. Nothing waits for the device: a row with padding in several places,
+        which this cannot say, starts at -1 and is refused when it is asked for."""
+        hidden = mask == 0
+        count = hidden.sum(dim=1)
+        first = hidden.int().argmax(dim=1)
+        last = mask.shape[1] - 1 - hidden.flip(1).int().argmax(dim=1)
+        start = torch.where((count == 0) | (last - first + 1 == count), first, -1)
+        return cls(torch.where(count == 0, 0, start), count)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Padding:
+        return Padding(function(self.start), function(self.tokens))
+
+    def mask(self, length: int) -> Tensor:
+        """The padding mask over so many positions."""
+        self.check()
+        column = torch.arange(length, device=self.start.device)
+        hidden = (column >= self.start[:, None]) & (column < (self.start + self.tokens)[:, None])
+        return (~hidden).long()
+
+    def check(self) -> None:
+        if bool((self.start < 0).any()):
+            raise T2RError("a state with padding in several places of a row cannot be taken apart or continued")
+
+
+def padding_and_starts(
+    mask: Tensor | None, time: int, position: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Split a mask into what `t2r.ops` asks for, for the last `time` positions; for one token of a mask of fixed size,
+    for its `position [batch]`."""
     refuse_full_mask(mask)
     if mask is None:
         return None, None
+    if position is not None and time == 1 < mask.shape[1]:
+        mask = mask.expand(position.shape[0], -1).gather(1, position[:, None])
     mask = mask[:, -time:]
     if mask.dtype == torch.bool:
         return mask, None
@@ -62,18 +112,15 @@ def padding_and_starts(mask: Tensor | None, time: int) -> tuple[Tensor | None, T
 
 
 def documents_from_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
-    """Numbers of documents, from position ids that restart; None where they do not.
+    """The number of the document of each token, from position ids that restart; None where they do not.
 
-    For families that hand position ids to their attention but not to their mask (OPT)."""
+    For families whose mask does not know the position ids (OPT). Looking at the values waits for the device: call it
+    once per forward."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return None
-    if torch.compiler.is_compiling():
-        return number_documents(position_ids, batch)
-    # Looking at the values waits for the device: once per forward, not once per layer.
-    if not hasattr(position_ids, "t2r_documents"):
-        restarts = bool((position_ids.diff(dim=1) != 1).any())
-        position_ids.t2r_documents = number_documents(position_ids, batch) if restarts else None  # type: ignore[attr-defined]
-    return position_ids.t2r_documents  # type: ignore[attr-defined]
+    if not torch.compiler.is_compiling() and not bool((position_ids.diff(dim=1) != 1).any()):
+        return None
+    return number_documents(position_ids, batch)
 
 
 def number_documents(position_ids: Tensor, batch: int) -> Tensor:

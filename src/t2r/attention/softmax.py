@@ -47,7 +47,8 @@ def softmax_attention(
         else:
             seen = mask[:, -queries:, None] == mask[:, None, :]
         allowed = seen if allowed is None else allowed & seen
-        if causal:  # a padded position sees itself, lest its row be empty: its output is never used
+        if causal and (queries > 1 or queries == keys):
+            # A padded position sees itself, or its row would be empty; its output is never used.
             own = torch.arange(keys - queries, keys, device=q.device)[:, None] == torch.arange(keys, device=q.device)
             allowed = allowed | own
     if allowed is not None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from t2r.errors import T2RError
 from t2r.feature_maps.tensors import affine, full_precision, like_linear
-from t2r.ops import FASTEST_DECAY
+from t2r.ops import FASTEST_DECAY, State
 
 # A state many times larger than the head it serves is a slip of the keyboard, not a plan: at 16 times the
 # head's size the state already holds as much as the keys and values of 8 * head_dim tokens.
@@ -82,6 +82,12 @@ class FeatureMap(nn.Module):
         if self.decay_logits is None:
             return None
         return FASTEST_DECAY * (DECAY_PACE * full_precision(self.decay_logits)).sigmoid()
+
+    def empty_state(self, rows: int, value_size: int, dtype: torch.dtype, device: torch.device | str) -> State:
+        """The state of attention over these features before any token, for so many sequences."""
+        heads = torch.empty(rows, self.key_heads, 1, 1, dtype=dtype, device=device)
+        keys, values = (heads.expand(-1, -1, -1, size) for size in (self.feature_size, value_size))
+        return State.zeros(keys, values, self.signed)
 
     @property
     def signed(self) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from t2r.attention.recurrence import Affine, MergedProjections, ProjectionAttention, Recurrence, recurrent_sites
+from t2r.attention.projection import Affine, MergedProjections, ProjectionAttention
+from t2r.attention.recurrence import Recurrence, recurrent_sites
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap
 from t2r.surgery.adapters import family_of

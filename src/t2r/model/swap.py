@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.modeling import T2RModel, t2r_class
+from t2r.surgery.adapters import change_class
 from t2r.surgery.proof import install_proved
 
 
@@ -20,6 +22,7 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     Options are those of `T2RConfig`; with a `config` they override it. The weights stay as they are: the maps are
     new and untrained, so a swapped model has yet to be trained (`t2r convert` does all of it).
     """
+    refuse_other_objects(model)
     if unknown := sorted(set(options) - set(OPTIONS)):
         raise T2RError(f"no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
     if isinstance(model, T2RModel):
@@ -31,7 +34,23 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     base: Any = type(model)
     recurrent: Any = t2r_class(base)
     install_proved(model, config)
-    model.__class__ = recurrent
+    change_class(model, recurrent)
     assert isinstance(model, T2RModel)
-    model.t2r_config = config
+    model.adopt(config)
+    # An adapter that PEFT saves names its base model by this: loaded on that, it would get softmax attention.
+    if name := model.name_or_path:
+        model.name_or_path = f"{name}, swapped by t2r in memory: save the swapped model, and load the adapter on that"
     return model
+
+
+def refuse_other_objects(model: Any) -> None:
+    """What is not a model of transformers, in words for what it probably is."""
+    if isinstance(model, PreTrainedModel):
+        return
+    if isinstance(model, str | PathLike):
+        raise T2RError(f"swap takes a model, not a name: load {model!r} first, with AutoModelForCausalLM or t2r.load")
+    if hasattr(model, "_orig_mod"):
+        raise T2RError("this model is compiled: swap it first, then torch.compile it")
+    if hasattr(model, "peft_config"):
+        raise T2RError("this model has PEFT adapters around it: merge them first (model = model.merge_and_unload())")
+    raise T2RError(f"swap takes a model of transformers, not a {type(model).__name__}")

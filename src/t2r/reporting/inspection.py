@@ -23,7 +23,6 @@ from t2r.feature_maps import FeatureMap, make_feature_map
 from t2r.hub import auto_class, choose_dtype, load_config
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.ops import State
 from t2r.surgery.adapters import FAMILIES, Shape, Site, family_of
 
 if TYPE_CHECKING:
@@ -205,9 +204,7 @@ def encoder_layers(model: Any) -> int:
 
 
 def state_bytes(feature_map: FeatureMap, value_size: int, dtype: torch.dtype) -> int:
-    heads = torch.empty(1, feature_map.key_heads, 1, 1, dtype=dtype, device="meta")
-    keys, values = (heads.expand(-1, -1, -1, size) for size in (feature_map.feature_size, value_size))
-    return sum(x.nbytes for x in State.zeros(keys, values, feature_map.signed) if x is not None)
+    return sum(x.nbytes for x in feature_map.empty_state(1, value_size, dtype, "meta") if x is not None)
 
 
 def kv_bytes(layer: CacheLayerMixin, shape: Shape, length: int, dtype: torch.dtype) -> int:

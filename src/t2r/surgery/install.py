@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from t2r.attention.recurrence import NAME, InterfaceAttention, ProjectionAttention, Recurrence
+from t2r import compat
+from t2r.attention.interface import NAME, InterfaceAttention
+from t2r.attention.projection import ProjectionAttention
+from t2r.attention.recurrence import Recurrence
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, feature_map_class, make_feature_map
@@ -43,9 +46,7 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
             assert isinstance(site.module, ProjectionAttention)
             site.module.become_merged()
     family.finish(model, chosen, [site for site in sites if site.layer in kept])
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):  # T5's encoder and decoder have a configuration each
-            part.config._attn_implementation = NAME
+    compat.set_attention_implementation(model, NAME)
     for notice in family.notices(model, chosen):
         logger.warning(notice)
     return chosen

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from t2r import compat
 from t2r.attention.recurrence import exact_attention
 from t2r.config import T2RConfig
 from t2r.surgery.adapters import change_class, family_of, refusal
@@ -27,7 +28,7 @@ def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
         install(model, config)
         return
     stock = [(site.module, type(site.module)) for site in family.sites(model)]
-    implementation, training = model.config._attn_implementation, model.training
+    implementation, training = compat.attention_implementation(model), model.training
     try:
         model.eval()
         inputs = small_batch(model)
@@ -41,9 +42,10 @@ def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
         return
     for module, stock_class in stock:
         change_class(module, stock_class)
-        for name in {"feature_map", "cache_layer"} & {*vars(module), *module._modules}:
-            delattr(module, name)
-    model.config._attn_implementation = implementation
+        if "feature_map" in module._modules:
+            del module.feature_map
+        vars(module).pop("rotary", None)
+    compat.set_attention_implementation(model, implementation)
     raise refusal(family.model_type, doubt)
 
 

@@ -48,20 +48,16 @@ def transferring(model: nn.Module, compiled: bool = False) -> Iterator[list[Tens
         errors.append(measure(site, inputs, exact))
 
     training = [module for module in model.modules() if module.training]
-    with exact_attention(model):
-        sites = recurrent_sites(model)
+    with exact_attention(model, observer=observe):
         try:
             model.eval()
-            for site in sites:
-                site.observer = observe
+            for site in recurrent_sites(model):
                 site.feature_map.train()
             yield errors
         finally:
             model.eval()
             for module in training:
                 module.training = True
-            for site in sites:
-                site.observer = None
 
 
 def site_error(site: Recurrence, inputs: Inputs, exact: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
-from t2r.attention.recurrence import Recurrence, exact_attention, recurrent_sites
+from t2r.attention.recurrence import exact_attention, recurrent_sites
 
 BLOCKS = 16
 """How many blocks of text are scored for each layer."""
@@ -23,18 +23,12 @@ def most_sensitive(model: PreTrainedModel, blocks: Any, count: int = BLOCKS) -> 
     model.eval()
     batch = default_collate([blocks[i * len(blocks) // count] for i in range(min(count, len(blocks)))])
     batch = {name: x.to(model.device) for name, x in batch.items()}
-    sites: dict[int, list[Recurrence]] = {}
-    for site in recurrent_sites(model):
-        sites.setdefault(site.layer_idx, []).append(site)
     with exact_attention(model):
         exact = loss_of(model, batch)
-        costs = []
-        for layer, own in sites.items():
-            for site in own:
-                site.exact = False
+    costs = []
+    for layer in dict.fromkeys(site.layer_idx for site in recurrent_sites(model)):
+        with exact_attention(model, recurrent_layers=[layer]):
             costs.append((layer, loss_of(model, batch) - exact))
-            for site in own:
-                site.exact = True
     model.train(training)
     return sorted(costs, key=lambda cost: -cost[1])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from t2r.attention.recurrence import Affine, ProjectionAttention
+from t2r.attention.projection import Affine, ProjectionAttention
 from t2r.surgery.adapters.base import Family
 
 

@@ -10,7 +10,8 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
 from transformers import PreTrainedModel
 
-from t2r.attention.recurrence import InterfaceAttention, Recurrence
+from t2r.attention.interface import InterfaceAttention
+from t2r.attention.recurrence import Recurrence
 
 
 class Shape(NamedTuple):
@@ -44,7 +45,6 @@ class Family:
     cross_attention: str | None = None
     recurrent: type[Recurrence] | None = None
     positions: str = "rotary"  # or learned (a table that ends), sinusoidal, relative, none
-    model_mixin: type | None = None  # what the model class itself lacks, put before it among its bases
     lacks: frozenset[str] = frozenset()  # what the base model cannot do, and its recurrent form neither
     tested: bool = True  # false: found by looking, so each model must prove itself when it is swapped
 
@@ -108,9 +108,14 @@ class Family:
 
 
 def change_class(module: nn.Module, new: type[nn.Module]) -> None:
+    """Exchange the class of a module. On a dispatched model, accelerate's hook wraps the new forward as it did the old.
+
+    Removing the hook leaves the old class's forward behind as an attribute of the module, which would win over the new
+    class's: it goes too."""
     hook = getattr(module, "_hf_hook", None)
-    if hook is not None:  # a dispatched model: accelerate has wrapped the forward that is about to change
+    if hook is not None:
         remove_hook_from_module(module)
+        vars(module).pop("forward", None)
     module.__class__ = new
     if hook is not None:
         add_hook_to_module(module, hook)

@@ -14,7 +14,6 @@ from transformers.modeling_outputs import Seq2SeqModelOutput
 from transformers.models.fsmt.modeling_fsmt import shift_tokens_right
 from transformers.utils.generic import can_return_tuple
 
-from t2r.attention.recurrence import keep_softmax
 from t2r.surgery.adapters.bart import BartRecurrence
 from t2r.surgery.adapters.base import Family, Site, change_class
 from t2r.surgery.adapters.marian import keep_saved_length
@@ -111,7 +110,7 @@ class FSMTFamily(Family):
         for site in kept:
             module: Any = site.module
             change_class(module, self.recurrent_class(module))
-            keep_softmax(module, module.dropout)
+            module.keep_softmax(module.dropout)
 
 
 FAMILY = FSMTFamily(

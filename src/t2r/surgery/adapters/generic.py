@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from t2r import compat
 from t2r.surgery.adapters.base import Family, Shape, Site
 from t2r.surgery.adapters.registry import refusal
 
@@ -35,7 +36,7 @@ class GenericFamily(Family):
 def discover(model: PreTrainedModel) -> Family:
     """The family of a model that has no file here, or the reason why it cannot be swapped."""
     config: Any = model.config
-    if not model._supports_attention_backend:
+    if not compat.on_attention_interface(model):
         raise refusal(config.model_type, "it is not on the attention interface of transformers")
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
         raise refusal(config.model_type, "only plain language models can be swapped without knowing more of them")

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from t2r.attention.recurrence import Affine, ProjectionAttention
+from t2r.attention.projection import Affine, ProjectionAttention
 from t2r.surgery.adapters.base import Family
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -28,7 +27,6 @@ FAMILIES = (
     "mistral",
     "olmo",
     "olmo2",
-    "openai-gpt",
     "opt",
     "pegasus",
     "phi",
@@ -39,7 +37,7 @@ FAMILIES = (
 
 
 def family(model_type: str) -> Family:
-    return import_module(f"t2r.surgery.adapters.{model_type.replace('-', '_')}").FAMILY
+    return import_module(f"t2r.surgery.adapters.{model_type}").FAMILY
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -55,10 +53,3 @@ def family_of(model: PreTrainedModel) -> Family:
 def refusal(model_type: str, reason: str) -> T2RError:
     """Why a model that has no file here is not swapped."""
     return T2RError(f"models of type {model_type!r} cannot be swapped: {reason}; supported are {', '.join(FAMILIES)}")
-
-
-def model_mixins(model_class: Any) -> tuple[type, ...]:
-    """What the family adds to the class of a swapped model."""
-    model_type = model_class.config_class.model_type
-    mixin = family(model_type).model_mixin if model_type in FAMILIES else None
-    return () if mixin is None else (mixin,)

@@ -67,7 +67,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 def description(found: Family) -> str:
     """The first sentence of its file."""
-    text = import_module(f"t2r.surgery.adapters.{found.model_type.replace('-', '_')}").__doc__ or ""
+    text = import_module(f"t2r.surgery.adapters.{found.model_type}").__doc__ or ""
     return text.split(". ")[0].strip().rstrip(".")
 
 

@@ -1,0 +1,124 @@
+"""Recurrent attention by transformers' attention interface, for families with rotary positions.
+
+The stock module's forward stays as it is: projections, rotation, normalized queries and grouped heads are its own. It
+passes its keyword arguments on to the attention function, and the cache layer and the mode of the call travel there
+among them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from t2r.attention.cache import adopt
+from t2r.attention.masks import make_mask
+from t2r.attention.recurrence import Inputs, Mode, Recurrence, mode_of
+from t2r.attention.softmax import softmax_attention
+from t2r.errors import T2RError
+
+NAME = "t2r"
+"""The name of the attention implementation of every swapped model."""
+
+
+class Call(NamedTuple):
+    """What one call of a site hands to the attention function, beside queries, keys and values."""
+
+    layer: Any
+    """The cache layer to read and advance; None without a cache."""
+    mode: Mode | None
+    rotation: tuple[Tensor, Tensor] | None
+    """Cosines and sines that queries and keys have yet to be rotated by, before exact attention."""
+
+
+class InterfaceAttention(Recurrence):
+    """A stock module that reaches `attention_forward` through transformers' attention interface."""
+
+    cache_arguments = ("past_key_values", "layer_past")
+    rotary: bool = True
+    """Whether the map sees queries and keys after their rotation. Without it the stock forward gets a rotation by
+    angles of zero, so that it works for every way to rotate."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        mode = mode_of(self)
+        cache = next((kwargs[name] for name in self.cache_arguments if kwargs.get(name) is not None), None)
+        layer = adopt(cache, self.layer_idx, recurrent=mode is None)
+        rotation = kwargs.get("position_embeddings")
+        # An observer sees what the map would see: rotated or not. Exact attention is always rotated.
+        if self.rotary or (mode is not None and mode.observer is None):
+            rotation = None
+        if rotation is not None:
+            kwargs["position_embeddings"] = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
+        return super().forward(*args, **kwargs, t2r_call=Call(layer, mode, rotation))
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    t2r_call: Call | None = None,
+    t2r_documents: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of a swapped model: recurrent sites, layers that kept softmax attention, and encoders.
+
+    transformers builds one mask per model, and ours is two-dimensional (see `make_mask`), so every attention of the
+    model comes here."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(module, InterfaceAttention):
+        if t2r_call is None:
+            raise T2RError(
+                f"{type(module).__name__} does not hand the keyword arguments of its call to the attention function, "
+                "so its recurrent state cannot be found: this model cannot be swapped, or its forward was replaced"
+            )
+        if t2r_call.mode is None:
+            out = module.attend(query, key, value, attention_mask, t2r_call.layer, scaling)
+            return out.transpose(1, 2).contiguous(), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and causal:
+        attention_mask = t2r_documents
+    q, k = query, key
+    if t2r_call is not None and t2r_call.rotation is not None:
+        q, k = rotate(module, query, key, *t2r_call.rotation)
+    out = softmax_attention(
+        q, k, value, attention_mask, scaling, causal, dropout, sliding_window, softcap, position_bias
+    )
+    if t2r_call is not None and t2r_call.mode is not None and t2r_call.mode.observer is not None:
+        assert isinstance(module, Recurrence)
+        t2r_call.mode.observer(module, Inputs(query, key, value, attention_mask, scaling, causal), out)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def rotate(module: nn.Module, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the stock module's own function, in the dimensions that it rotates."""
+    apply = rotation_function(module)
+    size = cos.shape[-1]
+    if size == q.shape[-1]:
+        return apply(q, k, cos, sin)
+    rotated = apply(q[..., :size], k[..., :size], cos, sin)
+    return tuple(torch.cat([x, whole[..., size:]], dim=-1) for x, whole in zip(rotated, (q, k), strict=True))  # type: ignore[return-value]
+
+
+def rotation_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The stock module's `apply_rotary_pos_emb`, from the file that defines its class."""
+    for kind in type(module).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), "apply_rotary_pos_emb", None)
+        if found is not None:
+            return found
+    raise T2RError(f"{type(module).__name__} does not say how it rotates queries and keys: leave rotary=True")
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, make_mask)

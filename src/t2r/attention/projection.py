@@ -1,0 +1,182 @@
+"""Recurrent attention on a module's own projections, for families without rotary positions.
+
+The forward is ours. It keeps a fixed-size state of the source for cross attention, and the feature map can be merged
+into the projections.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from t2r import ops
+from t2r.attention.cache import adopt
+from t2r.attention.layers import RecurrentLayer
+from t2r.attention.masks import padding_and_starts
+from t2r.attention.recurrence import Inputs, Recurrence, mode_of
+from t2r.attention.softmax import softmax_attention
+from t2r.feature_maps import AffineMap, FeatureMap
+
+
+class Affine(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+class MergedProjections(nn.Module):
+    """The queries' and keys' projections with the map's affine part and the query scale folded in, as in the paper:
+    q and k are never formed."""
+
+    def __init__(self, hidden: int, source: int, feature_map: AffineMap) -> None:
+        super().__init__()
+        self.q = nn.Linear(hidden, feature_map.num_heads * feature_map.rows)
+        self.k = nn.Linear(source, feature_map.key_heads * feature_map.key_rows)
+
+    def queries(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
+        assert isinstance(feature_map, AffineMap)
+        return feature_map.activate(self.q(x).unflatten(-1, (-1, feature_map.rows)).transpose(1, 2))
+
+    def keys(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
+        assert isinstance(feature_map, AffineMap)
+        return feature_map.activate_keys(self.k(x).unflatten(-1, (-1, feature_map.key_rows)).transpose(1, 2))
+
+
+class ProjectionAttention(Recurrence):
+    """A module whose projections are ours. A family says where they are; the rest is here."""
+
+    scaling: float
+    softmax_dropout: float = 0.0
+    """The attention dropout of a site that keeps softmax attention."""
+
+    def keep_softmax(self, dropout: float) -> None:
+        """Make this site softmax attention for good, without a feature map. For families whose stock attention cannot
+        be kept, because it forgets causality where there is a cache (FSMT)."""
+        self.keeps_softmax, self.softmax_dropout = True, dropout
+
+    @property
+    def merged(self) -> MergedProjections | None:
+        """After a merge: features straight from the hidden states, beside the values' projection."""
+        merged: Any = self._modules.get("merged_projections")
+        return merged
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        """`[batch, heads, time, head_dim]`, not scaled."""
+        raise NotImplementedError
+
+    def values(self, hidden_states: Tensor) -> Tensor:
+        """The values alone, after a merge."""
+        raise NotImplementedError
+
+    def query_key_projections(self) -> tuple[Affine, Affine]:
+        """Weight `[heads * head_dim, hidden]` and bias of the queries' and the keys' projection."""
+        raise NotImplementedError
+
+    def drop_query_key_projections(self) -> None:
+        """Keep the values' projection only."""
+        raise NotImplementedError
+
+    def keys_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All three for self attention; a family with one fused projection does it at once."""
+        return self.queries(hidden_states), *self.keys_values(hidden_states)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """From `[batch, time, heads * head_dim]` to the residual stream."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        t2r_documents: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if encoder_hidden_states is not None:  # GPT-2's names for a source and its mask
+            key_value_states, attention_mask = encoder_hidden_states, encoder_attention_mask
+        cross = key_value_states is not None
+        layer = adopt(past_key_values, self.layer_idx, recurrent=not self.exact, cross=cross)
+        if key_value_states is not None:
+            out = self.attend_source(hidden_states, key_value_states, attention_mask, layer)
+            if isinstance(past_key_values, EncoderDecoderCache):
+                past_key_values.is_updated[self.layer_idx] = True
+        else:
+            mask = t2r_documents if attention_mask is None else attention_mask
+            out = self.attend_self(hidden_states, mask, layer, position_bias)
+        return self.output(out.transpose(1, 2).flatten(2)), None
+
+    def attend_self(self, x: Tensor, mask: Tensor | None, layer: Any, position_bias: Tensor | None = None) -> Tensor:
+        if self.merged is not None:
+            phi_q, phi_k = self.merged.queries(x, self.feature_map), self.merged.keys(x, self.feature_map)
+            return self.advance(phi_q, phi_k, self.values(x), mask, layer)
+        q, k, v = self.project(x)
+        if not self.exact:
+            return self.attend(q, k, v, mask, layer, self.scaling)
+        if layer is not None:
+            k, v = layer.update(k, v)
+        return self.attend_exactly(q, k, v, mask, causal=True, position_bias=position_bias)
+
+    def attend_source(self, x: Tensor, source: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
+        """Cross attention: the source is read once, into a state that every later query looks at."""
+        filled = layer is not None and layer.get_seq_length() > 0
+        if self.exact:
+            q = self.queries(x)
+            k, v = (layer.keys, layer.values) if filled else self.keys_values(source)
+            if layer is not None and not filled:
+                k, v = layer.update(k, v)
+            return self.attend_exactly(q, k, v, mask, causal=False)
+        if filled:
+            return ops.look(self.query_features(x), layer.state, x.dtype)
+        if self.merged is not None:
+            phi_q, phi_k = self.query_features(x), self.merged.keys(source, self.feature_map)
+            v = self.values(source)
+        else:
+            k, v = self.keys_values(source)
+            phi_q, phi_k = self.feature_map(self.queries(x) * self.scaling, k)
+        padding, _ = padding_and_starts(mask, v.shape[2])
+        out, state = ops.linear_attention(
+            phi_q, phi_k, self.spread(v), mask=padding, causal=False, signed=self.feature_map.signed
+        )
+        if isinstance(layer, RecurrentLayer):
+            layer.store(state, v.shape[2])
+        return out
+
+    def attend_exactly(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        position_bias: Tensor | None = None,
+    ) -> Tensor:
+        dropout = self.softmax_dropout if self.training else 0.0
+        out = softmax_attention(q, k, v, mask, self.scaling, causal, dropout, position_bias=position_bias)
+        mode = mode_of(self)
+        if mode is not None and mode.observer is not None:
+            mode.observer(self, Inputs(q, k, v, mask, self.scaling, causal), out)
+        return out
+
+    def become_merged(self) -> None:
+        """Make room for merged projections, in place of those of queries and keys and of the map's own weights."""
+        assert isinstance(self.feature_map, AffineMap)
+        (q, _), (k, _) = self.query_key_projections()
+        with torch.device(q.device):
+            merged = MergedProjections(q.shape[1], k.shape[1], self.feature_map)
+        self.merged_projections = merged.to(q.dtype).requires_grad_(False)
+        self.drop_query_key_projections()
+        self.feature_map.drop_affine()
+
+    def query_features(self, x: Tensor) -> Tensor:
+        if self.merged is not None:
+            return self.merged.queries(x, self.feature_map)
+        return self.feature_map.queries(self.queries(x) * self.scaling)

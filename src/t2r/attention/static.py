@@ -1,0 +1,216 @@
+"""A cache that is allocated once, for a number of rows, and keeps its addresses.
+
+A decoding step on it can be compiled once and captured as a CUDA graph: every tensor is updated in place, the lengths
+are a tensor, and nothing waits for the device. Rows are independent: a row is reset, filled from a prefill or a saved
+state, and advanced with the others.
+
+    cache = model.make_static_cache(rows=16, max_length=2048)      # max_length: only where softmax layers were kept
+    cache.put(3, prefilled)                                        # the one sequence of `prefilled` becomes row 3
+    model(tokens, past_key_values=cache, **cache.step_inputs())    # one token for every row
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from t2r.attention.cache import T2RCache
+from t2r.attention.layers import RecurrentLayer
+from t2r.errors import T2RError
+from t2r.ops import State, linear_attention, step
+
+
+class StaticRecurrentLayer(RecurrentLayer):
+    """A recurrent layer whose state is allocated from the start.
+
+    `lengths [rows]` is shared by the layers of a cache; the layer that `counts` advances it. A layer of cross attention
+    has none: its state is filled once, from the source."""
+
+    is_compileable = True
+
+    def __init__(self, state: State, lengths: Tensor | None = None, counts: bool = False) -> None:
+        super().__init__()
+        self.state: State = state
+        self.lengths, self.counts = lengths, counts
+        self.is_initialized = lengths is not None
+
+    def advance(
+        self,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        starts: Tensor | None,
+        decay: Tensor | None,
+        signed: bool,
+    ) -> Tensor:
+        how: dict[str, Any] = {"mask": mask, "decay": decay, "signed": signed}
+        if phi_k.shape[2] == 1 and starts is None:
+            out, _ = step(phi_q, phi_k, v, self.state, inplace=True, **how)
+            self.count(1)
+        else:
+            out, state = linear_attention(phi_q, phi_k, v, state=self.state, starts=starts, **how)
+            self.store(state, phi_k.shape[2])
+        return out
+
+    def store(self, state: State, tokens: int, added: Any = None) -> None:
+        for own, new in zip(self.state, state, strict=True):
+            if own is not None and new is not None:
+                own.copy_(new)
+        self.count(tokens)
+        self.is_initialized = True
+
+    def count(self, tokens: int) -> None:
+        if self.lengths is None:
+            self.length += tokens
+        elif self.counts:
+            self.lengths.add_(tokens)
+
+    @property
+    def position(self) -> Tensor | None:
+        return self.lengths
+
+    def get_seq_length(self) -> Any:
+        return self.length if self.lengths is None else self.lengths.max()
+
+    def put(self, row: int, other: Any) -> None:
+        """Copy the state of a layer of one row."""
+        for own, new in zip(self.state, other.state, strict=True):
+            if own is not None:
+                own[row].copy_(new[0])
+        self.length, self.is_initialized = max(self.length, other.length), True
+
+    def reset(self, rows: Any = slice(None)) -> None:
+        for own in self.state:
+            if own is not None:
+                own[rows] = 0
+        self.length = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for own in self.state:
+            if own is not None:
+                own.copy_(own.index_select(0, beam_idx))
+
+    def activate_past_recording(self) -> None:
+        raise T2RError("a static cache cannot take tokens back: assisted decoding needs the default cache")
+
+
+class StaticSoftmaxLayer(CacheLayerMixin):
+    """Keys and values of a layer that kept softmax attention, in a buffer of fixed length."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, lengths: Tensor, counts: bool) -> None:
+        super().__init__()
+        self.keys: Tensor = keys
+        self.values: Tensor = values
+        self.lengths, self.counts = lengths, counts
+        self.is_initialized = True
+        self.filled = False  # whether anything was read: known without asking the device
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Everything is allocated from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values to attend to. For one token they are the whole buffers, which the mask tells the end of."""
+        time, new = key_states.shape[2], (key_states, value_states)
+        if time == 1:
+            for own, x in zip((self.keys, self.values), new, strict=True):
+                own.scatter_(2, self.lengths.view(-1, 1, 1, 1).expand_as(x), x.to(own.dtype))
+            held = self.keys, self.values
+        else:
+            start = int(self.lengths.max()) if self.filled else 0
+            if start + time > self.keys.shape[2]:
+                raise T2RError(f"{start + time} tokens do not fit a static cache of {self.keys.shape[2]}")
+            for own, x in zip((self.keys, self.values), new, strict=True):
+                own[:, :, start : start + time] = x
+            held = self.keys[:, :, : start + time], self.values[:, :, : start + time]
+        self.filled = True
+        if self.counts:
+            self.lengths.add_(time)
+        return held
+
+    def get_seq_length(self) -> Any:
+        return self.lengths.max()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if query_length == 1:
+            return self.keys.shape[2], 0
+        return (int(self.lengths.max()) if self.filled else 0) + query_length, 0
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[2])
+
+    def put(self, row: int, other: Any) -> None:
+        length = other.keys.shape[2]
+        if length > self.keys.shape[2]:
+            raise T2RError(f"{length} tokens do not fit a static cache of {self.keys.shape[2]}")
+        self.keys[row, :, :length].copy_(other.keys[0])
+        self.values[row, :, :length].copy_(other.values[0])
+        self.filled = True
+
+    def reset(self, rows: Any = slice(None)) -> None:
+        if rows == slice(None):
+            self.filled = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for own in (self.keys, self.values):
+            own.copy_(own.index_select(0, beam_idx))
+
+
+class StaticT2RCache(T2RCache):
+    """A `T2RCache` of fixed size for a number of rows."""
+
+    layers: list[Any]
+
+    def __init__(self, layers: list[Any], lengths: Tensor, model: Any = None) -> None:
+        super().__init__(layers, model)
+        self.lengths = lengths
+        self.kept = next((layer for layer in layers if isinstance(layer, StaticSoftmaxLayer)), None)
+
+    @property
+    def rows(self) -> int:
+        return self.lengths.shape[0]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.kept is not None:
+            return self.kept.get_mask_sizes(query_length)
+        return query_length, 0
+
+    def step_inputs(self) -> dict[str, Tensor]:
+        """For the forward of one token for every row: their positions and the mask, of a shape that never changes.
+
+        Rows may have read different numbers of tokens. Without a mask some models would look at the tokens, to warn of
+        padding, which waits for the device."""
+        size = 1 if self.kept is None else self.kept.get_max_length()
+        column = torch.arange(size, device=self.lengths.device)
+        return {
+            "position_ids": self.lengths[:, None].clone(),
+            "attention_mask": (column <= self.lengths[:, None]).long(),
+        }
+
+    def put(self, row: int, other: T2RCache, other_row: int = 0) -> None:
+        """Copy one sequence of another cache (a prefill, a saved state) into a row."""
+        one = other if other.rows == 1 and other.padding is None else other.take(other_row)
+        for own, new in zip(self.layers, one.layers, strict=True):
+            own.put(row, new)
+        self.lengths[row] = one.get_seq_length()
+
+    def reset(self, rows: Any = slice(None)) -> None:
+        """Forget all rows, or those of an index."""
+        for layer in self.layers:
+            layer.reset(rows)
+        self.lengths[rows] = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
+        self.lengths.copy_(self.lengths.index_select(0, beam_idx))
+
+    def copied(self) -> Any:
+        raise T2RError("a static cache stays where it is: put its rows together in a cache of make_cache()")

@@ -1,0 +1,157 @@
+"""A static cache computes what the default cache computes, at fixed addresses, without waiting for the device."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import t2r
+from families import FAMILIES, PAD, VOCABULARY, batch, is_seq2seq, tiny
+from t2r import T2RError
+
+LANGUAGE_MODELS = sorted(name for name in FAMILIES if not is_seq2seq(name))
+WINDOWED = ("gemma2", "gemma3_text", "mistral")
+FORGETS = {"decay": True, "rotary": False, "activation": "softmax", "shared": False, "feature_size": 8}
+KINDS = {"pure": {}, "forgets": FORGETS, "kept": {"softmax_layers": [1]}, "signed": {"feature_map": "rfa"}}
+
+
+def swapped(model_type, dtype=torch.float64, **options):
+    return t2r.swap(tiny(model_type, dtype), **({"feature_size": 8} | options)).eval()
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises where a value of a tensor would be fetched: on a GPU that waits for all that was launched."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func), "a tensor's value is looked at"
+        assert "nonzero" not in str(func), "a shape depends on values"
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def decode(model, cache, tokens, wait=True):
+    """Logits of tokens that are read one at a time."""
+    logits = []
+    for t in range(tokens.shape[1]):
+        inputs = cache.step_inputs()
+        if "position_ids" not in model._forward_names:
+            del inputs["position_ids"]
+        if wait:
+            logits.append(model(tokens[:, t : t + 1], past_key_values=cache, **inputs).logits)
+        else:
+            with NoWaiting():
+                logits.append(model(tokens[:, t : t + 1], past_key_values=cache, **inputs).logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", LANGUAGE_MODELS)
+@torch.no_grad()
+def test_rows_of_different_lengths_are_what_each_is_alone(model_type, kind):
+    if model_type in WINDOWED and kind == "kept":
+        pytest.skip("kept layers of this family have a sliding window")
+    model, lengths = swapped(model_type, **KINDS[kind]), (5, 1, 9)
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, VOCABULARY, (1, n + 6), generator=generator) for n in lengths]
+    cache = model.make_static_cache(rows=3, max_length=20)
+    addresses = [x.data_ptr() for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    for row, (text, n) in enumerate(zip(texts, lengths, strict=True)):
+        prefilled = model.make_cache()
+        model(text[:, :n], past_key_values=prefilled)
+        cache.put(row, prefilled)
+    new = torch.cat([text[:, n:] for text, n in zip(texts, lengths, strict=True)])
+    logits = decode(model, cache, new)
+    for row, text in enumerate(texts):
+        expected = model(text, use_cache=False).logits[:, -6:]
+        torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-9, atol=1e-9)
+    after = [x.data_ptr() for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    assert after == addresses
+    assert cache.lengths.tolist() == [11, 7, 15]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3", "opt"])
+def test_a_step_does_not_wait_for_the_device(model_type, kind):
+    model = swapped(model_type, torch.float32, **KINDS[kind])
+    cache = model.make_static_cache(rows=2, max_length=8)
+    decode(model, cache, torch.randint(3, VOCABULARY, (2, 3)), wait=False)
+    assert cache.lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["forgets", "kept"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+@torch.no_grad()
+def test_a_step_compiles_once_to_one_graph(model_type, kind):
+    torch._dynamo.reset()
+    model, graphs = swapped(model_type, torch.float32, **KINDS[kind]), []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=count)
+    eager, cache = (model.make_static_cache(rows=2, max_length=12) for _ in range(2))
+    tokens = torch.randint(3, VOCABULARY, (2, 10))
+    expected = decode(model, eager, tokens)
+    got = [compiled(tokens[:, t : t + 1], past_key_values=cache, **cache.step_inputs()).logits for t in range(10)]
+    torch.testing.assert_close(torch.cat(got, 1), expected)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("kind", ["pure", "kept"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "marian", "t5"])
+def test_generate_with_a_static_cache_is_generate(model_type, kind, options):
+    if (model_type, kind) == ("t5", "kept"):
+        pytest.skip("kept layers of this family have a relative position bias")
+    model, inputs = swapped(model_type, **KINDS[kind]), batch(model_type)
+    inputs = {k: v for k, v in inputs.items() if not k.startswith("decoder")}
+    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, **options}
+    expected = model.generate(**inputs, **how)
+    assert torch.equal(model.generate(**inputs, **how, cache_implementation="static"), expected)
+
+
+@torch.no_grad()
+def test_a_row_can_be_reset_and_filled_again():
+    model = swapped("llama", softmax_layers=[1])
+    cache, text = model.make_static_cache(rows=2, max_length=16), torch.randint(3, VOCABULARY, (2, 4))
+    decode(model, cache, text)
+    cache.reset(1)
+    assert cache.lengths.tolist() == [4, 0]
+    again = decode(model, cache, text)
+    fresh = decode(model, model.make_static_cache(rows=2, max_length=16), text)
+    torch.testing.assert_close(again[1], fresh[1])
+    assert not torch.allclose(again[0], fresh[0])
+    cache.reset()
+    assert cache.lengths.tolist() == [0, 0]
+    torch.testing.assert_close(decode(model, cache, text), fresh)
+
+
+@torch.no_grad()
+def test_a_row_of_a_padded_batch_and_a_saved_state_can_be_put_in(tmp_path):
+    model, inputs = swapped("gpt2", softmax_layers=[0]), batch("gpt2", padding="left")
+    prefilled = model.make_cache()
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    model(**inputs, position_ids=positions, past_key_values=prefilled)
+    prefilled.take(2).save(tmp_path / "state")
+    cache = model.make_static_cache(rows=2, max_length=20)
+    cache.put(0, prefilled, other_row=1)
+    cache.put(1, model.load_state(tmp_path / "state"))
+    assert cache.lengths.tolist() == [7, 5]
+    new = torch.randint(3, VOCABULARY, (2, 3))
+    logits = decode(model, cache, new)
+    for row, source in enumerate((1, 2)):
+        real = inputs["input_ids"][source][inputs["attention_mask"][source].bool()]
+        whole = torch.cat([real, new[row]])[None]
+        torch.testing.assert_close(logits[row], model(whole, use_cache=False).logits[0, -3:], rtol=1e-9, atol=1e-9)
+
+
+def test_what_it_cannot_hold_is_said():
+    model = swapped("gpt2", softmax_layers=[0])
+    with pytest.raises(T2RError, match="max_length"):
+        model.make_static_cache(rows=2)
+    with pytest.raises(T2RError, match="do not fit"), torch.no_grad():
+        model(torch.zeros(2, 9, dtype=torch.long), past_key_values=model.make_static_cache(rows=2, max_length=8))
+    with pytest.raises(T2RError, match="relative bias"):
+        swapped("t5", softmax_layers=[0]).make_static_cache(rows=2, max_length=8)
+    with pytest.raises(T2RError, match="sliding window"):
+        swapped("mistral", softmax_layers=[0]).make_static_cache(rows=2, max_length=8)
