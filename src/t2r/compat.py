@@ -36,11 +36,22 @@ def on_attention_interface(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend)
 
 
-# --- Generation ---------------------------------------------------------------------------------------------
+# --- What a model is asked ------------------------------------------------------------------------------------
 
 
-class GenerationHooks:
-    """Calls of `generate` that a model answers by methods of ours: `start_cache` and `check_generated_length`."""
+class ModelHooks:
+    """Private methods of transformers' models, answered by methods of ours with names of their own."""
+
+    @classmethod
+    def building(cls, config: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+        """The class to build for a configuration, and the configuration to build it from."""
+        raise NotImplementedError
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """A model of this shape with random weights; the Auto classes call it."""
+        model_class, base = cls.building(config, kwargs)
+        return super(ModelHooks, model_class)._from_config(base, **kwargs)  # type: ignore[misc]
 
     def start_cache(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], rows: int, length: int

@@ -7,17 +7,21 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from t2r.errors import T2RError
 from t2r.storage import write_text
 
-FORMAT = 1
-"""The number of the saved format. A newer one is refused; older ones keep loading."""
+FORMAT = 2
+"""The number of the saved format. A newer one is refused; older ones keep loading. Format 2 has the guard below."""
 
-GUARD = {"chunk_size_feed_forward": "this folder holds a t2r model: import t2r, and load it with an Auto class"}
-"""Saved in place of a number that every configuration has. `GPT2LMHeadModel.from_pretrained` reads any folder, whatever
-its `model_type`, and would build softmax attention; with this its configuration refuses the folder in these words."""
+GUARD = "this folder holds a t2r model: import t2r, and load it with an Auto class"
+"""Saved as the base configuration's dtype. `GPT2LMHeadModel.from_pretrained` finds that configuration in any folder,
+whatever its `model_type`, and would build softmax attention; with this it fails in these words. The weights' dtype
+is `T2RConfig.dtype`."""
+
+OF_GENERATION = {name for name in GenerationConfig().to_dict() if not name.endswith("_token_id")} - {"use_cache"}
+"""Names of generation options. FSMT's configuration has some, which transformers refuses in any that it saves."""
 
 
 class T2RConfig(PreTrainedConfig):
@@ -75,6 +79,8 @@ class T2RConfig(PreTrainedConfig):
             fields = dict(self.base_config)
             if "model_type" not in fields:
                 raise T2RError("the configuration's base_config names no model_type: it was not saved by t2r")
+            if fields.get("dtype") == GUARD:
+                fields["dtype"] = self.dtype
             self.base_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         if self.base_config is not None:
             self.is_encoder_decoder = self.base_config.is_encoder_decoder
@@ -84,13 +90,14 @@ class T2RConfig(PreTrainedConfig):
 
     def __getattr__(self, name: str) -> Any:
         base = vars(self).get("base_config")
-        if name.startswith("_") or not isinstance(base, PreTrainedConfig):
+        if name.startswith("_") or name in OF_GENERATION or not isinstance(base, PreTrainedConfig):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(base, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         base = vars(self).get("base_config")
-        if isinstance(base, PreTrainedConfig) and name in vars(base) and name not in vars(self):
+        of_base = isinstance(base, PreTrainedConfig) and name in vars(base) and name not in vars(self)
+        if of_base and not name.startswith("_"):
             setattr(base, name, value)
         else:
             super().__setattr__(name, value)
@@ -141,15 +148,13 @@ class T2RConfig(PreTrainedConfig):
 
     def to_json_file(self, json_file_path: str | PathLike[str], use_diff: bool = True) -> None:
         """Write the file that is saved with the weights, from which no other class can be built (see `GUARD`)."""
-        fields = json.loads(self.to_json_string(use_diff=False)) | GUARD
+        fields = json.loads(self.to_json_string(use_diff=False))
+        if fields.get("base_config"):
+            fields["base_config"]["dtype"] = GUARD
         # transformers has put the class of this process here, which exists only after a swap.
         classes = {key: name.partition(".")[2] for key, name in (fields.get("auto_map") or {}).items()}
         fields["architectures"] = [name for key, name in classes.items() if key != "AutoConfig"]
         write_text(Path(json_file_path), json.dumps(fields, indent=2, sort_keys=True) + "\n")
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return super().from_dict({k: v for k, v in config_dict.items() if GUARD.get(k) != v}, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()

@@ -81,6 +81,11 @@ class FeatureMap(nn.Module):
         """The rates of forgetting `[key_heads, feature_size]`, as `ops` takes them, or None."""
         if self.decay_logits is None:
             return None
+        if self.decay_logits.is_meta:
+            raise T2RError(
+                "the weights of this model are offloaded, and its decay rates are not where they are needed: load it "
+                "whole on one device (a device_map without cpu or disk beside a GPU)"
+            )
         return FASTEST_DECAY * (DECAY_PACE * full_precision(self.decay_logits)).sigmoid()
 
     def empty_state(self, rows: int, value_size: int, dtype: torch.dtype, device: torch.device | str) -> State:

@@ -31,7 +31,7 @@ from t2r.surgery.adapters import Family, family_of
 from t2r.surgery.install import install
 
 
-class T2RModel(SavedModel, compat.GenerationHooks):
+class T2RModel(SavedModel, compat.ModelHooks):
     """What a swapped model has beyond its base class. Never used alone: see `t2r_class`."""
 
     config_class: ClassVar[type[PreTrainedConfig]] = T2RConfig
@@ -217,8 +217,12 @@ class T2RModel(SavedModel, compat.GenerationHooks):
             )
         self.t2r_family.extend_positions(model, length)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """Continuing an encoder-decoder from a cache, transformers feeds all tokens again, not the new ones."""
+        if inputs_embeds is not None:  # `generate` looks for this name in the signature
+            kwargs["inputs_embeds"] = inputs_embeds
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         cache, tokens = inputs.get("past_key_values"), inputs.get("decoder_input_ids")
         if cache is not None and tokens is not None:

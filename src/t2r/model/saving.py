@@ -86,12 +86,11 @@ class SavedModel:
             config = T2RConfig.from_pretrained(source, **{k: kwargs[k] for k in hub if k in kwargs})
         if config.base_config is None:
             raise T2RError(f"{source} is not a saved t2r model: its configuration has no base_config")
-        for name in ("trust_remote_code", "attn_implementation"):
-            kwargs.pop(name, None)
+        kwargs.pop("trust_remote_code", None)
         kwargs["ignore_mismatched_sizes"] = True  # the refusal of transformers does not name the tensor; ours does
         wants_info = kwargs.pop("output_loading_info", False)
         recurrent, base = cls.building(config, kwargs)
-        kwargs |= {"config": base, "t2r_config": config, "output_loading_info": True}
+        kwargs |= {"config": base, "output_loading_info": True}
         try:
             model, info = super(SavedModel, recurrent).from_pretrained(source, *args, **kwargs)  # type: ignore[misc]
         except (RuntimeError, OSError, ValueError) as error:
@@ -104,19 +103,14 @@ class SavedModel:
         return (model, info) if wants_info else model  # type: ignore[return-value]
 
     @classmethod
-    def _from_config(cls, config: Any, **kwargs: Any) -> Self:
-        """A model of this shape with random weights."""
-        if isinstance(config, T2RConfig):
-            kwargs.pop("attn_implementation", None)
-            recurrent, base = cls.building(config, kwargs)
-            return super(SavedModel, recurrent)._from_config(base, t2r_config=config, **kwargs)  # type: ignore[misc]
-        return super()._from_config(config, **kwargs)  # type: ignore[misc]
-
-    @classmethod
-    def building(cls, config: T2RConfig, options: dict[str, Any]) -> tuple[type[SavedModel], PreTrainedConfig]:
-        """The class to build, and the base configuration to build it from.
+    def building(cls, config: Any, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
+        """The class to build, and the base configuration to build it from; `t2r_config` is added to the options.
 
         Options that are fields of the base configuration (`use_cache=False`) are taken out and set there."""
+        options.pop("attn_implementation", None)
+        if not isinstance(config, T2RConfig):
+            return cls, config
+        options["t2r_config"] = config
         base = copy.deepcopy(config.base_config)
         recurrent = cls.class_named(base.architectures or [])
         if not issubclass(recurrent, cls):

@@ -1,0 +1,112 @@
+"""Every name of transformers that is private, or changes between versions, is used in `t2r.compat` alone, and works."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig, GPT2Config, LlamaConfig, MarianConfig
+
+import t2r
+from families import batch, tiny
+from t2r import compat
+
+PACKAGE = Path(t2r.__file__).parent
+PRIVATE = (
+    "_attn_implementation",
+    "_supports_attention_backend",
+    "_prepare_cache_for_generation",
+    "_validate_generated_length",
+    "_mask_length",
+    "_model_mapping",
+    "MAPPING_NAMES",
+    "from_pretrained.__func__",
+    "_hf_peft_config_loaded",
+)
+DEFINES = {"architectures/adaptive_lm/modeling.py"}
+"""A model of ours declares and reads what every model of transformers does."""
+
+
+def test_private_names_are_used_at_the_boundary_only():
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        if name == "compat.py" or name in DEFINES:
+            continue
+        found += [f"{name}: {word}" for word in PRIVATE if re.search(rf"\b{re.escape(word)}", path.read_text())]
+    assert not found
+
+
+def test_the_attention_implementation_of_every_part():
+    model = tiny("t5")
+    compat.set_attention_implementation(model, "t2r")
+    assert compat.attention_implementation(model) == "t2r"
+    assert {compat.attention_implementation(part) for part in (model.encoder, model.decoder)} == {"t2r"}
+
+
+def test_who_is_on_the_attention_interface():
+    assert compat.on_attention_interface(tiny("llama"))
+    assert not compat.on_attention_interface(tiny("fsmt"))
+
+
+def test_generate_asks_for_a_cache_and_tells_the_length(monkeypatch):
+    model, inputs = t2r.swap(tiny("gpt2"), feature_size=8), batch("gpt2")
+    asked, told = [], []
+    start, check = model.start_cache, model.check_generated_length
+    monkeypatch.setattr(model, "start_cache", lambda *args: asked.append(args[2:]) or start(*args))
+    monkeypatch.setattr(model, "check_generated_length", lambda length: told.append(length) or check(length))
+    model.generate(**inputs, max_new_tokens=4, num_beams=2, pad_token_id=0)
+    assert asked == [(6, 12)]  # rows with their beams, and all tokens but the last, which is never read
+    assert told == [13]
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 5), torch.tensor([[0.0, 1], [1, 1]])])
+def test_the_length_of_the_prompt_is_known_when_the_cache_is_made(mask, monkeypatch):
+    model, found = t2r.swap(tiny("gpt2"), feature_size=8), []
+    ids, start = torch.full(mask.shape, 5), model.start_cache
+
+    def noted(generation_config, model_kwargs, *args):
+        found.append(compat.prompt_length(generation_config, model_kwargs))
+        return start(generation_config, model_kwargs, *args)
+
+    monkeypatch.setattr(model, "start_cache", noted)
+    model.generate(ids, attention_mask=mask.long(), max_new_tokens=2, pad_token_id=0)
+    assert found == [mask.shape[1]]
+
+
+def test_an_assistant_is_told_from_others():
+    config = GenerationConfig()
+    assert not compat.is_assistant(config)
+    config.is_assistant = True
+    assert compat.is_assistant(config)
+
+
+def test_language_models_by_their_configuration():
+    assert compat.is_causal_language_model(LlamaConfig)
+    assert compat.is_causal_language_model(GPT2Config)
+    assert not compat.is_causal_language_model(MarianConfig) or MarianConfig().is_encoder_decoder
+
+
+def test_a_model_is_built_from_its_configuration():
+    config = tiny("gpt2").config
+    built = compat.build_from_config(type(tiny("gpt2")), config, dtype=torch.bfloat16)
+    assert built.dtype == torch.bfloat16
+
+
+def test_pipelines_know_swapped_models(caplog):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, pipeline
+    from transformers.utils import logging
+
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8)
+    words = {f"w{i}": i for i in range(90)} | {"<unk>": 90}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), pad_token="w0", unk_token="<unk>"
+    )
+    logging.enable_propagation()
+    try:
+        written = pipeline("text-generation", model=model, tokenizer=tokenizer)("w5", max_new_tokens=2)
+    finally:
+        logging.disable_propagation()
+    assert written[0]["generated_text"].startswith("w5")
+    assert "is not supported" not in caplog.text
