@@ -239,7 +239,7 @@ def test_killed_and_repeated_it_is_the_same(world, tmp_path):
     for change, words in (
         ({"seed": 1}, "plan.seed: 0 there, 1 now"),
         ({"model_overrides": (*ADAPTIVE, "dropout=0")}, "plan.config.dropout"),
-        ({"feature_map": "elu"}, "plan.swap"),
+        ({"feature_map": "elu"}, "elu"),
         ({"train": str(world / "valid.txt")}, "plan."),
     ):
         with pytest.raises(T2RError, match="unfinished run with other options") as error:
