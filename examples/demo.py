@@ -28,12 +28,13 @@ from t2r.cli.common import calm
 from t2r.evaluation import Text, encode, perplexity, read_text
 from t2r.generation.text import complete
 from t2r.hub import choose_device, load_model, load_tokenizer
-from t2r.pipelines.convert import HEADER, rows
-from t2r.pipelines.training import as_table, max_positions, without_denormals
 from t2r.reporting import environment
 from t2r.reporting.page import COLORS, Page, bars, lines
 from t2r.surgery.adapters import family_of
+from t2r.tasks.language_modeling import max_positions
+from t2r.training.arithmetic import without_denormals
 from t2r.training.recipe import load_recipe
+from t2r.training.session import as_table, table_of
 
 HERE = Path(__file__).parent
 
@@ -231,10 +232,11 @@ def show_conversion(
 ) -> None:
     """The perplexities as they came about, and that of what was saved, which must be the last of them."""
     saved = "merged and saved, as loaded" if results["merged"] else "saved, as loaded"
-    cells = [*rows(results), (saved, f"{scores[name]:.2f}", against(name, scores), "")]
-    console.print(as_table(HEADER, cells))
+    header, rows = table_of(results, compared=True)
+    cells = [*rows, (saved, f"{scores[name]:.2f}", against(name, scores), "")]
+    console.print(as_table(header, cells))
     page.heading(f"{name}: what the conversion costs")
-    page.table(HEADER, cells, f"Perplexity in windows of {teacher.window} tokens, {teacher.windows} of them at most")
+    page.table(header, cells, f"Perplexity in windows of {teacher.window} tokens, {teacher.windows} of them at most")
     heights = {label: float(value) for label, value, *_ in cells if value != "not finite"}
     drawn = bars(heights, "perplexity", log=True, colors=[COLORS[0]] + [COLORS[1]] * len(heights))
     page.figures({"From the teacher to the saved model": drawn})

@@ -9,9 +9,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; wh
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is loaded; processes that tests start inherit it
     os.environ["OMP_NUM_THREADS"] = "1"
 
+import importlib.util
+
 import pytest
 import torch
 from hypothesis import settings
+
+# Without a GPU, Triton's kernels run in its interpreter. The switch is read when t2r.ops is first imported.
+if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
     torch.set_num_threads(1)

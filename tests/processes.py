@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,23 +21,26 @@ def same_threads(**more: str) -> dict[str, str]:
 # Killed by itself, at the first step after a checkpoint: a test that waits for the checkpoint from outside would
 # come too late on a machine that is busy.
 KILLED = """
-import os, pathlib, signal, sys
+import ast, os, pathlib, signal, sys
+import t2r
 from transformers.trainer_callback import DefaultFlowCallback
-from t2r.cli import main
 
-checkpoints = pathlib.Path(sys.argv.pop(1))
+name, arguments, options, checkpoints = ast.literal_eval(sys.argv[1])
 
 def kill(*args, **options):
-    if list(checkpoints.glob("checkpoint-*/complete")):
+    if list(pathlib.Path(checkpoints).glob("checkpoint-*/complete")):
         os.kill(os.getpid(), signal.SIGKILL)
 
 DefaultFlowCallback.on_step_begin = kill
-main()
+getattr(t2r, name)(*arguments, **options)
 """
 
 
-def kill_after_checkpoint(arguments: Sequence[str], checkpoints: Path, environment: Mapping[str, str]) -> None:
-    """Run `t2r` with these arguments until there is a complete checkpoint in the folder `checkpoints`."""
-    command = [sys.executable, "-c", KILLED, str(checkpoints), *arguments]
+def kill_after_checkpoint(
+    name: str, *arguments: str, checkpoints: Path, environment: Mapping[str, str], **options: Any
+) -> None:
+    """Call the function `name` of t2r until there is a complete checkpoint in the folder `checkpoints`."""
+    call = repr((name, arguments, options, str(checkpoints)))
+    command = [sys.executable, "-c", KILLED, call]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr

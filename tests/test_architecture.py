@@ -25,6 +25,7 @@ LAYERS = (
     ("data",),
     ("generation",),
     ("evaluation",),
+    ("tasks",),
     ("training",),
     ("bench", "analysis", "reporting"),
     ("pipelines",),

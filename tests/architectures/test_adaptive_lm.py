@@ -26,8 +26,8 @@ from t2r.architectures.adaptive_lm.modeling import sinusoids
 from t2r.cli import app
 from t2r.evaluation.logits import logits_by_slice
 from t2r.evaluation.perplexity import perplexity
+from t2r.model.logits import Readout
 from t2r.reporting.inspection import inspect_model
-from t2r.training.objectives import head_gives_logits
 
 VOCABULARY, PAD = 53, 1
 NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "layerdrop", "softmax_dropout"), 0.0)
@@ -476,7 +476,7 @@ def test_the_paper_s_model_has_so_many_parameters():
 
 def test_perplexity_and_slices_are_those_of_the_whole():
     model, ids = make(), text(1, 40)
-    assert head_gives_logits(model, ids)
+    assert Readout(model, {"input_ids": ids}).split
     whole = model(ids).logits
     assert torch.allclose(torch.cat(list(logits_by_slice(model, ids, 3, 30)), 1), whole[:, 3:30].float())
     scored = perplexity(model, ids[0], window=20, stride=10, teacher=make(final_layer_norm=True))

@@ -37,3 +37,24 @@ def test_a_small_run(monkeypatch):
     json.dumps(asdict(report))
     with Console(quiet=True) as console:
         console.print(*ops.tables(report))
+
+
+def test_backends_side_by_side_with_decay(monkeypatch):
+    monkeypatch.setattr(ops, "GROWTH", (32, 64))
+    report = ops.run([32], heads=2, feature_size=4, head_dim=8, repeats=1, backend="chunked, quadratic", decay=True)
+    assert [row.backend for row in report.rows] == ["chunked", "quadratic"]
+    element = 4 * 2 * 32  # float32, heads, tokens
+    assert report.rows[0].forward_bytes == element * (4 + 4 + 8 + 8)
+    assert report.rows[0].training_bytes == element * 3 * (4 + 4 + 8 + 8)
+    assert report.bandwidth is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_device_times_are_of_captured_graphs(monkeypatch):
+    monkeypatch.setattr(ops, "GROWTH", (128, 256))
+    report = ops.run([128], dtype="bfloat16", device="cuda", backend="auto,chunked", decay=True, repeats=2)
+    assert all(row.softmax_training > 0 for row in report.rows)
+    assert report.bandwidth > 1e11
+    with Console(quiet=True) as console:
+        console.print(*ops.tables(report))

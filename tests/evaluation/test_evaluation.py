@@ -35,9 +35,11 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import t2r
 from t2r import T2RError
-from t2r.evaluation import encode, evaluate, harness, perplexity, recall, repetition, tables
+from t2r.evaluation import compare, encode, evaluate, harness, perplexity, recall, repetition, tables
 from t2r.evaluation.generation import repeated
 from t2r.evaluation.logits import logits_by_slice
+from t2r.evaluation.perplexity import fitting_batch
+from t2r.model.logits import AT_ONCE
 
 VOCABULARY = 300
 SENTENCES = (
@@ -249,7 +251,7 @@ def test_kl_is_what_a_token_by_token_evaluation_gives(monkeypatch):
     own, theirs = (slow_log_probs(m, ids, 16, 8) for m in (model, teacher))
     expected = (theirs.exp() * (theirs - own)).sum(-1)
     for at_once in (1 << 25, 3 * 2 * VOCABULARY):  # all positions in one slice, or 2 of them in each
-        monkeypatch.setattr("t2r.evaluation.logits.AT_ONCE", at_once)
+        monkeypatch.setitem(AT_ONCE, "cpu", at_once)
         result = perplexity(model, ids, window=16, stride=8, batch_size=3, teacher=teacher)
         torch.testing.assert_close(result.kl, expected, rtol=1e-3, atol=1e-4)
         assert result.mean_kl == pytest.approx(expected.mean().item(), rel=1e-4)
@@ -257,7 +259,7 @@ def test_kl_is_what_a_token_by_token_evaluation_gives(monkeypatch):
 
 
 def test_a_model_agrees_with_itself(monkeypatch):
-    monkeypatch.setattr("t2r.evaluation.logits.AT_ONCE", 3 * 8 * VOCABULARY)
+    monkeypatch.setitem(AT_ONCE, "cpu", 3 * 8 * VOCABULARY)
     model = llama()
     result = perplexity(model, torch.randint(VOCABULARY, (100,)), window=16, stride=8, teacher=model)
     assert result.kl.abs().max() < 1e-5
@@ -310,7 +312,7 @@ OPT = OPTConfig(**TOKENS | SHAPE, ffn_dim=32, word_embed_proj_dim=16)
     ],
 )
 def test_logits_by_slice_are_the_logits(make, monkeypatch):
-    monkeypatch.setattr("t2r.evaluation.logits.AT_ONCE", 2 * 4 * VOCABULARY)
+    monkeypatch.setitem(AT_ONCE, "cpu", 2 * 4 * VOCABULARY)
     model, ids = make().eval(), torch.randint(VOCABULARY, (2, 20))
     with torch.no_grad():
         pieces = list(logits_by_slice(model, ids, 5, 19))
@@ -321,7 +323,7 @@ def test_logits_by_slice_are_the_logits(make, monkeypatch):
 
 
 def test_the_head_never_sees_more_than_a_slice(monkeypatch):
-    monkeypatch.setattr("t2r.evaluation.logits.AT_ONCE", 2 * 4 * VOCABULARY)
+    monkeypatch.setitem(AT_ONCE, "cpu", 2 * 4 * VOCABULARY)
     model, sizes = llama(), []
     model.lm_head.register_forward_hook(lambda head, args, out: sizes.append(out.numel()))
     perplexity(model, range(64), window=32, stride=16, batch_size=2, teacher=model)
@@ -454,6 +456,24 @@ def test_models_as_objects_and_a_teacher(folder, tokenizer):
     assert other["kl"] == pytest.approx(0, abs=1e-5)
     assert "recall" not in result
     assert len(tables([result, other])) == 2
+
+
+def test_each_model_is_loaded_once(folder, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(
+        compare, "load_model", lambda name, real=compare.load_model, **kw: loaded.append(name) or real(name, **kw)
+    )
+    names = [str(folder / name) for name in ("one", "two", "swapped")]
+    evaluate(
+        names, folder / "text.txt", teacher=folder / "two", device="cpu", window=16, stride=8, limit=2, generation=False
+    )
+    assert sorted(loaded) == sorted(names)
+
+
+def test_the_batch_grows_with_the_device():
+    assert fitting_batch(torch.device("cpu"), 512) == 8
+    assert fitting_batch(torch.device("mps"), 512) == 32
+    assert fitting_batch(torch.device("mps"), 1 << 20) == 1
 
 
 def test_mistakes_are_said(folder, tokenizer, tmp_path):

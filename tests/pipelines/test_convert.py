@@ -30,9 +30,14 @@ from t2r.data import TokenCorpus, tokenize_corpus
 from t2r.errors import T2RError
 from t2r.evaluation import encode, perplexity, read_text
 from t2r.pipelines import convert as module
-from t2r.pipelines.convert import convert, finite, halve, rows, summary, within
-from t2r.pipelines.training import without_denormals
+from t2r.pipelines.convert import convert, summary
+from t2r.tasks import language_modeling
+from t2r.training import session as sessions
+from t2r.training.arithmetic import halve, without_denormals
+from t2r.training.plan import within
 from t2r.training.recipe import load_recipe
+from t2r.training.run import Run
+from t2r.training.session import finite, table_of
 
 EOS, BLOCK = "<eos>", 16
 CHAT = (
@@ -105,7 +110,6 @@ def run(world, out, model="gpt2", **options):
         "overrides": SHORT,
         "device": "cpu",
         "progress": False,
-        "save_steps": 1000,
     }
     source = str(world / model) if isinstance(model, str) else model
     return convert(source, str(out), **(defaults | options))
@@ -177,7 +181,7 @@ def test_the_whole_way(world, tmp_path, model_type):
     written = loaded.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False)
     assert written.shape[1] == inputs["input_ids"].shape[1] + 5
     assert loaded.t2r_config.merged is results["merged"]
-    again = perplexity(loaded, module.encode(tokenizer, (world / "valid.txt").read_text() + "\n"), window=64, stride=32)
+    again = perplexity(loaded, encode(tokenizer, (world / "valid.txt").read_text() + "\n"), window=64, stride=32)
     assert again.perplexity == pytest.approx(results["stages"]["distill"]["perplexity"], rel=1e-4)
     assert len(summary(results).rows) == 4
 
@@ -214,7 +218,7 @@ def test_numbers_that_are_not_finite_are_no_numbers():
     }
     results = finite(results | {"swapped": None})
     assert json.loads(json.dumps(results, allow_nan=False))["stages"]["a"] == {"perplexity": None, "kl": None}
-    assert rows(results)[1] == ("after a", "not finite", "", "")
+    assert table_of(results, compared=True)[1][1] == ("after a", "not finite", "", "")
 
 
 def test_auto_keeps_the_layer_that_matters_most(world, tmp_path):
@@ -229,9 +233,9 @@ def test_auto_keeps_the_layer_that_matters_most(world, tmp_path):
 def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monkeypatch):
     seen = {}
 
-    def keep(run, student, teacher, *args, real=module.keep_sensitive):
+    def keep(session, student, teacher, *args, real=module.keep_sensitive):
         before = {name: x.clone() for name, x in student.state_dict().items()}
-        again = real(run, student, teacher, *args)
+        again = real(session, student, teacher, *args)
         seen["equal"] = all(torch.equal(x, before[name]) for name, x in again.state_dict().items())
         seen["teacher"] = all(torch.equal(p, again.state_dict()[name]) for name, p in teacher.named_parameters())
         return again
@@ -250,16 +254,48 @@ def test_what_is_refused_at_once_leaves_nothing_behind(world, tmp_path, wrong):
     assert list(tmp_path.glob("out*")) == []
 
 
-@pytest.mark.parametrize("named", ["hedgehog", "t2r", "elu"])
+@pytest.mark.parametrize("named", ["hedgehog", "t2r", "elu", "performer", "rfa"])
 def test_a_map_that_is_named_comes_with_its_own_defaults(world, tmp_path, named):
-    """Not with the activation of the recipe's map, which another has not, and one does not expect of the paper's."""
-    run(world, tmp_path / "default")
-    config = t2r.T2RForCausalLM.from_pretrained(tmp_path / "default").t2r_config
-    assert (config.feature_map, config.activation, config.init) == ("t2r", "softmax", "identity")
-    options = {"recipe": "paper-lm", "overrides": [f"block_size={BLOCK}", "steps=1"]} if named == "elu" else {}
-    run(world, tmp_path / "out", feature_map=named, **options)
+    """Not with those that the recipe chose for its own map, which another map may not even have."""
+    run(world, tmp_path / "out", feature_map=named)
     config = t2r.T2RForCausalLM.from_pretrained(tmp_path / "out").t2r_config
-    assert (config.feature_map, config.activation, config.init) == (named, "relu", None)
+    assert (config.feature_map, config.activation, config.init, config.shared) == (named, "relu", None, True)
+    assert config.decay  # of the recipe: it is the attention's, not the map's
+
+
+def test_the_recipes_own_map(world, tmp_path):
+    run(world, tmp_path / "out")
+    config = t2r.T2RForCausalLM.from_pretrained(tmp_path / "out").t2r_config
+    assert (config.feature_map, config.activation, config.init, config.shared) == ("t2r", "softmax", "identity", False)
+
+
+def test_a_stage_with_nothing_to_train_is_left_out(world, tmp_path, caplog):
+    results = run(world, tmp_path / "out", feature_map="performer", decay=False)
+    assert list(results["log"]) == ["distill"]
+    assert "stage transfer is left out: the feature map has nothing to train" in caplog.text
+    assert [stage.name for stage in load_recipe(tmp_path / "out" / "recipe.yaml").stages] == ["distill"]
+
+
+def test_maps_are_drawn_with_the_seed(world, tmp_path):
+    frozen = {"freeze_feature_map": True, "recipe": "paper-lm", "overrides": (*SHORT[:2], "steps=1"), "merged": False}
+    drawn = []
+    for seed in (0, 1):
+        run(world, tmp_path / str(seed), seed=seed, **frozen)
+        fresh = t2r.swap(make_model("gpt2"), **load_recipe("paper-lm").swap, seed=seed)
+        drawn.append({name: x for name, x in weights(tmp_path / str(seed)).items() if ".feature_map." in name})
+        expected = fresh.state_dict()
+        assert drawn[-1]
+        assert all(torch.equal(x, expected[name]) for name, x in drawn[-1].items())
+    assert any(not torch.equal(x, drawn[1][name]) for name, x in drawn[0].items())
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_slash_after_the_destination(world, tmp_path, exists):
+    if exists:
+        (tmp_path / "out").mkdir()
+    run(world, f"{tmp_path / 'out'}/")
+    assert (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out.run").exists()
 
 
 def test_numbers_too_small_are_zero_while_it_works():
@@ -286,8 +322,10 @@ def test_the_teacher_writes(world, tmp_path, monkeypatch):
         asked["corpus"] = TokenCorpus(corpus.folder)
         return corpus
 
-    monkeypatch.setattr(module, "tokenize_corpus", tokenize)
+    monkeypatch.setattr(language_modeling, "tokenize_corpus", tokenize)
     run(world, tmp_path / "out", train="teacher", teacher_tokens=100)
+    written = list((tmp_path / "cache" / "teacher").glob("*.jsonl"))
+    assert len(written) == 1  # it stays when the run folder goes
     assert asked["add_eos"] is False
     assert len(asked["corpus"]) >= 100
     asked.clear()
@@ -299,7 +337,7 @@ def test_the_teacher_writes(world, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_swapped_is_said_before_the_teacher_writes(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
+    monkeypatch.setattr(language_modeling, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
     with pytest.raises(T2RError, match="must be even"):
         run(world, tmp_path / "out", train="teacher", feature_map="hedgehog", feature_size=7)
 
@@ -307,17 +345,17 @@ def test_what_cannot_be_swapped_is_said_before_the_teacher_writes(world, tmp_pat
 def test_the_teacher_writes_more_of_a_text(world, tmp_path, monkeypatch):
     seen = {}
 
-    def write(*args, real=module.write_corpus, **options):
+    def write(*args, real=language_modeling.write_corpus, **options):
         seen["continues"] = options["continues"]
         seen["written"] = real(*args, **options)
         return seen["written"]
 
-    def stage(run, model, stage, dataset, *args, real=module.run_stage, **options):
-        seen["parts"] = [len(part) for part in dataset.datasets]
-        return real(run, model, stage, dataset, *args, **options)
+    def stage(run, model, stage, task, *args, real=sessions.run_stage):
+        seen["parts"] = [len(part) for part in task.dataset(stage.block_size).datasets]
+        return real(run, model, stage, task, *args)
 
-    monkeypatch.setattr(module, "write_corpus", write)
-    monkeypatch.setattr(module, "run_stage", stage)
+    monkeypatch.setattr(language_modeling, "write_corpus", write)
+    monkeypatch.setattr(sessions, "run_stage", stage)
     text = str(world / "train.txt")
     run(world, tmp_path / "out", train=[text, "teacher"], teacher_tokens=1000)
     assert seen["parts"][0] == len(seen["continues"]) // BLOCK
@@ -382,7 +420,7 @@ def test_halving_leaves_rotary_frequencies_alone():
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(world, tmp_path, monkeypatch, options, words):
-    monkeypatch.setattr(module, "run_stage", None)
+    monkeypatch.setattr(sessions, "run_stage", None)
     with pytest.raises(T2RError) as error:
         run(world, tmp_path / "out", **options)
     assert words in str(error.value)
@@ -411,14 +449,14 @@ class Stopped(BaseException):
 def run_until(monkeypatch, stage, *args, **options):
     """Stop as soon as a stage is done."""
 
-    def run_stage(run, model, what, *args, real=module.run_stage, **options):
+    def run_stage(run, model, what, *args, real=sessions.run_stage, **options):
         trained = real(run, model, what, *args, **options)
         if what.name == stage:
             raise Stopped
         return trained
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "run_stage", run_stage)
+        patch.setattr(sessions, "run_stage", run_stage)
         with pytest.raises(Stopped):
             run(*args, **options)
 
@@ -450,6 +488,89 @@ def test_an_unfinished_run_with_other_options(world, tmp_path, monkeypatch):
         run(world, tmp_path / "changing", train=str(text))
 
 
+@pytest.mark.parametrize("what", ["transfer.safetensors", "run.json", "checkpoint"])
+def test_damage_is_noticed_and_gone_round(world, tmp_path, monkeypatch, caplog, what):
+    """The run goes on from what is whole, to the same result."""
+    options = {"save_steps": 1, "valid": str(world / "valid.txt")}
+    if what == "checkpoint":
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "finish", stop_at("distill"))
+            with pytest.raises(Stopped):
+                run(world, tmp_path / "out", **options)
+        checkpoints = tmp_path / "out.run" / "distill.checkpoints"
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+        damaged = checkpoints / "checkpoint-4" / "optimizer.pt"
+    else:
+        run_until(monkeypatch, "transfer", world, tmp_path / "out", **options)
+        damaged = tmp_path / "out.run" / what
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    resumed = run(world, tmp_path / "out", **options)
+    assert "damaged" in caplog.text
+    straight = run(world, tmp_path / "straight", **options)
+    assert_same(tmp_path / "out", tmp_path / "straight")
+    assert resumed["stages"] == straight["stages"]
+    if what == "checkpoint":
+        assert "goes on from step 3" in caplog.text or "checkpoint-4 is damaged" in caplog.text
+
+
+def stop_at(stage):
+    def finish(self, name, model, real=Run.finish):
+        if name == stage:
+            raise Stopped
+        real(self, name, model)
+
+    return finish
+
+
+def test_two_conversions_to_one_folder(world, tmp_path, monkeypatch):
+    """The second is refused before it trains, and leaves the first alone."""
+    refused = []
+
+    def stage(*args, real=sessions.run_stage):
+        if not refused:
+            with pytest.raises(T2RError, match="another process is working in") as error:
+                run(world, tmp_path / "out")
+            refused.append(str(error.value))
+        return real(*args)
+
+    monkeypatch.setattr(sessions, "run_stage", stage)
+    run(world, tmp_path / "out")
+    assert len(refused) == 1
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_scan_that_was_stopped_goes_on(world, tmp_path, monkeypatch):
+    from t2r.training import sensitivity
+
+    measured = []
+
+    def loss(*args, real=sensitivity.loss_of):
+        if len(measured) == 2:
+            raise Stopped
+        measured.append(real(*args))
+        return measured[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sensitivity, "loss_of", loss)
+        with pytest.raises(Stopped):
+            run(world, tmp_path / "out", softmax_layers="auto:1")
+    asked = []
+    monkeypatch.setattr(sensitivity, "loss_of", lambda *a, real=sensitivity.loss_of: asked.append(1) or real(*a))
+    results = run(world, tmp_path / "out", softmax_layers="auto:1")
+    assert len(asked) == 1  # of the exact model and two layers, two were known
+    assert len(results["sensitivity"]) == 2
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_gradient_checkpointing_changes_nothing_but_memory(world, tmp_path, model_type):
+    """Dropout included: what is computed twice draws the same numbers."""
+    for checkpointing in (False, True):
+        run(world, tmp_path / str(checkpointing), model_type, gradient_checkpointing=checkpointing, merged=False)
+    ours, theirs = weights(tmp_path / "True"), weights(tmp_path / "False")
+    for name, x in ours.items():
+        torch.testing.assert_close(x, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_a_full_disk_at_the_end(world, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
@@ -477,8 +598,12 @@ def environment(tmp_path):
 def test_killed_and_repeated_it_is_the_same(world, tmp_path):
     """Bit by bit on one machine with one number of threads."""
     overrides = (*SHORT, "distill.steps=20")
-    arguments = command(world, tmp_path / "cut", "--set", overrides[-1], "--device", "cpu", "--json")
-    kill_after_checkpoint(arguments, tmp_path / "cut.run" / "distill.checkpoints", environment(tmp_path))
+    kill_after_checkpoint(
+        *("convert", str(world / "gpt2"), str(tmp_path / "cut")),
+        checkpoints=tmp_path / "cut.run" / "distill.checkpoints",
+        environment=environment(tmp_path),
+        **{"train": str(world / "train.txt"), "overrides": overrides, "device": "cpu", "save_steps": 6},
+    )
     assert not (tmp_path / "cut").exists()
     resumed = run(world, tmp_path / "cut", overrides=overrides)
     straight = run(world, tmp_path / "straight", overrides=overrides)

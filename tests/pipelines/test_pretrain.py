@@ -24,13 +24,16 @@ from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
 from t2r.evaluation import encode, perplexity
 from t2r.model.modeling import T2RModel
-from t2r.pipelines import pretrain as module
-from t2r.pipelines.pretrain import make_model, pretrain, rows, summary
-from t2r.training import run as run_module
+from t2r.pipelines.pretrain import make_model, pretrain, summary
+from t2r.tasks import LanguageModeling
+from t2r.training import session as sessions
+from t2r.training import stages
+from t2r.training.learner import Learner
 from t2r.training.preset import load_preset
 from t2r.training.recipe import Stage, load_recipe
-from t2r.training.run import Run, run_stage
-from t2r.training.trainer import StageTrainer
+from t2r.training.run import Run
+from t2r.training.stages import run_stage
+from t2r.training.trainer import Settings, StageTrainer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "to", "it", "in", "rain", "or", "sun"]
 BLOCK = 16
@@ -72,7 +75,6 @@ def run(world, out, config="gpt2-tiny", **options):
         "model_overrides": SMALL if config == "gpt2-tiny" else ADAPTIVE if "adaptive" in str(config) else (),
         "device": "cpu",
         "progress": False,
-        "save_steps": 1000,
     }
     return pretrain(str(config), str(out), **(defaults | options))
 
@@ -99,7 +101,7 @@ def test_the_whole_way(world, tmp_path, config):
     assert results["stages"]["pretrain"]["perplexity"] < 0.5 * results["untrained"]["perplexity"]
     assert results["log"]["pretrain"][-1]["loss"] < results["log"]["pretrain"][0]["loss"]
     assert json.loads((out / "results.json").read_text()) == results
-    assert len(rows(results)) == len(summary(results).rows) == 2
+    assert len(summary(results).rows) == 2
     assert not Path(f"{out}.run").exists()
 
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -227,12 +229,14 @@ def test_weights_depend_on_the_seed_alone():
 def test_killed_and_repeated_it_is_the_same(world, tmp_path):
     """Bit by bit, with dropout, layer dropout, and a loss that the model computes."""
     overrides = (*SHORT[:2], "steps=20", "warmup_steps=100")
-    sets = [part for value in overrides for part in ("--set", value)]
-    sets += [part for value in ADAPTIVE for part in ("--model-set", value)]
-    command = ["pretrain", "adaptive-lm-small", str(tmp_path / "cut"), "--train", str(world / "train.txt")]
-    arguments = [*command, *sets, "--device", "cpu", "--json"]
-    environment = same_threads(T2R_CACHE=str(tmp_path / "cache"))
-    kill_after_checkpoint(arguments, tmp_path / "cut.run" / "pretrain.checkpoints", environment)
+    call = {"train": str(world / "train.txt"), "overrides": overrides, "model_overrides": ADAPTIVE, "save_steps": 6}
+    kill_after_checkpoint(
+        *("pretrain", "adaptive-lm-small", str(tmp_path / "cut")),
+        checkpoints=tmp_path / "cut.run" / "pretrain.checkpoints",
+        environment=same_threads(T2R_CACHE=str(tmp_path / "cache")),
+        **call,
+        device="cpu",
+    )
     assert not (tmp_path / "cut").exists()
 
     options = {"config": "adaptive-lm-small", "overrides": overrides}
@@ -252,6 +256,17 @@ def test_killed_and_repeated_it_is_the_same(world, tmp_path):
 
 
 # --- The trainer ----------------------------------------------------------------------------------------------
+
+
+class OfRows(LanguageModeling):
+    """Language modeling on rows that are there already."""
+
+    def __init__(self, rows):
+        super().__init__(None, [])
+        self.rows = rows
+
+    def dataset(self, block_size):
+        return self.rows
 
 
 class Rows(torch.utils.data.Dataset):
@@ -301,7 +316,7 @@ def test_a_loss_without_logits_is_the_cross_entropy(tmp_path, monkeypatch, swapp
 
     seen = []
     real = StageTrainer.compute_loss
-    monkeypatch.setattr(StageTrainer, "against", None)  # what forms logits is not asked
+    monkeypatch.setattr(Learner, "against", None)  # what forms logits is not asked
     monkeypatch.setattr(StageTrainer, "compute_loss", lambda *args, **kw: seen.append(1) or real(*args, **kw))
     stage = Stage(
         "only",
@@ -318,7 +333,7 @@ def test_a_loss_without_logits_is_the_cross_entropy(tmp_path, monkeypatch, swapp
     )
     before = [p.detach().clone() for p in model.parameters()]
     run = Run(tmp_path / "run", {})
-    run_stage(run, model, stage, dataset, None, progress=False)
+    run_stage(run, model, stage, OfRows(dataset), None, Settings(progress=False))
     assert len(seen) == (1 if device_tokens is None else 4)
     assert run.facts["only.log"][0]["loss"] == pytest.approx(expected.item(), abs=1e-4)
     for old, new, grad in zip(before, model.parameters(), wanted, strict=True):
@@ -331,7 +346,7 @@ def test_an_adaptive_model_is_a_teacher_too(tmp_path):
     student = t2r.swap(adaptive(), feature_map="hedgehog")
     stage = Stage("only", "distill", steps=3, block_size=BLOCK, batch_tokens=8 * BLOCK, learning_rate=1e-3)
     run = Run(tmp_path / "run", {})
-    run_stage(run, student, stage, Rows(), teacher, progress=False)
+    run_stage(run, student, stage, OfRows(Rows()), teacher, Settings(progress=False))
     assert run.facts["only.log"][-1]["loss"] < run.facts["only.log"][0]["loss"]
 
 
@@ -347,7 +362,7 @@ def test_how_long_it_will_take(world, tmp_path, caplog, monkeypatch, budget):
     def stop(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "calibrate", lambda *args: 2.0)
+    monkeypatch.setattr(stages, "calibrate", lambda *args: 2.0)
     monkeypatch.setattr(StageTrainer, "train", stop)
     options = {"minutes": 2.01} if budget == "minutes" else {"overrides": (*SHORT[:2], budget)}
     with caplog.at_level(logging.INFO, "t2r"), pytest.raises(KeyboardInterrupt):
@@ -395,7 +410,7 @@ def test_a_model_of_which_nothing_is_known_trains(world, tmp_path):
     ],
 )
 def test_mistakes_leave_nothing_behind(world, tmp_path, monkeypatch, options, words):
-    monkeypatch.setattr(module, "run_stage", None)
+    monkeypatch.setattr(sessions, "run_stage", None)
     (tmp_path / "empty.txt").touch()
     if options.get("train") == "empty.txt":
         options = {"train": str(tmp_path / "empty.txt")}

@@ -18,8 +18,8 @@ from repository import example
 from t2r.attention.recurrence import recurrent_sites
 from t2r.training.muon import Muon, orthogonal
 from t2r.training.objectives import transferring
+from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.recipe import Stage, load_recipe
-from t2r.training.trainer import choose_trained, make_optimizer
 
 TEACHER = Path(__file__).parents[2] / "examples" / "teacher"
 

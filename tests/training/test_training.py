@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,20 +16,19 @@ from families import VOCABULARY, tiny
 from t2r.attention.recurrence import exact_attention, recurrent_sites
 from t2r.attention.softmax import softmax_attention
 from t2r.errors import T2RError
-from t2r.training import objectives
-from t2r.training.objectives import capture_head_input, distillation_loss, head_gives_logits, transferring
+from t2r.model.logits import AT_ONCE
+from t2r.tasks import LanguageModeling, language_modeling
+from t2r.tasks.base import exchanged
+from t2r.training import learner, objectives, stages
+from t2r.training import trainer as trainers
+from t2r.training.checkpoints import last_checkpoint, seal
+from t2r.training.objectives import distillation_loss, transferring
+from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.recipe import Stage
-from t2r.training.run import Run, load_weights, run_stage, save_weights
+from t2r.training.run import Run, load_weights, save_weights
 from t2r.training.sensitivity import most_sensitive
-from t2r.training.trainer import (
-    COMPLETE,
-    StageTrainer,
-    batch_shape,
-    choose_trained,
-    exchanged,
-    last_checkpoint,
-    make_optimizer,
-)
+from t2r.training.stages import run_stage
+from t2r.training.trainer import Settings, StageTrainer, batch_shape
 
 LENGTH = 16
 
@@ -53,6 +53,17 @@ class Rows(torch.utils.data.Dataset):
         return item
 
 
+class OfRows(LanguageModeling):
+    """Language modeling on rows that are there already."""
+
+    def __init__(self, rows):
+        super().__init__(None, [])
+        self.rows = rows
+
+    def dataset(self, block_size):
+        return self.rows
+
+
 def stage(objective="task", **fields):
     budget = {} if {"minutes", "epochs", "tokens"} & set(fields) else {"steps": 4}
     defaults = {"train": "maps" if objective == "transfer" else "all", "block_size": LENGTH, "batch_tokens": 4 * LENGTH}
@@ -69,8 +80,8 @@ def pair(model_type="gpt2", dtype=torch.float32, **options):
 
 def train(tmp_path, model, what, teacher=None, rows=None, **options):
     run = Run(tmp_path / "run", {})
-    options = {"save_steps": 1000, "progress": False} | options  # saving takes longer than these steps
-    model = run_stage(run, model, what, rows or Rows(), teacher, **options)
+    settings = Settings(**{"progress": False} | options)
+    model = run_stage(run, model, what, OfRows(rows or Rows()), teacher, settings)
     return model, [entry["loss"] for entry in run.facts["only.log"]]
 
 
@@ -104,7 +115,7 @@ def plain(student, teacher, labels, head, teacher_head, kl_weight, task_weight, 
 @pytest.mark.parametrize(("kl", "task", "temperature"), [(1.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.7, 0.3, 2.0)])
 def test_distillation_is_plain_kl_and_cross_entropy(monkeypatch, form, chunk, kl, task, temperature):
     tokens, hidden, vocabulary = 11, 6, 13
-    monkeypatch.setitem(objectives.CHUNK_LOGITS, "cpu", chunk * vocabulary)
+    monkeypatch.setitem(AT_ONCE, "cpu", chunk * vocabulary)
     torch.manual_seed(0)
     size = vocabulary if form == "logits" else hidden
     student = torch.randn(tokens, size, dtype=torch.float64, requires_grad=True)
@@ -172,7 +183,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_full_logits_are_never_formed(monkeypatch):
     tokens, hidden, vocabulary, chunk = 64, 4, 50, 8
-    monkeypatch.setitem(objectives.CHUNK_LOGITS, "cpu", chunk * vocabulary)
+    monkeypatch.setitem(AT_ONCE, "cpu", chunk * vocabulary)
     heads = {name: nn.Linear(hidden, vocabulary) for name in ("student_head", "teacher_head")}
     student, teacher = torch.randn(2, tokens, hidden).unbind()
     labels = torch.randint(vocabulary, (tokens,))
@@ -185,7 +196,7 @@ def test_full_logits_are_never_formed(monkeypatch):
 def test_full_logits_of_an_adaptive_softmax_are_never_formed(monkeypatch, task_weight):
     model = tiny("adaptive_lm", torch.float32)
     head, tokens, vocabulary, chunk = model.get_output_embeddings(), 64, VOCABULARY, 8
-    monkeypatch.setitem(objectives.CHUNK_LOGITS, "cpu", chunk * vocabulary)
+    monkeypatch.setitem(AT_ONCE, "cpu", chunk * vocabulary)
     student, teacher = torch.randn(2, tokens, 32).unbind()
     labels = torch.randint(vocabulary, (tokens,))
     student.requires_grad_()
@@ -198,31 +209,17 @@ def test_full_logits_of_an_adaptive_softmax_are_never_formed(monkeypatch, task_w
     assert seen.largest <= max(chunk * vocabulary, 2 * tokens * 32, weights) < tokens * vocabulary
 
 
-@pytest.mark.parametrize(
-    ("model_type", "linear"),
-    [("gpt2", True), ("llama", True), ("adaptive_lm", True), ("gemma2", False), ("granite", False)],
-)
-def test_heads_that_give_the_logits_are_known(model_type, linear):
-    model = tiny(model_type, torch.float32).train()
-    if model_type == "gemma2":
-        model.config.final_logit_softcapping = 5.0
-    before = torch.get_rng_state()
-    assert head_gives_logits(model, torch.arange(3, 9)[None]) is linear
-    assert torch.equal(before, torch.get_rng_state())
-    assert model.training
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "adaptive_lm", "granite"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_distill_stage_is_plain_kl(tmp_path, model_type, documents, monkeypatch):
     """Through the whole trainer, with linear heads, adaptive ones and logits as they come, packed documents or not."""
-    monkeypatch.setitem(objectives.CHUNK_LOGITS, "cpu", 7 * VOCABULARY)
+    monkeypatch.setitem(AT_ONCE, "cpu", 7 * VOCABULARY)
     student, teacher = pair(model_type)
     rows = Rows(prompts=lambda i: 3 * i % 5, documents=documents)
     what = stage("distill", task_weight=0.5, temperature=1.5)
-    trainer = StageTrainer(student, what, 1, rows, tmp_path, teacher, progress=False)
+    trainer = StageTrainer(student, what, 1, OfRows(rows), tmp_path, teacher, Settings(progress=False))
     batch = torch.utils.data.default_collate([rows[i] for i in range(4)])
-    loss = trainer.compute_loss(student, batch)
+    loss = trainer.compute_loss(trainer.learner, batch)
     labels = batch.pop("labels")[:, 1:].flatten()
     ours, theirs = (m(**batch, use_cache=False).logits[:, :-1].flatten(0, 1) for m in (student, teacher))
     expected = plain(ours, theirs, labels, None, None, 1.0, 0.5, 1.5)
@@ -237,8 +234,7 @@ def test_distill_stage_is_plain_kl(tmp_path, model_type, documents, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "documents"),  # GPT-1's own attention knows no documents
-    [("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True), (False)],
+    ("model_type", "documents"), [("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True)]
 )
 @pytest.mark.parametrize("forgets", [{}, {"decay": True, "rotary": False}], ids=["keeps", "forgets"])
 def test_transfer_passes_the_exact_output_on(model_type, documents, forgets):
@@ -255,7 +251,6 @@ def test_transfer_passes_the_exact_output_on(model_type, documents, forgets):
     maps = {p for site in recurrent_sites(student) for p in site.feature_map.parameters()}
     assert {p for p in student.parameters() if p.grad is not None} == maps
     assert all(p.grad.abs().sum() > 0 for p in maps)
-    assert not any(site.exact for site in recurrent_sites(student))
 
 
 @pytest.mark.parametrize("objective", ["transfer", "distill"])
@@ -309,7 +304,7 @@ def test_transfer_loss_is_zero_where_nothing_is_left_to_learn(monkeypatch):
 def test_sensitivity_ranks_layers_by_what_they_cost():
     student, _ = pair()
     rows = Rows(20)
-    scan = most_sensitive(student, rows, count=6)
+    scan = most_sensitive(student, OfRows(rows), LENGTH, count=6)
     assert sorted(layer for layer, _ in scan) == [0, 1, 2]
     assert [cost for _, cost in scan] == sorted((cost for _, cost in scan), reverse=True)
     chosen = torch.stack([rows.ids[i * 20 // 6] for i in range(6)])
@@ -400,26 +395,24 @@ def test_noise_exchanges_tokens_for_others_of_the_batch():
 @pytest.mark.parametrize("objective", ["task", "transfer", "distill"])
 def test_noise_is_in_what_is_read_not_in_the_labels(tmp_path, monkeypatch, objective):
     """Teacher and student read the same, and the text to be predicted is the text."""
-    from t2r.training import trainer as module
-
-    monkeypatch.setattr(module, "exchanged", lambda ids, share: ids.flip(1))
+    monkeypatch.setattr(language_modeling, "exchanged", lambda ids, share: ids.flip(1))
     read, labels = [], []
-    loss = module.distillation_loss
+    loss = learner.distillation_loss
     monkeypatch.setattr(
-        module, "distillation_loss", lambda x, y, target, **o: labels.append(target) or loss(x, y, target, **o)
+        learner, "distillation_loss", lambda x, y, target, **o: labels.append(target) or loss(x, y, target, **o)
     )
     rows = Rows(4)
     student, teacher = pair()
     what = stage(objective, steps=1, noise=0.5)
-    for model in (student, teacher):
-        model.register_forward_pre_hook(lambda m, a, o: read.append(o["input_ids"]), with_kwargs=True)
+    for model in (student.base_model, teacher.base_model):
+        model.register_forward_pre_hook(lambda m, a, o: read.append(o.get("input_ids", *a)), with_kwargs=True)
     train(tmp_path, student, what, teacher if objective == "distill" else None, rows=rows)
     whole = {tuple(row) for row in rows.ids.tolist()}
     read = [ids for ids in read if ids.shape == (4, LENGTH)]  # not the probe of the head
     assert len(read) == (2 if objective == "distill" else 1)
     assert all({tuple(row) for row in ids.flip(1).tolist()} == whole for ids in read)
     if objective != "transfer":
-        assert {tuple(row) for row in labels[0].view(4, LENGTH - 1).tolist()} == {row[1:] for row in whole}
+        assert {tuple(row[:-1]) for row in labels[0].view(4, LENGTH).tolist()} == {row[1:] for row in whole}
 
 
 def test_noise_is_a_share():
@@ -489,7 +482,7 @@ def test_rates_and_clipping_of_a_stage(tmp_path):
     what = stage(
         schedule="cosine", steps=8, warmup_steps=3, warmup_init=1e-4, clip_norm=0.1, optimizer="nag", momentum=0.5
     )
-    run_stage(run, pair()[0], what, Rows(), None, progress=False)
+    run_stage(run, pair()[0], what, OfRows(Rows()), None, Settings(progress=False))
     schedule = what.make_schedule(8)
     rates = [entry["learning_rate"] for entry in run.facts["only.log"]]
     # transformers logs the rate of the step to come in some versions, and of the step done in others
@@ -503,14 +496,13 @@ def test_rates_and_clipping_of_a_stage(tmp_path):
 def test_budgets(tmp_path, budget, steps):
     run = Run(tmp_path / "run", {})
     student, teacher = pair()
-    run_stage(run, student, stage("distill", **budget), Rows(), teacher, progress=False)
+    run_stage(run, student, stage("distill", **budget), OfRows(Rows()), teacher, Settings(progress=False))
     assert run.facts["only.steps"] == steps
 
 
 def test_calibration_changes_nothing(tmp_path, monkeypatch):
     """Minutes become steps; then training is what it is for so many steps."""
-    from t2r.training import run as module
-
+    module = stages
     monkeypatch.setattr(module, "calibrate", lambda *args, real=module.calibrate: real(*args) * 0 + 20)
     timed, _ = train(tmp_path / "a", pair()[0], stage(minutes=1))
     counted, _ = train(tmp_path / "b", pair()[0], stage(steps=3))
@@ -533,7 +525,9 @@ class Failing(StageTrainer):
 @pytest.mark.parametrize(("save_steps", "every"), [(1, 1), (2, 1), (2, 5), (20, 1)])
 def test_nan_stops_and_names_the_last_good_checkpoint(tmp_path, save_steps, every):
     student, _ = pair()
-    trainer = Failing(student, stage(), 8, Rows(), tmp_path, save_steps=save_steps, progress=False)
+    trainer = Failing(
+        student, stage(), 8, OfRows(Rows()), tmp_path, None, Settings(save_steps=save_steps, progress=False)
+    )
     trainer.args.logging_steps = every  # a checkpoint may come before the next line of the log
     with pytest.raises(T2RError) as error:
         trainer.train()
@@ -549,7 +543,8 @@ def test_nan_stops_and_names_the_last_good_checkpoint(tmp_path, save_steps, ever
 
 def test_divergence_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(Failing, "factor", 10.0)
-    trainer = Failing(pair()[0], stage(learning_rate=1e-9), 20, Rows(), tmp_path, save_steps=2, progress=False)
+    settings = Settings(save_steps=2, progress=False)
+    trainer = Failing(pair()[0], stage(learning_rate=1e-9), 20, OfRows(Rows()), tmp_path, None, settings)
     with pytest.raises(T2RError, match=r"by step 6: it diverges; lower .* is .*checkpoint-4"):
         trainer.train()
 
@@ -558,8 +553,9 @@ def test_only_complete_checkpoints_count(tmp_path):
     for step, complete in ((2, True), (10, True), (12, False)):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
+        (folder / "weights").write_bytes(bytes(step))
         if complete:
-            (folder / COMPLETE).touch()
+            seal(folder)
     assert last_checkpoint(tmp_path).name == "checkpoint-10"
     assert last_checkpoint(tmp_path / "none") is None
 
@@ -585,7 +581,7 @@ class Dying(StageTrainer):
 def test_a_stage_goes_on_to_the_same_weights(tmp_path, monkeypatch, trained, saved):
     """With dropout and noise, so that the random state matters. Six steps, a checkpoint after 2, 4 and 6; the last one
     is after all is done but not yet recorded."""
-    from t2r.training import run as module
+    module = stages
 
     def fresh():
         student, teacher = pair()
@@ -659,11 +655,60 @@ def test_weights_of_another_model_are_refused(tmp_path):
     assert model.lm_head.weight.abs().sum() > 0
 
 
-def test_capture_gives_the_head_its_last_position_only():
-    model = tiny("llama")
-    ids = Rows().ids[:2]
-    with capture_head_input(model) as captured:
-        logits = model(input_ids=ids, use_cache=False).logits
-    assert logits.shape[1] == 1
-    torch.testing.assert_close(model.lm_head(captured[0]), model(input_ids=ids).logits)
-    assert model(input_ids=ids).logits.shape[1] == LENGTH
+# --- How a stage is run -----------------------------------------------------------------------------------------
+
+
+def test_a_failed_stage_leaves_nothing_compiled(tmp_path, monkeypatch):
+    student, teacher = pair()
+
+    def fail(self, *args, **options):
+        assert all(layer._compiled_call_impl is not None for m in (student, teacher) for layer in m.transformer.h)
+        assert student.is_gradient_checkpointing
+        raise Killed
+
+    monkeypatch.setattr(StageTrainer, "train", fail)
+    with pytest.raises(Killed):
+        train(tmp_path, student, stage("distill"), teacher, compiled=True, gradient_checkpointing=True)
+    assert all(layer._compiled_call_impl is None for m in (student, teacher) for layer in m.transformer.h)
+    assert not student.is_gradient_checkpointing
+    assert all(p.requires_grad for p in student.parameters())
+
+
+def test_layers_are_computed_again_under_gradient_checkpointing(tmp_path):
+    for objective, times in (("transfer", 1), ("distill", 2), ("task", 2)):
+        student, teacher = pair()
+        calls = []
+        student.transformer.h[0].ln_1.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
+        train(tmp_path / objective, student, stage(objective, steps=1), teacher, gradient_checkpointing=True)
+        probes = 0 if objective == "transfer" else 2  # of the head
+        assert len(calls) - probes == times
+
+
+def test_a_model_without_gradient_checkpointing_is_refused(tmp_path):
+    student, _ = pair()
+    type(student).supports_gradient_checkpointing = False
+    try:
+        with pytest.raises(T2RError, match="gpt2 has no gradient checkpointing"):
+            train(tmp_path, student, stage(), gradient_checkpointing=True)
+    finally:
+        del type(student).supports_gradient_checkpointing
+
+
+@pytest.mark.parametrize(("seconds", "saves"), [(1e9, 0), (0.0, 4)])
+def test_checkpoints_follow_the_clock(tmp_path, monkeypatch, seconds, saves):
+    monkeypatch.setattr(trainers, "SAVE_SECONDS", seconds)
+    saved = []
+    monkeypatch.setattr(trainers, "seal", lambda folder: saved.append(folder.name))
+    train(tmp_path, pair()[0], stage())
+    assert saved == [f"checkpoint-{i + 1}" for i in range(saves)]
+
+
+def test_a_checkpoint_has_only_what_changes(tmp_path, monkeypatch):
+    """Of a transfer the maps, and not the trunk."""
+    found = {}
+    monkeypatch.setattr(trainers, "seal", lambda folder: found.update(load_file(folder / trainers.LEARNED)))
+    student, _ = pair(feature_map="rfa")
+    train(tmp_path, student, stage("transfer", steps=1), save_steps=1)
+    assert found
+    assert all(".feature_map." in name for name in found)
+    assert any(name.endswith(".bank") for name in found)

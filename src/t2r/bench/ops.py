@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from t2r import ops
 from t2r.errors import T2RError
@@ -28,6 +29,8 @@ LENGTHS = (512, 2048, 8192)
 GROWTH = (8192, 32768)
 """Four times the length should take about four times as long."""
 GROWTH_BOUND = 4.6
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v and a gradient for the output."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,7 +42,8 @@ class Settings:
     head_dim: int
     dtype: str
     device: str
-    backend: str
+    backends: tuple[str, ...]
+    decay: bool
     repeats: int
     threads: int
     """Of torch, on the CPU: two measurements compare only where this is the same."""
@@ -47,14 +51,24 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """What one length takes: milliseconds, and the peak memory of forward and backward."""
+    """What one length takes with one backend: milliseconds, and the peak memory of forward and backward.
+
+    On a GPU these are device times: the work is captured as a CUDA graph and replayed, for softmax attention too."""
 
     length: int
+    backend: str
     softmax_forward: float
     linear_forward: float
     linear_training: float
+    """Forward and backward."""
     memory_multiple: float
     """Peak bytes beyond q, k, v and the gradient of out, held before, over the bytes of q, k, v and out."""
+    forward_bytes: int
+    """What must be moved at least: q, k and v read once, out written once."""
+    training_bytes: int
+    """The same with the backward pass: q, k, v, out and its gradient read once, three gradients written once."""
+    softmax_training: float | None = None
+    """On a GPU only: on a CPU it would take most of the benchmark's time."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,9 @@ class Report:
     settings: Settings
     rows: list[Row]
     growth: float
-    """Time of forward and backward at the longer length of GROWTH over that at the shorter."""
+    """Time of forward and backward at the longer length of GROWTH over that at the shorter, with the first backend."""
+    bandwidth: float | None = None
+    """Bytes a second of a large copy on the same GPU, read and written."""
 
 
 def run(
@@ -74,10 +90,16 @@ def run(
     head_dim: int = 128,
     dtype: str = "float32",
     device: str = "cpu",
-    backend: str = "chunked",
+    backend: str = "auto",
+    decay: bool = False,
     repeats: int = 5,
 ) -> Report:
-    """Measure on this machine; times are medians over interleaved repeats."""
+    """Measure on this machine; times are medians over interleaved repeats.
+
+    Args:
+        backend: names separated by commas are measured side by side.
+        decay: with rates of forgetting for every feature.
+    """
     for name, number in (("length", min(lengths)), ("batch", batch), ("heads", heads), ("repeats", repeats)):
         if number < 1:
             raise T2RError(f"{name} must be at least 1, got {number}")
@@ -85,41 +107,109 @@ def run(
         raise T2RError(f"feature size and head dim must be at least 1, got {feature_size} and {head_dim}")
     if dtype not in DTYPES:
         raise T2RError(f"no dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    backends = tuple(name.strip() for name in backend.split(","))
     threads = torch.get_num_threads()
-    settings = Settings(batch, heads, feature_size, head_dim, dtype, device, backend, repeats, threads)
-    return Report(settings, [_row(length, settings) for length in lengths], _growth(settings))
+    settings = Settings(batch, heads, feature_size, head_dim, dtype, device, backends, decay, repeats, threads)
+    rows = [row for length in lengths for row in _rows(length, settings)]
+    return Report(settings, rows, _growth(settings), _bandwidth(settings))
 
 
-def _row(length: int, settings: Settings) -> Row:
-    q, k, v, grad = _inputs(length, settings)
-    queries, keys = torch.randn_like(v), torch.randn_like(v)
+def _on_cuda(settings: Settings) -> bool:
+    return settings.device.startswith("cuda")
+
+
+def _rows(length: int, settings: Settings) -> list[Row]:
+    q, k, v, grad = inputs = _inputs(length, settings)
+    decay = _decay(settings)
+    softmax_inputs = _softmax_inputs(v)
+    functions: list[Callable[[], object]] = [lambda: _softmax(*softmax_inputs, None)]
+    if _on_cuda(settings):
+        functions.append(lambda: _softmax(*softmax_inputs, grad))
+    softmax = len(functions)
+    for name in settings.backends:
+        functions += [_forward(inputs, decay, name), _training(inputs, decay, name)]
+    times = _medians(functions, settings)
+    own = q.nbytes + k.nbytes + v.nbytes
+    rows = []
+    for i, name in enumerate(settings.backends):
+        forward, training = times[softmax + 2 * i : softmax + 2 * i + 2]
+        peak = _peak_bytes(_training(inputs, decay, name), v.device)
+        rows.append(
+            Row(
+                length,
+                name,
+                times[0],
+                forward,
+                training,
+                peak / (own + grad.nbytes),  # the gradient of out is as large as out
+                own + grad.nbytes,
+                3 * own + 3 * grad.nbytes,
+                times[1] if softmax == 2 else None,
+            )
+        )
+    return rows
+
+
+def _softmax_inputs(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn_like(v).requires_grad_(), torch.randn_like(v).requires_grad_(), v
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> object:
+    """Forward, and backward if there is a gradient. In half precision on a GPU it is flash attention, or it fails."""
+    flash = q.is_cuda and q.dtype != torch.float32
+    with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+        if grad is None:
+            with torch.no_grad():
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+
+def _decay(settings: Settings) -> Tensor | None:
+    """Rates as a trained model has them: from one token's memory to that of thousands."""
+    if not settings.decay:
+        return None
+    rates = torch.logspace(-4, 0, settings.heads * settings.feature_size, device=settings.device)
+    return rates.view(settings.heads, settings.feature_size).requires_grad_()
+
+
+def _forward(inputs: Inputs, decay: Tensor | None, backend: str) -> Callable[[], object]:
+    q, k, v, _ = inputs
 
     @torch.no_grad()
-    def softmax_forward() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(queries, keys, v, is_causal=True)
+    def forward() -> Tensor:
+        return ops.linear_attention(q, k, v, decay=decay, backend=backend)[0]
 
-    @torch.no_grad()
-    def linear_forward() -> Tensor:
-        return ops.linear_attention(q, k, v, backend=settings.backend)[0]
+    return forward
 
-    def linear_training() -> tuple[Tensor, ...]:
-        return _train(q, k, v, grad, settings)
 
-    softmax, linear, training = _medians([softmax_forward, linear_forward, linear_training], settings)
-    own = sum(t.nbytes for t in (q, k, v, grad))  # the gradient of out is as large as out
-    return Row(length, softmax, linear, training, _peak_bytes(linear_training, v.device) / own)
+def _training(inputs: Inputs, decay: Tensor | None, backend: str) -> Callable[[], object]:
+    q, k, v, grad = inputs
+
+    def training() -> tuple[Tensor, ...]:
+        out, _ = ops.linear_attention(q, k, v, decay=decay, backend=backend)
+        return torch.autograd.grad(out, (q, k, v) if decay is None else (q, k, v, decay), grad)
+
+    return training
 
 
 def _growth(settings: Settings) -> float:
-    def training(length: int) -> Callable[[], object]:
-        inputs = _inputs(length, settings)
-        return lambda: _train(*inputs, settings)
-
-    short, long = _medians([training(length) for length in GROWTH], settings)
+    decay, backend = _decay(settings), settings.backends[0]
+    functions = [_training(_inputs(length, settings), decay, backend) for length in GROWTH]
+    short, long = _medians(functions, settings)
     return long / short
 
 
-def _inputs(length: int, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _bandwidth(settings: Settings) -> float | None:
+    if not _on_cuda(settings):
+        return None
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=settings.device)
+    target = torch.empty_like(source)
+    (milliseconds,) = _medians([lambda: target.copy_(source)], settings)
+    return 2 * source.nbytes / milliseconds * 1e3
+
+
+def _inputs(length: int, settings: Settings) -> Inputs:
     """q, k and v, and a gradient for the output. Features are positive, as feature maps make them."""
     try:
         device = torch.device(settings.device)
@@ -137,26 +227,56 @@ def _inputs(length: int, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Te
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
 
 
-def _train(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, settings: Settings) -> tuple[Tensor, ...]:
-    out, _ = ops.linear_attention(q, k, v, backend=settings.backend)
-    return torch.autograd.grad(out, (q, k, v), grad)
-
-
 def _medians(functions: Sequence[Callable[[], object]], settings: Settings) -> list[float]:
     """Median milliseconds of each. Taking turns lets whatever else the machine does fall on all alike."""
-    cuda = settings.device.startswith("cuda")
+    clock = _device_clock if _on_cuda(settings) else _wall_clock
+    timed = [clock(function, settings) for function in functions]
+    rounds = [[measure() for measure in timed] for _ in range(settings.repeats)]
+    return [median(times) for times in zip(*rounds, strict=True)]
 
-    def milliseconds(function: Callable[[], object]) -> float:
+
+def _wall_clock(function: Callable[[], object], settings: Settings) -> Callable[[], float]:
+    def milliseconds() -> float:
         start = time.perf_counter()
         function()
-        if cuda:
-            torch.cuda.synchronize(settings.device)
         return (time.perf_counter() - start) * 1e3
 
-    for function in functions:
-        milliseconds(function)  # a first call also pays for what is set up once
-    rounds = [[milliseconds(function) for function in functions] for _ in range(settings.repeats)]
-    return [median(times) for times in zip(*rounds, strict=True)]
+    milliseconds()  # a first call also pays for what is set up once
+    return milliseconds
+
+
+AT_LEAST_MS = 20.0
+"""A measurement on a GPU replays the graph until it takes about so long."""
+
+
+def _device_clock(function: Callable[[], object], settings: Settings) -> Callable[[], float]:
+    """Device time of the captured work: neither Python nor the launches of single kernels are in it."""
+    device = torch.device(settings.device)
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # kernels are compiled and libraries set up outside the capture
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+
+    def replay(times: int) -> float:
+        with torch.cuda.device(device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(times):
+                graph.replay()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) / times
+
+    replay(3)
+    times = max(1, min(1000, round(AT_LEAST_MS / max(replay(3), 1e-3))))
+    return lambda: replay(times)
 
 
 def _peak_bytes(function: Callable[[], object], device: torch.device) -> int:
@@ -205,25 +325,43 @@ def tables(report: Report) -> "list[Table | str]":
     from rich.table import Table
 
     s = report.settings
+    where = s.device if report.bandwidth is not None else f"{s.device} ({s.threads} threads)"
     table = Table(
         title=f"batch {s.batch}, heads {s.heads}, feature size {s.feature_size}, head dim {s.head_dim}, "
-        f"{s.dtype} on {s.device} ({s.threads} threads), median of {s.repeats}"
+        f"{s.dtype} on {where}, {'with' if s.decay else 'without'} decay, median of {s.repeats}"
     )
-    headings = ("length", "softmax forward", f"{s.backend} forward", "softmax / ours", "training", "memory")
+    headings = ["length", "backend", "softmax forward", "forward", "softmax / ours", "training", "memory"]
+    if report.bandwidth is not None:
+        headings[5:6] = ["softmax training", "training", "softmax / ours", "bandwidth forward", "training"]
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in report.rows:
+        training = [f"{row.linear_training:.3f} ms"]
+        if report.bandwidth is not None and row.softmax_training is not None:
+            training = [
+                f"{row.softmax_training:.3f} ms",
+                *training,
+                f"{row.softmax_training / row.linear_training:.2f}×",
+                f"{row.forward_bytes / row.linear_forward * 1e3 / report.bandwidth:.0%}",
+                f"{row.training_bytes / row.linear_training * 1e3 / report.bandwidth:.0%}",
+            ]
         table.add_row(
             str(row.length),
-            f"{row.softmax_forward:.2f} ms",
-            f"{row.linear_forward:.2f} ms",
+            row.backend,
+            f"{row.softmax_forward:.3f} ms",
+            f"{row.linear_forward:.3f} ms",
             f"{row.softmax_forward / row.linear_forward:.2f}×",
-            f"{row.linear_training:.2f} ms",
+            *training,
             f"{row.memory_multiple:.2f}×",
         )
-    return [
-        table,
-        "Training is ours, forward and backward; memory is its peak, over the bytes of q, k, v and out.",
+    notes = [
+        "Training is forward and backward; memory is its peak (ours), over the bytes of q, k, v and out.",
         f"Training at {GROWTH[1]} over training at {GROWTH[0]}: {report.growth:.2f}× the time "
         f"(linear is {GROWTH[1] / GROWTH[0]:.0f}, our bound {GROWTH_BOUND}).",
     ]
+    if report.bandwidth is not None:
+        notes.append(
+            "Times are of replayed CUDA graphs. Bandwidth is the share that reading every input and writing every "
+            f"output once would take of a copy's {report.bandwidth / 1e12:.2f} TB/s."
+        )
+    return [table, *notes]

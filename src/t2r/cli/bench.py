@@ -27,7 +27,10 @@ def bench_ops(
     head_dim: Annotated[int, typer.Option(help="Columns of the state: the size of v.")] = 128,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    backend: Annotated[str, typer.Option(help="The backend to measure.")] = "chunked",
+    backend: Annotated[
+        str, typer.Option(help="The backend to measure; several, separated by commas, side by side.")
+    ] = "auto",
+    decay: Annotated[bool, typer.Option("--decay", help="With a rate of forgetting for every feature.")] = False,
     repeats: Annotated[int, typer.Option(help="Measurements of which the median is taken.")] = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -43,6 +46,7 @@ def bench_ops(
         dtype=dtype,
         device=device,
         backend=backend,
+        decay=decay,
         repeats=repeats,
     )
     if as_json:

@@ -17,7 +17,7 @@ def evaluate(
     window: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     stride: Annotated[int, typer.Option(help="How far a window is advanced; so many tokens of each are scored.")] = 256,
     limit: Annotated[int | None, typer.Option(help="Score so many windows, or questions of a task, only.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows at a time.")] = 8,
+    batch_size: Annotated[int | None, typer.Option(help="Windows at a time. [default: by the device]")] = None,
     teacher: Annotated[str | None, typer.Option(help="Measure the KL to this model instead of the first.")] = None,
     generation: Annotated[bool, typer.Option(help="Also look at what it writes: repetition and recall.")] = True,
     dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "float32",
@@ -56,7 +56,7 @@ def evaluate(
                 progress=not (quiet or as_json),
             )
         if task:
-            common: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "device": device, "limit": limit}
+            common: dict[str, Any] = {"batch_size": batch_size or 8, "dtype": dtype, "device": device, "limit": limit}
             for result in results:
                 result["tasks"] = harness(result["model"], task, task_folder=task_folder, **common)
     if as_json:

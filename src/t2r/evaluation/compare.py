@@ -32,7 +32,7 @@ def evaluate(
     stride: int = STRIDE,
     limit: int | None = None,
     tail: bool = False,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     dtype: str = "float32",
     device: str = "auto",
     generation: bool = True,
@@ -44,7 +44,7 @@ def evaluate(
     """Measure each model, for JSON or for `tables`.
 
     KL and agreement are to the `teacher`, or else to the first model, and ratios of perplexity to the first
-    model. Models given by name are loaded one at a time, so that memory holds the reference and one more.
+    model. Models given by name are loaded once, one at a time, so that memory holds the reference and one more.
     `generation` adds repetition and recall: by default at those distances that half a window holds.
     """
     if not models:
@@ -56,11 +56,14 @@ def evaluate(
     if distances is None:
         distances = [d for d in (*DISTANCES, 1024, 4096, 16384) if 2 * d <= window]
     against = None if teacher is None else _loaded(teacher, dtype, device)
+    sequences = 8 if batch_size is None else batch_size  # of what is generated
 
     results: list[dict[str, Any]] = []
     first: Perplexity | None = None
     for source in models:
-        model = _loaded(source, dtype, device)
+        again = against is not None and teacher is not None and _title(source) == _title(teacher)
+        model = against if again and isinstance(source, str | Path) else _loaded(source, dtype, device)
+        assert model is not None
         with _progress_bar(_title(source), progress) as advance:
             scored = perplexity(
                 model,
@@ -79,9 +82,9 @@ def evaluate(
         else:
             result["ratio"], result["ratio_interval"] = scored.ratio(first)
         if generation:
-            result["repetition"] = _repetition(model, tokenizer, text, window, seed, batch_size)
+            result["repetition"] = _repetition(model, tokenizer, text, window, seed, sequences)
             recalled = recall(
-                model, tokenizer, text.string, distances=distances, trials=trials, seed=seed, batch_size=batch_size
+                model, tokenizer, text.string, distances=distances, trials=trials, seed=seed, batch_size=sequences
             )
             result["recall"] = [row._asdict() for row in recalled]
         results.append(result)

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from t2r.ops.chunks import Chunk, by_chunk, stack, stretches, take
+from t2r.ops.chunks import Chunk, Stretch, by_chunk, stack, stretches, take
 from t2r.ops.common import (
-    Denominator,
     State,
+    Sums,
     accumulator_dtype,
     cast_output,
     fold_groups,
+    normalize,
     read,
     safe_denominator,
 )
@@ -45,23 +46,33 @@ def linear_attention(
     decay: Tensor | None = None,
     causal: bool = True,
     signed: bool = False,
+    normalized: bool = True,
     chunk_size: int = CHUNK_SIZE,
     chunks_at_once: int | None = None,
-) -> tuple[Tensor, State]:
+) -> tuple[Tensor | Sums, State]:
     """As `t2r.ops.linear_attention`. Non-causal attention needs no chunks: it is two matrix products."""
     if causal:
         count = CHUNKS_AT_ONCE.get(q.device.type, MANY_CHUNKS) if chunks_at_once is None else chunks_at_once
         if decay is not None:
             chunk_size, decay = min(chunk_size, CHUNK_SIZE), decay.to(accumulator_dtype(q, k, v))
         past_tensors = (None, None, None) if state is None else state
-        out, *new = _Chunked.apply(q, k, v, *past_tensors, decay, mask, starts, (chunk_size, count), signed)
-        return out, State(*new)
+        how = (chunk_size, count), signed, normalized
+        out, den, total, *new = _Chunked.apply(q, k, v, *past_tensors, decay, mask, starts, *how)
+        return out if normalized else Sums(out, den, total), State(*new)
+    return two_products(q, k, v, state, mask, signed=signed, normalized=normalized)
+
+
+def two_products(
+    q: Tensor, k: Tensor, v: Tensor, state: State | None, mask: Tensor | None, *, signed: bool, normalized: bool
+) -> tuple[Tensor | Sums, State]:
+    """Non-causal attention: every key enters the state, then every query reads it."""
     past = State.zeros(k, v, signed) if state is None else state
     dtype = accumulator_dtype(q, k, v)
     if mask is not None:
         k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
     new_state = absorb(past, k.to(dtype), v.to(dtype))
-    return cast_output(look(q.to(dtype), new_state), v.dtype), new_state
+    sums = look(q.to(dtype), new_state)
+    return normalize(sums, v.dtype) if normalized else sums, new_state
 
 
 class _Chunked(torch.autograd.Function):
@@ -79,39 +90,54 @@ class _Chunked(torch.autograd.Function):
         starts: Tensor | None,
         size: tuple[int, int],
         signed: bool,
-    ) -> tuple[Tensor, ...]:
+        normalized: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """The output, or the numerator with denominator and magnitude after it, and the final state."""
         ctx.save_for_backward(q, k, v, s, z, z_abs, decay, mask, starts)
-        ctx.size, ctx.signed = size, signed
+        ctx.size, ctx.signed, ctx.normalized = size, signed, normalized
         ctx.set_materialize_grads(False)
         state = None if s is None or z is None else State(s, z, z_abs)
-        out = v.new_empty(*q.shape[:3], v.shape[-1])
+        dtype = accumulator_dtype(q, k, v)
+        out = v.new_empty(*q.shape[:3], v.shape[-1], dtype=v.dtype if normalized else dtype)
+        den_out = total_out = None
+        if not normalized:
+            den_out = out.new_empty(q.shape[:3])
+            total_out = torch.empty_like(den_out) if signed else None
         document = None if starts is None else starts.cumsum(1)
         for stretch in stretches(k.shape[2], *size):
             chunk = take(q, k, v, decay, mask, document, stretch)
             before, state = _scan(chunk, state, stretch.chunks, signed)
-            num, den, _ = _attend(chunk, before, signed)
-            num = num.div_(den.safe[..., None]).masked_fill_(den.empty[..., None], 0)
-            stretch.put(out, cast_output(num, out.dtype))
+            (num, den, total), _ = _attend(chunk, before, signed)
+            if den_out is None:
+                bounded = safe_denominator(den, total)
+                num = num.div_(bounded.safe[..., None]).masked_fill_(bounded.empty[..., None], 0)
+                stretch.put(out, cast_output(num, out.dtype))
+            else:
+                stretch.put(out, num)
+                stretch.put(den_out[..., None], den[..., None])
+                if total_out is not None and total is not None:
+                    stretch.put(total_out[..., None], total[..., None])
         assert state is not None
-        if state.z_abs is None:
-            return out, state.s, state.z
-        ctx.mark_non_differentiable(state.z_abs)
-        return out, state.s, state.z, state.z_abs
+        ctx.mark_non_differentiable(*(x for x in (total_out, state.z_abs) if x is not None))
+        return out, den_out, total_out, state.s, state.z, state.z_abs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: gradient checkpointing recomputes them when they are asked for
+        g, g_den, _, ds, dz, _ = grads
         # Someone may call backward inside autocast, which would lower the matrix products of float32 tensors.
         with torch.autocast(saved[0].device.type, enabled=False):
-            dq, dk, dv, ds, dz, d_decay = _backward(saved, ctx.size, ctx.signed, *grads[:3])
-            return dq, dk, dv, ds, dz, None, d_decay, *(None,) * 4
+            dq, dk, dv, ds, dz, d_decay = _backward(saved, ctx.size, ctx.signed, ctx.normalized, g, g_den, ds, dz)
+            return dq, dk, dv, ds, dz, None, d_decay, *(None,) * 5
 
 
 def _backward(
     saved: tuple[Tensor | None, ...],
     size: tuple[int, int],
     signed: bool,
+    normalized: bool,
     g: Tensor | None,
+    g_denominator: Tensor | None,
     ds: Tensor | None,
     dz: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
@@ -134,11 +160,14 @@ def _backward(
         chunk = take(q, k, v, decay, mask, document, stretch)
         before, _ = _scan(chunk, states.pop(), stretch.chunks, signed, onward=False)
         frame = chunk.frame
-        num, den, weights = _attend(chunk, before, signed)
-        g_out = torch.zeros_like(num) if g is None else fold_groups(stretch.cut(g).to(num.dtype), k.shape[1])
-        g_num = (g_out / den.safe[..., None]).masked_fill_(den.empty[..., None], 0)
-        # out = num / den, and the bound is a constant: no gradient to the denominator where it acts.
-        g_den = ((g_num * num).sum(-1) / den.safe).neg_().masked_fill_(den.bounded, 0)
+        sums, weights = _attend(chunk, before, signed)
+        g_out = torch.zeros_like(sums.numerator) if g is None else _folded(g, stretch, k)
+        if normalized:
+            g_num, g_den = _through_division(g_out, sums)
+        elif g_denominator is None:
+            g_num, g_den = g_out, torch.zeros_like(sums.denominator)
+        else:
+            g_num, g_den = g_out, _folded(g_denominator[..., None], stretch, k)[..., 0]
 
         read_by = None
         if before is not None:
@@ -173,6 +202,18 @@ def _backward(
     if s is None or gradient is None:
         return dq, dk, dv, None, None, d_decay
     return dq, dk, dv, gradient.s, gradient.z, d_decay
+
+
+def _folded(g: Tensor, stretch: Stretch, k: Tensor) -> Tensor:
+    """The gradient of these chunks' rows, folded by groups as their queries are."""
+    return fold_groups(stretch.cut(g).to(accumulator_dtype(k, g)), k.shape[1])
+
+
+def _through_division(g: Tensor, sums: Sums) -> tuple[Tensor, Tensor]:
+    """Gradients of numerator and denominator. The bound is a constant: where it acts, the denominator has none."""
+    safe, bounded, empty = safe_denominator(sums.denominator, sums.magnitude)
+    g_num = (g / safe[..., None]).masked_fill_(empty[..., None], 0)
+    return g_num, ((g_num * sums.numerator).sum(-1) / safe).neg_().masked_fill_(bounded, 0)
 
 
 def _gradient(k: Tensor, v: Tensor, ds: Tensor | None, dz: Tensor | None) -> State:
@@ -232,8 +273,8 @@ def _dot(state: State, gradient: State) -> Tensor:
     return (state.s * gradient.s).sum(-1) + state.z * gradient.z
 
 
-def _attend(chunk: Chunk, state: State | None, signed: bool) -> tuple[Tensor, Denominator, Tensor]:
-    """Numerator, denominator and the weights within the chunk."""
+def _attend(chunk: Chunk, state: State | None, signed: bool) -> tuple[Sums, Tensor]:
+    """What the queries find, and the weights within the chunk."""
     weights = chunk.hide(chunk.q @ chunk.k.mT)
     num, den = weights @ chunk.v, weights.sum(-1)
     total = chunk.hide(chunk.q.abs() @ chunk.k.abs().mT).sum(-1) if signed else None
@@ -242,7 +283,7 @@ def _attend(chunk: Chunk, state: State | None, signed: bool) -> tuple[Tensor, De
         num, den = num + chunk.from_state(past_num), den + chunk.from_state(past_den)
         if total is not None and past_total is not None:
             total = total + chunk.from_state(past_total)
-    return num, safe_denominator(den, total), weights
+    return Sums(num, den, total), weights
 
 
 def _advance(chunk: Chunk, state: State | None, signed: bool) -> State:

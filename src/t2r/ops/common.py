@@ -54,6 +54,18 @@ class State(NamedTuple):
         return cls(s, z, torch.zeros_like(z) if signed else None)
 
 
+class Sums(NamedTuple):
+    """Attention before its division: what another term with the same normalizer can be added to.
+
+    Always in the accumulator's dtype (float32, or float64 for float64 inputs).
+    """
+
+    numerator: Tensor  # [batch, heads, time, value]
+    denominator: Tensor  # [batch, heads, time]
+    magnitude: Tensor | None = None
+    """`[batch, heads, time]`: the sum of absolute weights, for signed features only. It has no gradient."""
+
+
 def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if anything is, float32 otherwise: sums over a whole text do not fit half precision."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
@@ -110,6 +122,17 @@ def safe_denominator(den: Tensor, total: Tensor | None) -> Denominator:
     return Denominator(torch.where(bounded, floor, den), bounded, empty)
 
 
+def normalize(sums: Sums, dtype: torch.dtype) -> Tensor:
+    """The attention output of numerator and denominator, with the same bounds in every backend."""
+    safe, _, empty = safe_denominator(sums.denominator, sums.magnitude)
+    return cast_output((sums.numerator / safe[..., None]).masked_fill(empty[..., None], 0), dtype)
+
+
+def bound_decay(decay: Tensor) -> Tensor:
+    """Rates that every backend can compute with."""
+    return decay.clamp(0, FASTEST_DECAY)
+
+
 def clock(mask: Tensor | None, time: int, like: Tensor) -> Tensor:
     """How many tokens have counted up to each position, itself included: `[batch, time]`, or `[1, time]` without a
     mask. Forgetting goes by this clock, so that padding makes nothing older."""
@@ -138,10 +161,18 @@ def fold_groups(x: Tensor, key_heads: int) -> Tensor:
     return x.reshape(batch, key_heads, heads // key_heads * time, size)
 
 
-def read(q: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What folded queries find in a state: numerator, denominator and, if signed, the sum of |weights|."""
+def read(q: Tensor, state: State) -> Sums:
+    """What folded queries find in a state."""
     num = q @ state.s
     den = (q @ state.z.unsqueeze(-1)).squeeze(-1)
     if state.z_abs is None:
-        return num, den, None
-    return num, den, (q.abs() @ state.z_abs.unsqueeze(-1)).squeeze(-1)
+        return Sums(num, den)
+    return Sums(num, den, (q.detach().abs() @ state.z_abs.unsqueeze(-1)).squeeze(-1))
+
+
+def unfold_groups(sums: Sums, heads: int) -> Sums:
+    """The inverse of `fold_groups`, for what the folded queries found."""
+    batch, _, _, value = sums.numerator.shape
+    num = sums.numerator.reshape(batch, heads, -1, value)
+    den = sums.denominator.reshape(batch, heads, -1)
+    return Sums(num, den, None if sums.magnitude is None else sums.magnitude.reshape(batch, heads, -1))

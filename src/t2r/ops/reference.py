@@ -1,7 +1,6 @@
 """Linear attention twice, written to be read: as a T x T matrix, and one token at a time.
 
-These two are the judges of every other backend. They use plain autograd and no tricks; where they are slow
-or large, that is the price of being obviously right.
+The conformance suite compares every other backend with these two. They use plain autograd and no optimization.
 """
 
 from __future__ import annotations
@@ -9,7 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from t2r.ops.common import State, accumulator_dtype, cast_output, clock, fade, fold_groups, read, safe_denominator
+from t2r.ops.common import (
+    State,
+    Sums,
+    accumulator_dtype,
+    bound_decay,
+    clock,
+    fade,
+    fold_groups,
+    normalize,
+    read,
+    unfold_groups,
+)
 
 
 def quadratic(
@@ -23,10 +33,10 @@ def quadratic(
     decay: Tensor | None = None,
     causal: bool = True,
     signed: bool = False,
-) -> tuple[Tensor, State]:
-    """Every query against every key: weights = q k^T, hidden where they may not look, then normalized."""
-    out_dtype, dtype = v.dtype, accumulator_dtype(q, k, v)
-    (batch, heads, queries, _), (key_heads, keys) = q.shape, k.shape[1:3]
+) -> tuple[Sums, State]:
+    """Every query against every key: weights = q k^T, hidden where they may not look."""
+    dtype = accumulator_dtype(q, k, v)
+    (_, heads, queries, _), (key_heads, keys) = q.shape, k.shape[1:3]
     q, k, v = fold_groups(q.to(dtype), key_heads), k.to(dtype), v.to(dtype)
     past = State.zeros(k, v, signed) if state is None else state
     if mask is not None:
@@ -69,8 +79,6 @@ def quadratic(
     if total is not None:
         assert seen is not None
         total = seen.detach() + total.sum(-1)
-    safe, _, empty = safe_denominator(den, total)
-    out = (num / safe[..., None]).masked_fill(empty[..., None], 0)
 
     if keep is not None and carry is not None:
         k = k.masked_fill(~keep, 0)
@@ -80,7 +88,7 @@ def quadratic(
         past.z + k.sum(-2),
         None if past.z_abs is None else past.z_abs + k.detach().abs().sum(-2),
     )
-    return cast_output(out.reshape(batch, heads, queries, v.shape[-1]), out_dtype), new
+    return unfold_groups(Sums(num, den, total), heads), new
 
 
 def recurrent(
@@ -94,16 +102,16 @@ def recurrent(
     decay: Tensor | None = None,
     causal: bool = True,
     signed: bool = False,
-) -> tuple[Tensor, State]:
+) -> tuple[Sums, State]:
     """The recurrence of the paper: S += k v^T, z += k, out = q S / q z, for one position after another. With a decay,
     S and z fade before each token that counts."""
-    out_dtype, dtype = v.dtype, accumulator_dtype(q, k, v)
+    dtype = accumulator_dtype(q, k, v)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     state = State.zeros(k, v, signed) if state is None else state
     if mask is not None:
         k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
 
-    outputs = []
+    found = []
     for t in range(k.shape[2]):
         if starts is not None:
             state = forget(state, starts[:, t])
@@ -111,12 +119,11 @@ def recurrent(
             state = age(state, decay, None if mask is None else mask[:, t])
         state = absorb(state, k[:, :, t : t + 1], v[:, :, t : t + 1])
         if causal:
-            outputs.append(look(q[:, :, t : t + 1], state))
-    if causal:
-        out = torch.cat(outputs, dim=2) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])
-    else:
-        out = look(q, state)
-    return cast_output(out, out_dtype), state
+            found.append(look(q[:, :, t : t + 1], state))
+    if not causal:
+        return look(q, state), state
+    total = torch.cat([x.magnitude for x in found if x.magnitude is not None], 2) if signed else None
+    return Sums(torch.cat([x.numerator for x in found], 2), torch.cat([x.denominator for x in found], 2), total), state
 
 
 def forget(state: State, where: Tensor) -> State:
@@ -140,9 +147,43 @@ def absorb(state: State, k: Tensor, v: Tensor) -> State:
     return State(state.s + k.mT @ v, state.z + k.sum(-2), z_abs)
 
 
-def look(q: Tensor, state: State) -> Tensor:
-    """Read the state with queries `[batch, heads, time, feature]`, normalized."""
-    num, den, total = read(fold_groups(q, state.s.shape[1]), state)
-    safe, _, empty = safe_denominator(den, total)
-    out = (num / safe[..., None]).masked_fill(empty[..., None], 0)
-    return out.reshape(*q.shape[:3], num.shape[-1])
+def look(q: Tensor, state: State) -> Sums:
+    """Read the state with queries `[batch, heads, time, feature]`."""
+    return unfold_groups(read(fold_groups(q, state.s.shape[1]), state), q.shape[1])
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    *,
+    mask: Tensor | None = None,
+    decay: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, State]:
+    """One token: fade, absorb, read. With `inplace` the state's own memory is updated."""
+    dtype = state.s.dtype
+    keys, values = k.to(dtype), v.to(dtype)
+    if mask is not None:
+        hidden = ~mask[:, None, :, None]
+        keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
+    if decay is not None:
+        left = torch.exp(-bound_decay(decay).to(dtype))[None]
+        if mask is not None:
+            left = torch.where(mask[:, :, None], left, 1.0)
+        if inplace:
+            state.s.mul_(left[..., None])
+            state.z.mul_(left)
+            if state.z_abs is not None:
+                state.z_abs.mul_(left)
+        else:
+            state = state.faded(left)
+    if inplace:
+        state.s.addcmul_(keys.mT, values)
+        state.z.add_(keys[:, :, 0])
+        if state.z_abs is not None:
+            state.z_abs.add_(keys[:, :, 0].abs())
+    else:
+        state = absorb(state, keys, values)
+    return normalize(look(q.to(dtype), state), v.dtype), state

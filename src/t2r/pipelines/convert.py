@@ -10,47 +10,28 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.attention.recurrence import exact_attention
 from t2r.config import OPTIONS, T2RConfig
-from t2r.data import Blocks, TokenCorpus, check_block_size, tokenize_corpus, write_corpus
 from t2r.data.fingerprint import of_model
 from t2r.errors import T2RError
-from t2r.evaluation import encode, read_text
 from t2r.feature_maps import AffineMap
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
-from t2r.pipelines.training import (
-    as_table,
-    caching,
-    check_options,
-    check_report_to,
-    fast_sums,
-    finite,
-    max_positions,
-    measure,
-    over,
-    results_section,
-    save_trained,
-    within,
-    without_denormals,
-)
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
+from t2r.tasks import LanguageModeling
+from t2r.tasks.language_modeling import TEACHER_TOKENS
 from t2r.training import processes
-from t2r.training.recipe import Recipe, load_recipe
-from t2r.training.run import Run, run_stage
-from t2r.training.sensitivity import most_sensitive
+from t2r.training.arithmetic import halve, without_denormals
+from t2r.training.plan import check_options, check_report_to, over, trainable, within
+from t2r.training.recipe import Recipe, Stage, load_recipe
+from t2r.training.session import Session, as_table, caching, finite, table_of
+from t2r.training.trainer import Settings
 
 logger = logging.getLogger(__name__)
-
-TEACHER = "teacher"
-"""Among the texts to train on: what the model itself writes."""
-TEACHER_TOKENS = 10_000_000
-"""How much that is."""
 
 
 @without_denormals()
@@ -72,6 +53,7 @@ def convert(
     device: str = "auto",
     bf16: bool | None = None,
     compiled: bool | None = None,
+    gradient_checkpointing: bool = False,
     limit: int | None = None,
     save_steps: int | None = None,
     report_to: str = "none",
@@ -93,133 +75,91 @@ def convert(
         minutes: time for all stages together, shared in proportion to their tokens or steps.
         softmax_layers: layers to keep, or `auto:N`: the N that matter most, measured after the first stage.
         merged: fold the maps into the projections at the end. None: if it can be done and pays.
+        seed: of the maps, the order of the text, dropout, and what the teacher writes.
+        bf16: train in bfloat16. None: on a GPU.
+        compiled: compile layers and losses. None: on a GPU.
+        gradient_checkpointing: less memory for activations, which are computed twice.
         limit: evaluate on so many windows only.
+        save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
         options: of the swap, over the recipe's own. A `feature_map` comes with its own defaults of
-            `feature_size`, `init`, `activation` and `key_weights`.
+            `feature_size`, `init`, `activation`, `key_weights` and `shared`.
     """
+    # What will be done, and everything that can be refused at once.
     check_options(options)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
-    plan = load_recipe(recipe, overrides)
-    if minutes is not None:
-        plan = within(plan, minutes)
+    plan = within(load_recipe(recipe, overrides), minutes)
     auto = parse_auto(softmax_layers)
-    swap_options = over(plan.swap, options)
+    swap_options = over(plan.swap, options) | {"seed": seed}
     if auto is None and softmax_layers is not None:
         swap_options["softmax_layers"] = softmax_layers
     place = processes.join(choose_device(device))
-    bf16 = place.type == "cuda" if bf16 is None else bf16
-    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    base, tokens = load_base(model, tokenizer, place, hub)
-    config = T2RConfig(**swap_options)
-    if auto is not None:
-        check_auto(auto, plan, config, base)
-    positions = max_positions(base)
-    for stage in plan.stages:
-        check_block_size(stage.block_size, positions)
-    text = None if valid is None else encode(tokens, read_text(valid, tokens))
-
-    sources = [train] if isinstance(train, str) else list(train)
-    run = Run(
-        Path(out + ".run"),
-        {
-            "model": base.config.name_or_path,
-            "weights": of_model(base),
-            "train": sources,
-            "teacher_tokens": teacher_tokens if TEACHER in sources else None,
-            "valid": valid,
-            "limit": limit,
-            "recipe": plan.to_dict(),
-            "swap": swap_options,
-            "softmax_layers": softmax_layers,
-            "seed": seed,
-            "documents": documents,
-            "bf16": bf16,
-        },
+    on_gpu = place.type == "cuda"
+    settings = Settings(
+        seed=seed,
+        bf16=on_gpu if bf16 is None else bf16,
+        compiled=on_gpu if compiled is None else compiled,
+        gradient_checkpointing=gradient_checkpointing,
+        save_steps=save_steps,
+        report_to=report_to,
+        progress=progress,
     )
-    teacher = copy.deepcopy(base).eval().requires_grad_(False)
-    if bf16:
-        halve(teacher)
-    student = swap(base, config)
-    if merged:
-        mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
-    student.config.use_cache = True
-    corpora = make_corpora(run, teacher, tokens, sources, plan, teacher_tokens, seed, progress)
-    blocks: dict[int, ConcatDataset[Any]] = {
-        size: ConcatDataset([Blocks(corpus, size, documents=documents) for corpus in corpora])
-        for size in {stage.block_size for stage in plan.stages}
+    base, tokens = load_base(model, tokenizer, place, {"revision": revision, "trust_remote_code": trust_remote_code})
+    task = LanguageModeling(
+        tokens,
+        train,
+        valid,
+        documents=documents,
+        teacher_tokens=teacher_tokens,
+        limit=limit,
+        seed=seed,
+        progress=progress,
+        caching=caching,
+    )
+    config = T2RConfig(**swap_options)
+    check_auto(auto, plan, config, base)
+    task.check(base, [stage.block_size for stage in plan.stages])
+    facts = {
+        "model": base.config.name_or_path,
+        "weights": of_model(base),
+        "swap": swap_options,
+        "softmax_layers": softmax_layers,
     }
-    # Nothing is refused from here on: the run begins. A corpus is named by what is in it.
-    names = [corpus.folder.name for corpus in corpora]
-    run.remember("corpus", lambda: names)
-    run.check("corpus", names)
-    training: dict[str, Any] = {
-        "seed": seed,
-        "bf16": bf16,
-        "save_steps": save_steps,
-        "report_to": report_to,
-        "progress": progress,
-        "compiled": place.type == "cuda" if compiled is None else compiled,
-    }
-    with exact_attention(student):  # the teacher's own attention, in the precision in which students are measured
-        results: dict[str, Any] = {"teacher": measure(student, text, limit, run, "teacher"), "stages": {}}
-    results["swapped"] = measure(student, text, limit, run, "swapped", teacher)
-    for index, stage in enumerate(plan.stages):
-        own = blocks[stage.block_size]
-        with fast_sums(place):
-            student = run_stage(run, student, stage, own, teacher if stage.objective == "distill" else None, **training)
-        results["stages"][stage.name] = measure(student, text, limit, run, stage.name, teacher)
-        if index == 0 and auto is not None:
-            student = keep_sensitive(run, student, teacher, config, auto, own, results)
-    results["log"] = {stage.name: run.facts[f"{stage.name}.log"] for stage in plan.stages}
-    results = finite(results)
-    return finish(run, student, tokens, plan, results, out, merged, overwrite)
 
+    with Session(out, plan, task, settings, place, facts) as session:
+        teacher = copy.deepcopy(base).eval().requires_grad_(False)
+        if settings.bf16:
+            halve(teacher)
+        student = swap(base, config)
+        student.config.use_cache = True
+        session.plan = plan = trainable(plan, student)
+        if merged:
+            mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
+        session.prepare(student, teacher)
 
-def make_corpora(
-    run: Run,
-    teacher: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    sources: list[str],
-    plan: Recipe,
-    teacher_tokens: int,
-    seed: int,
-    progress: bool,
-) -> list[TokenCorpus]:
-    """The tokens to train on: of the texts there are, and of what the teacher writes."""
-    texts = [source for source in sources if source != TEACHER]
-    with caching():
-        corpora = [tokenize_corpus(texts, tokenizer, progress=progress)] if texts else []
-        if texts == sources:
-            return corpora
-        length = max(stage.block_size for stage in plan.stages)
-        wanted: dict[str, Any] = {"tokens": teacher_tokens, "length": length, "seed": seed}
-        wanted["continues"] = corpora[0] if texts else None
-        written = write_corpus(teacher, tokenizer, run.folder / "corpus", **wanted, progress=progress)
-        # What the teacher wrote has its own marks between documents.
-        return [*corpora, tokenize_corpus(str(written), tokenizer, add_eos=False, progress=progress)]
+        results: dict[str, Any] = {"task": task.name, "stages": {}}
+        with exact_attention(student):  # the teacher's own attention, in the precision in which students are measured
+            results["teacher"] = session.measure("teacher", student)
+        results["swapped"] = session.measure("swapped", student, teacher)
+        for stage in plan.stages:
+            student = session.train(student, stage, teacher)
+            results["stages"][stage.name] = session.measure(stage.name, student, teacher)
+            if auto is not None and stage is plan.stages[0]:
+                student = keep_sensitive(session, student, teacher, config, auto, stage, results)
+        results["log"] = session.logs()
+        results = finite(results)
+
+        student.eval()
+        if merged or (merged is None and merges(student)):
+            merge(student, force=bool(merged))
+        results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
+        session.save(student, tokens, results, compared=True, overwrite=overwrite)
+    return results
 
 
 def summary(results: dict[str, Any]) -> Table:
-    """The perplexities, in the order in which they came about."""
-    return as_table(HEADER, rows(results))
-
-
-HEADER = ("model", "perplexity", "against the teacher", "KL to the teacher")
-
-
-def rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    measured = [("teacher", results["teacher"]), ("swapped, not trained", results["swapped"])]
-    measured += [(f"after {name}", values) for name, values in results["stages"].items()]
-    cells = []
-    for name, values in measured:
-        if values is not None:
-            own, kl = values["perplexity"], values["kl"]
-            ratio = "" if own is None else f"{own / results['teacher']['perplexity'] - 1:+.1%}"
-            cells.append(
-                (name, "not finite" if own is None else f"{own:.2f}", ratio, "" if kl is None else f"{kl:.4f}")
-            )
-    return cells
+    """What was measured, in the order in which it came about."""
+    return as_table(*table_of(results, compared=True))
 
 
 def load_base(
@@ -232,17 +172,11 @@ def load_base(
         tokenizer = tokenizer or load_tokenizer(model, **hub)
     else:
         base = model.float().to(place)
-    if base.config.is_encoder_decoder:
+    if tokenizer is None and base.config.is_encoder_decoder:
         raise T2RError(f"convert trains language models; {base.config.model_type} is an encoder-decoder")
     if tokenizer is None:
         raise T2RError("there is no tokenizer for this model: give one")
     return base, tokenizer
-
-
-def halve(model: PreTrainedModel) -> None:
-    """Weights in bfloat16. Not buffers: the frequencies of rotary positions would be rounded too."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def parse_auto(softmax_layers: Any) -> int | None:
@@ -255,8 +189,10 @@ def parse_auto(softmax_layers: Any) -> int | None:
     return int(count)
 
 
-def check_auto(count: int, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:
+def check_auto(count: int | None, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:
     """Before anything is trained: can the layers that matter most be found and kept?"""
+    if count is None:
+        return
     layers = len(family_of(model).decoder_layers(model))
     if plan.stages[0].objective != "transfer":
         raise T2RError(
@@ -269,17 +205,16 @@ def check_auto(count: int, plan: Recipe, config: T2RConfig, model: PreTrainedMod
 
 
 def keep_sensitive(
-    run: Run,
+    session: Session,
     student: Any,
     teacher: PreTrainedModel,
     config: T2RConfig,
     count: int,
-    blocks: ConcatDataset[Any],
+    stage: Stage,
     results: dict[str, Any],
 ) -> PreTrainedModel:
     """After the first stage: measure each layer alone, and give the ones that matter most their softmax back."""
-    scan = run.remember("sensitivity", lambda: [list(cost) for cost in most_sensitive(student, blocks)])
-    results["sensitivity"] = scan
+    results["sensitivity"] = scan = session.most_sensitive(student, stage.block_size)
     kept = sorted(int(layer) for layer, _ in scan[:count])
     logger.info("layers that matter most, kept as softmax attention: %s", kept)
     weights = student.state_dict()
@@ -292,23 +227,7 @@ def keep_sensitive(
     return again.requires_grad_(True)
 
 
-def finish(
-    run: Run,
-    student: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    plan: Recipe,
-    results: dict[str, Any],
-    out: str,
-    merged: bool | None,
-    overwrite: bool,
-) -> dict[str, Any]:
-    """Merge where it pays, save all of it, and clear the workshop away."""
-    student.eval()
-    sites = family_of(student).merges and all(
-        isinstance(m.feature_map, AffineMap) for m in student.modules() if hasattr(m, "feature_map")
-    )
-    if merged or (merged is None and sites and merge_cost(student).pays):
-        merge(student, force=bool(merged))
-    results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
-    save_trained(run, student, tokenizer, plan, results, out, results_section(plan, HEADER, rows(results)), overwrite)
-    return results
+def merges(student: PreTrainedModel) -> bool:
+    """Can the maps be folded into the projections, and does it pay?"""
+    affine = all(isinstance(m.feature_map, AffineMap) for m in student.modules() if hasattr(m, "feature_map"))
+    return family_of(student).merges and affine and merge_cost(student).pays

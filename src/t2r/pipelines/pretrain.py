@@ -14,35 +14,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 from t2r import __version__
 from t2r.config import T2RConfig
-from t2r.data import Blocks, check_block_size, tokenize_corpus
 from t2r.data.fingerprint import of_tokenizer
 from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
-from t2r.evaluation import encode, read_text
 from t2r.hub import choose_device, explained, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.pipelines.training import (
-    as_table,
-    as_yaml,
-    caching,
-    check_options,
-    check_report_to,
-    fast_sums,
-    finite,
-    max_positions,
-    measure,
-    over,
-    results_section,
-    save_trained,
-    within,
-    without_denormals,
-)
 from t2r.storage import check_destination
+from t2r.tasks import LanguageModeling
 from t2r.training import processes
+from t2r.training.arithmetic import without_denormals
+from t2r.training.plan import check_options, check_report_to, over, within
 from t2r.training.preset import Preset, load_preset
 from t2r.training.recipe import Recipe
-from t2r.training.run import Run, run_stage
+from t2r.training.session import Session, as_table, as_yaml, caching, finite, table_of
+from t2r.training.trainer import Settings
 
 SOFTMAX = "softmax"
 """As a feature map: none, the attention that the model has anyway."""
@@ -65,6 +51,7 @@ def pretrain(
     device: str = "auto",
     bf16: bool | None = None,
     compiled: bool | None = None,
+    gradient_checkpointing: bool = False,
     limit: int | None = None,
     save_steps: int | None = None,
     report_to: str = "none",
@@ -85,80 +72,77 @@ def pretrain(
         minutes: time for all stages together, shared in proportion to their tokens or steps.
         tokenizer: in place of the preset's own, which is trained on the text: one, or the folder of one.
         seed: of the weights, the order of the text, and dropout. The weights are the same on every machine.
+        bf16: train in bfloat16. None: on a GPU.
+        compiled: compile layers and losses. None: on a GPU.
+        gradient_checkpointing: less memory for activations, which are computed twice.
         limit: evaluate on so many windows only.
+        save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
         options: of the swap. With none of them the attention stays softmax, as it does with `feature_map="softmax"`.
     """
+    # What will be done, and everything that can be refused at once.
     check_options(options)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
     preset = load_preset(config, model_overrides)
     if recipe is not None:
         preset = dataclasses.replace(preset, recipe=recipe)
-    plan = make_plan(preset, overrides, minutes)
+    plan = within(make_plan(preset, overrides), minutes)
     chosen = attention(preset.swap | plan.swap, options, seed)
     place = processes.join(choose_device(device))
-    bf16 = place.type == "cuda" if bf16 is None else bf16
-    sources = [train] if isinstance(train, str) else list(train)
-
-    with caching():
-        tokens = make_tokenizer(preset, config, tokenizer, sources, progress)
-    shape = preset.make_config(tokens)
-    model = make_model(shape, chosen, seed)
-    for stage in plan.stages:
-        check_block_size(stage.block_size, max_positions(model))
-    text = None if valid is None else encode(tokens, read_text(valid, tokens))
-    run = Run(
-        Path(out + ".run"),
-        {
-            "config": shape.to_dict(),
-            "tokenizer": of_tokenizer(tokens),
-            "train": sources,
-            "valid": valid,
-            "limit": limit,
-            "recipe": plan.to_dict(),
-            "swap": chosen,
-            "seed": seed,
-            "documents": documents,
-            "bf16": bf16,
-        },
+    on_gpu = place.type == "cuda"
+    settings = Settings(
+        seed=seed,
+        bf16=on_gpu if bf16 is None else bf16,
+        compiled=on_gpu if compiled is None else compiled,
+        gradient_checkpointing=gradient_checkpointing,
+        save_steps=save_steps,
+        report_to=report_to,
+        progress=progress,
     )
     with caching():
-        corpus = tokenize_corpus(sources, tokens, progress=progress)
-    blocks = {stage.block_size: Blocks(corpus, stage.block_size, documents=documents) for stage in plan.stages}
-    # Nothing is refused from here on: the run begins.
-    run.remember("corpus", lambda: corpus.folder.name)
-    run.check("corpus", corpus.folder.name)
-    model.to(place)  # type: ignore[arg-type]
-    training: dict[str, Any] = {
-        "seed": seed,
-        "bf16": bf16,
-        "save_steps": save_steps,
-        "report_to": report_to,
-        "progress": progress,
-        "compiled": place.type == "cuda" if compiled is None else compiled,
-    }
-    results: dict[str, Any] = {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "vocabulary": len(tokens),
-        "tokens": len(corpus),
-        "untrained": measure(model, text, limit, run, "untrained", longest=max(blocks)),
-        "stages": {},
-    }
-    for stage in plan.stages:
-        with fast_sums(place):
-            model = run_stage(run, model, stage, blocks[stage.block_size], None, **training)
-        results["stages"][stage.name] = measure(model, text, limit, run, stage.name, longest=max(blocks))
-    results["log"] = {stage.name: run.facts[f"{stage.name}.log"] for stage in plan.stages}
-    results = finite(results)
-    model.eval()
-    done = dataclasses.replace(preset, recipe=plan.to_dict(), swap=chosen)  # with all that was changed on the way
-    files = {"README.md": model_card(model, preset, chosen, results), "preset.yaml": as_yaml(done.to_dict())}
-    section = results_section(plan, HEADER, rows(results))
-    save_trained(run, model, tokens, plan, results, out, section, overwrite, files)
+        tokens = make_tokenizer(preset, config, tokenizer, [train] if isinstance(train, str) else list(train), progress)
+    shape = preset.make_config(tokens)
+    facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
+    model = make_model(shape, chosen, seed)
+    sizes = [stage.block_size for stage in plan.stages]
+    task = LanguageModeling(
+        tokens,
+        train,
+        valid,
+        documents=documents,
+        limit=limit,
+        longest=max(sizes),  # a model from scratch has never read more
+        seed=seed,
+        progress=progress,
+        caching=caching,
+    )
+    task.check(model, sizes)
+
+    with Session(out, plan, task, settings, place, facts) as session:
+        session.prepare(model)
+        model.to(place)  # type: ignore[arg-type]
+        results: dict[str, Any] = {
+            "task": task.name,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "vocabulary": len(tokens),
+            "tokens": task.tokens,
+            "untrained": session.measure("untrained", model),
+            "stages": {},
+        }
+        for stage in plan.stages:
+            model = session.train(model, stage)
+            results["stages"][stage.name] = session.measure(stage.name, model)
+        results["log"] = session.logs()
+        results = finite(results)
+
+        model.eval()
+        done = dataclasses.replace(preset, recipe=plan.to_dict(), swap=chosen)  # with all that was changed on the way
+        files = {"README.md": model_card(model, preset, chosen, results), "preset.yaml": as_yaml(done.to_dict())}
+        session.save(model, tokens, results, compared=False, overwrite=overwrite, files=files)
     return results
 
 
-def make_plan(preset: Preset, overrides: Sequence[str], minutes: float | None) -> Recipe:
+def make_plan(preset: Preset, overrides: Sequence[str]) -> Recipe:
     plan = preset.plan(overrides)
     for stage in plan.stages:
         if stage.objective != "task":
@@ -166,7 +150,7 @@ def make_plan(preset: Preset, overrides: Sequence[str], minutes: float | None) -
                 f"stage {stage.name!r} of recipe {plan.name} is a {stage.objective}, which needs a teacher: pretrain "
                 "has none, and runs stages of the objective task"
             )
-    return plan if minutes is None else within(plan, minutes)
+    return plan
 
 
 def attention(planned: dict[str, Any], options: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -211,23 +195,10 @@ def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int) -> P
 
 # --- What came of it ----------------------------------------------------------------------------------------
 
-HEADER = ("model", "perplexity per token", "per word", "bits per byte")
-
-
-def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    measured = [("untrained", results["untrained"])]
-    measured += [(f"after {name}", values) for name, values in results["stages"].items()]
-    keys = {"perplexity": 2, "word_perplexity": 2, "bits_per_byte": 3}
-    return [
-        (name, *("" if values[key] is None else f"{values[key]:.{digits}f}" for key, digits in keys.items()))
-        for name, values in measured
-        if values is not None
-    ]
-
 
 def summary(results: dict[str, Any]) -> Table:
-    """The perplexities, in the order in which they came about."""
-    return as_table(HEADER, rows(results))
+    """What was measured, in the order in which it came about."""
+    return as_table(*table_of(results, compared=False))
 
 
 def model_card(model: PreTrainedModel, preset: Preset, options: dict[str, Any], results: dict[str, Any]) -> str:

@@ -12,14 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from t2r.attention.recurrence import Inputs, Recurrence, exact_attention, recurrent_sites
-
-CHUNK_LOGITS = {"cpu": 2**25}
-LARGE_CHUNK_LOGITS = 2**28
-"""So many logits are formed at a time, 1 GB of them on an accelerator: with a large vocabulary they would outweigh all
-the rest."""
+from t2r.model.logits import logits_at_once
 
 
 @cache
@@ -72,40 +67,6 @@ def site_error(site: Recurrence, inputs: Inputs, exact: Tensor) -> Tensor:
 # --- Distillation -------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def capture_head_input(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """What goes into the output embeddings, while they themselves see only the last position: the logits of a whole
-    batch are never formed."""
-    head: Any = model.get_output_embeddings()
-    captured: list[Tensor] = []
-
-    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        captured.append(inputs[0])
-        return (inputs[0][:, -1:], *inputs[1:])
-
-    handle = head.register_forward_pre_hook(before)
-    try:
-        yield captured
-    finally:
-        handle.remove()
-
-
-@torch.no_grad()
-def head_gives_logits(model: PreTrainedModel, input_ids: Tensor) -> bool:
-    """Are the logits what the output embeddings make of their input, and nothing else (no cap or scale after it)?"""
-    head: Any = model.get_output_embeddings()
-    if not hasattr(head, "out_features"):
-        return False
-    training = model.training
-    model.eval()  # dropout would draw random numbers, which a resumed run would then draw once more
-    # Compiled layers would be compiled once more, for this shape.
-    with torch.compiler.set_stance("force_eager"), capture_head_input(model) as captured:
-        logits = model(input_ids=input_ids, use_cache=False).logits
-        again = head(captured[0])  # of which it sees the last position, as before
-    model.train(training)
-    return bool(torch.equal(again.to(logits.dtype), logits))
-
-
 def distillation_loss(
     student: Tensor,
     teacher: Tensor | None,
@@ -123,12 +84,14 @@ def distillation_loss(
     -100, or their sum divided by `count` where they are a part of a larger batch. Also the two terms, for the log.
     Without a teacher there is only the cross entropy.
 
-    With the output embeddings of both, `student` and `teacher` are what goes into them, `[tokens, hidden]`, and logits
-    are formed for a chunk of tokens at a time, forward and backward; without, they are the logits themselves.
+    With a head, `student` or `teacher` is what goes into it, `[tokens, hidden]`, and logits are formed for a chunk of
+    tokens at a time, forward and backward; without, it is the logits themselves. A head is a linear layer, or anything
+    that can be called and has `out_features`.
     """
     if not all(head is None or type(head) is nn.Linear for head in (student_head, teacher_head)):
         terms = (kl_weight, task_weight, temperature)
-        return in_pieces(student, teacher, labels, count, student_head, teacher_head, *terms)
+        own, others = student_head or as_they_are, teacher_head or as_they_are
+        return in_pieces(student, teacher, labels, count, own, others, *terms)
     heads = (None, None) if student_head is None else (student_head.weight, student_head.bias)
     reference = (None, None) if teacher_head is None else (teacher_head.weight.detach(), teacher_head.bias)
     scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
@@ -148,9 +111,10 @@ def in_pieces(
     task_weight: float,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for output embeddings of any kind (an adaptive softmax): each piece is computed once more in the
+    """The same for heads of any kind (an adaptive softmax, capped logits): each piece is computed once more in the
     backward pass, so that only one piece's logits are there at a time."""
-    rows = max(1, CHUNK_LOGITS.get(student.device.type, LARGE_CHUNK_LOGITS) // student_head.out_features)
+    vocabulary = getattr(student_head, "out_features", student.shape[-1])
+    rows = max(1, logits_at_once(student.device) // vocabulary)
 
     def piece(ours: Tensor, theirs: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = widened(student_head(ours))
@@ -172,6 +136,10 @@ def in_pieces(
     scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
     kl, task = torch.stack(sums).sum(0) / scored.clamp_min(1)
     return kl_weight * kl + task_weight * task, kl.detach(), task.detach()
+
+
+def as_they_are(logits: Tensor) -> Tensor:
+    return logits
 
 
 class _ChunkedDistillation(torch.autograd.Function):
@@ -196,7 +164,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         device = student.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         vocabulary = (student if weight is None else weight).shape[1 if weight is None else 0]
-        size = max(1, CHUNK_LOGITS.get(device, LARGE_CHUNK_LOGITS) // vocabulary)
+        size = max(1, logits_at_once(student.device) // vocabulary)
         size = math.ceil(len(student) / max(1, math.ceil(len(student) / size))) or 1  # as even as can be
         terms = fused(loss_and_gradient) if compiled else loss_and_gradient
         wide = torch.promote_types(student.dtype, torch.float32)

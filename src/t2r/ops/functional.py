@@ -1,0 +1,246 @@
+"""The public functions: they check what is given, ask the registry for a backend, and call it."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from t2r.errors import T2RError
+from t2r.ops import reference
+from t2r.ops.common import State, Sums, accumulator_dtype, bound_decay, clock, fade
+from t2r.ops.contract import Request
+from t2r.ops.registry import select
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: State | None = ...,
+    mask: Tensor | None = ...,
+    starts: Tensor | None = ...,
+    decay: Tensor | None = ...,
+    causal: bool = ...,
+    signed: bool = ...,
+    normalized: Literal[True] = ...,
+    backend: str = ...,
+) -> tuple[Tensor, State]: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: State | None = ...,
+    mask: Tensor | None = ...,
+    starts: Tensor | None = ...,
+    decay: Tensor | None = ...,
+    causal: bool = ...,
+    signed: bool = ...,
+    normalized: Literal[False],
+    backend: str = ...,
+) -> tuple[Sums, State]: ...
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: State | None = None,
+    mask: Tensor | None = None,
+    starts: Tensor | None = None,
+    decay: Tensor | None = None,
+    causal: bool = True,
+    signed: bool = False,
+    normalized: bool = True,
+    backend: str = "auto",
+) -> tuple[Tensor | Sums, State]:
+    """Linear attention over features, and the state after it.
+
+    Args:
+        q, k: features of queries `[batch, heads, time, feature]` and keys `[batch, key_heads, time, feature]`;
+            `heads` is a multiple of `key_heads`, and each group of queries shares a key head and its state.
+        v: values `[batch, key_heads, time, value]`; the output has their dtype.
+        state: what came before; its gradient is computed too.
+        mask: `[batch, time]`, true where a key counts. A masked key enters neither sum.
+        starts: `[batch, time]`, true where a document begins: the state is reset before that position.
+        decay: `[key_heads, feature]`, rates of forgetting: with each token that counts, a row of the state shrinks to
+            exp(-rate) of what it was before the token is added. From 0 (never) to `FASTEST_DECAY`, and bounded to that.
+        causal: a query sees the keys up to its own position; otherwise all of them (cross attention), and
+            queries and keys may differ in number.
+        signed: the features may be negative (see `t2r.ops.common.safe_denominator`).
+        normalized: return the output. False returns `Sums` instead, numerator and denominator before their division;
+            `normalize` divides them as every backend does.
+        backend: `auto`, or one of `backends()` by name.
+
+    The sums are float32 (float64 for float64 inputs) whatever the inputs are, inside `torch.autocast` too.
+    """
+    _check(q, k, v, state, mask, starts, causal, signed)
+    decay = None if decay is None else bound_decay(_checked_decay(decay, k, causal))
+    request = _request("parallel", q, k, v, state, decay, signed=signed)
+    chosen = select(request._replace(starts=starts is not None, causal=causal, normalized=normalized), backend)
+    mask = None if mask is None else mask.bool()
+    starts = None if starts is None else starts.bool()
+    if k.shape[2] == 0 and (causal or q.shape[2] == 0):
+        return _nothing(q, k, v, state, signed, normalized)
+    with torch.autocast(q.device.type, enabled=False):
+        return chosen.parallel(
+            q,
+            k,
+            v,
+            state=state,
+            mask=mask,
+            starts=starts,
+            decay=decay,
+            causal=causal,
+            signed=signed,
+            normalized=normalized,
+        )
+
+
+def _nothing(
+    q: Tensor, k: Tensor, v: Tensor, state: State | None, signed: bool, normalized: bool
+) -> tuple[Tensor | Sums, State]:
+    """An empty sequence: no outputs, and the state as it was."""
+    past = State.zeros(k, v, signed) if state is None else state
+    shape = (*q.shape[:3], v.shape[-1])
+    if normalized:
+        return v.new_zeros(shape), past
+    num = past.s.new_zeros(shape)
+    return Sums(num, num.new_zeros(shape[:3]), num.new_zeros(shape[:3]) if signed else None), past
+
+
+def absorb(state: State, k: Tensor, v: Tensor, *, mask: Tensor | None = None, decay: Tensor | None = None) -> State:
+    """Add keys and values to a state without reading it."""
+    with torch.autocast(k.device.type, enabled=False):
+        k, v = k.to(state.s.dtype), v.to(state.s.dtype)
+        if mask is not None:
+            k, v = (x.masked_fill(~mask.bool()[:, None, :, None], 0) for x in (k, v))
+        if decay is not None:
+            decay = bound_decay(_checked_decay(decay, k, True)).to(k.dtype)
+            time = clock(None if mask is None else mask.bool(), k.shape[2], k)
+            end = time[:, -1:] if k.shape[2] else time.new_zeros(1, 1)
+            state, k = state.faded(fade(decay, end)[:, :, 0]), k * fade(decay, end - time)
+        return reference.absorb(state, k, v)
+
+
+def look(q: Tensor, state: State, dtype: torch.dtype, *, backend: str = "auto") -> Tensor:
+    """Read a state that does not change (cross attention): queries `[batch, heads, time, feature]`."""
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *state))
+    request = Request(
+        operation="look",
+        device=q.device.type,
+        dtypes=(q.dtype, dtype, state.s.dtype),
+        feature=q.shape[3],
+        value=state.s.shape[3],
+        signed=state.z_abs is not None,
+        groups=q.shape[1] != state.s.shape[1],
+        gradients=gradients,
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        return select(request, backend).look(q, state, dtype)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None = None,
+    *,
+    mask: Tensor | None = None,
+    decay: Tensor | None = None,
+    signed: bool = False,
+    inplace: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, State]:
+    """One token: absorb its key and value, then read. All tensors as above with a time of 1.
+
+    With `inplace` the given state's own memory is updated and returned: no allocation, and a fixed address,
+    as compiled and captured decoding steps want it.
+    """
+    if k.shape[2] != 1 or q.shape[2] != 1:
+        raise T2RError(f"step takes one token, got {q.shape[2]} queries and {k.shape[2]} keys")
+    if inplace and state is None:
+        raise T2RError("step has no state to update in place: give one, or State.zeros(k, v)")
+    _check(q, k, v, state, mask, None, True, signed)
+    decay = None if decay is None else _checked_decay(decay, k, True)
+    chosen = select(_request("step", q, k, v, state, decay, signed=signed), backend)
+    mask = None if mask is None else mask.bool()
+    with torch.autocast(q.device.type, enabled=False):
+        past = State.zeros(k, v, signed) if state is None else state
+        return chosen.step(q, k, v, past, mask=mask, decay=decay, inplace=inplace)
+
+
+def _request(
+    operation: str, q: Tensor, k: Tensor, v: Tensor, state: State | None, decay: Tensor | None, *, signed: bool
+) -> Request:
+    """What a call needs, as far as tensors say it."""
+    inputs = [q, k, v, *(() if state is None else state[:2]), *(() if decay is None else (decay,))]
+    return Request(
+        operation=operation,
+        device=q.device.type,
+        dtypes=(q.dtype, k.dtype, v.dtype),
+        feature=k.shape[3],
+        value=v.shape[3],
+        decay=decay is not None,
+        signed=signed,
+        groups=q.shape[1] != k.shape[1],
+        state=state is not None,
+        gradients=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
+    )
+
+
+def _checked_decay(decay: Tensor, k: Tensor, causal: bool) -> Tensor:
+    if not causal:
+        raise T2RError("decay (forgetting) needs causal=True: without an order of tokens nothing is older")
+    if tuple(decay.shape) != (k.shape[1], k.shape[3]):
+        raise T2RError(f"decay has shape {tuple(decay.shape)}, expected {(k.shape[1], k.shape[3])}")
+    return decay
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    causal: bool,
+    signed: bool,
+) -> None:
+    """Say what does not fit, in the caller's own words, before a matrix product says it in its."""
+
+    def shape(name: str, tensor: Tensor, *expected: int) -> None:
+        if tuple(tensor.shape) != expected:
+            raise T2RError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4 or not tensor.is_floating_point():
+            raise T2RError(f"{name} must be a floating-point tensor [batch, heads, time, size]")
+    batch, heads, time, feature = q.shape
+    key_heads, keys = k.shape[1:3]
+    if heads % key_heads:
+        raise T2RError(f"{heads} query heads cannot share {key_heads} key heads evenly")
+    shape("k", k, batch, key_heads, time if causal else keys, feature)
+    shape("v", v, batch, key_heads, keys, v.shape[-1])
+    for name, flags in (("mask", mask), ("starts", starts)):
+        if flags is not None:
+            shape(name, flags, batch, keys)
+            if flags.is_floating_point():
+                raise T2RError(f"{name} must be boolean or 0/1 integers, not {flags.dtype}: it is not added")
+    if starts is not None and not causal:
+        raise T2RError("starts (packed documents) needs causal=True")
+    if state is not None:
+        shape("state.s", state.s, batch, key_heads, feature, v.shape[-1])
+        shape("state.z", state.z, batch, key_heads, feature)
+        if state.s.dtype != accumulator_dtype(q, k, v):
+            raise T2RError(f"the state must be {accumulator_dtype(q, k, v)}, not {state.s.dtype}")
+        if (state.z_abs is not None) != signed:
+            raise T2RError(f"signed={signed} needs a state made with signed={signed}")

@@ -1,0 +1,78 @@
+"""The backends by name, and the one place that chooses."""
+
+from __future__ import annotations
+
+import torch
+
+from t2r.errors import T2RError
+from t2r.ops import reference
+from t2r.ops.contract import Backend, Request
+from t2r.ops.torch_backends import Chunked, Reference
+from t2r.ops.triton import Triton
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Reference("quadratic", reference.quadratic),
+        Reference("recurrent", reference.recurrent),
+        Chunked(),
+        Triton(),
+    )
+}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton",)}
+"""What `auto` asks first on a type of device. It ends at FALLBACK, which can do everything, everywhere."""
+FALLBACK = "chunked"
+
+
+def backends() -> dict[str, str | None]:
+    """Every backend by name: None if it is usable here, else the reason why not."""
+    return {name: backend.missing() for name, backend in BACKENDS.items()}
+
+
+def select(request: Request, name: str = "auto") -> Backend:
+    """The backend for this request.
+
+    Raises:
+        T2RError: the named backend does not exist, cannot run here, or cannot do what is asked.
+    """
+    if name == "auto":
+        for candidate in PREFERENCE.get(request.device, ()):
+            backend = BACKENDS[candidate]
+            if backend.abilities.lacks(request) is None and backend.missing() is None:
+                return backend
+        return BACKENDS[FALLBACK]
+    if name not in BACKENDS:
+        raise T2RError(f"no backend {name!r}: choose auto or one of {', '.join(BACKENDS)}")
+    if (reason := BACKENDS[name].missing()) is not None:
+        raise T2RError(f"backend {name!r} cannot run here: {reason}")
+    if (lack := BACKENDS[name].abilities.lacks(request)) is not None:
+        raise T2RError(f"backend {name!r} lacks {lack}: choose another, or auto")
+    return BACKENDS[name]
+
+
+def choose(
+    length: int,
+    device: torch.device,
+    causal: bool = True,
+    *,
+    dtype: torch.dtype = torch.float32,
+    feature: int = 64,
+    value: int = 64,
+    decay: bool = False,
+    signed: bool = False,
+    gradients: bool = False,
+) -> str:
+    """The name of the backend that `auto` takes for a sequence of this length on this device.
+
+    No backend depends on the length so far: a short sequence is a single chunk."""
+    request = Request(
+        device=device.type,
+        dtypes=(dtype,),
+        feature=feature,
+        value=value,
+        decay=decay,
+        signed=signed,
+        causal=causal,
+        gradients=gradients,
+    )
+    return select(request).name

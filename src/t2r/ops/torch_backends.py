@@ -1,0 +1,41 @@
+"""The backends in plain PyTorch: they run on any device and can do everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from t2r.ops import chunked, reference
+from t2r.ops.common import State, Sums, normalize
+from t2r.ops.contract import Backend
+
+
+class TorchBackend(Backend):
+    """One token and a fixed state leave nothing to choose: these are the same for every form of the sequence."""
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, state: State, **how: Any) -> tuple[Tensor, State]:
+        return reference.step(q, k, v, state, **how)
+
+    def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
+        return normalize(reference.look(q.to(state.s.dtype), state), dtype)
+
+
+class Reference(TorchBackend):
+    """Obviously right, slow and large: the judge of the others."""
+
+    def __init__(self, name: str, run: Callable[..., tuple[Sums, State]]) -> None:
+        self.name, self.run = name, run
+
+    def parallel(self, q: Tensor, k: Tensor, v: Tensor, *, normalized: bool, **how: Any) -> tuple[Tensor | Sums, State]:
+        sums, state = self.run(q, k, v, **how)
+        return normalize(sums, v.dtype) if normalized else sums, state
+
+
+class Chunked(TorchBackend):
+    name = "chunked"
+
+    def parallel(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor | Sums, State]:
+        return chunked.linear_attention(q, k, v, **how)

@@ -1,0 +1,75 @@
+"""What the Triton kernels can do. This file does not import triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from t2r.ops.chunked import two_products
+from t2r.ops.common import State, Sums, normalize
+from t2r.ops.contract import Abilities, Backend
+from t2r.ops.reference import look as read_state
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter runs kernels on a CPU, slowly: for tests. Triton reads the variable when kernels are defined."""
+
+
+class Triton(Backend):
+    name = "triton"
+    abilities = Abilities(
+        devices=("cuda", "cpu") if INTERPRETED else ("cuda",),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        largest_feature=256,
+        largest_value=256,
+        gradients=("parallel", "look"),
+    )
+
+    def missing(self) -> str | None:
+        if not INSTALLED:
+            return "triton is not installed"
+        if not INTERPRETED and not torch.cuda.is_available():
+            return "no CUDA device"
+        return None
+
+    def parallel(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        state: State | None,
+        mask: Tensor | None,
+        starts: Tensor | None,
+        decay: Tensor | None,
+        causal: bool,
+        signed: bool,
+        normalized: bool,
+    ) -> tuple[Tensor | Sums, State]:
+        if not causal:  # without an order of tokens it is two matrix products, which need no kernel of ours
+            return two_products(q, k, v, state, mask, signed=signed, normalized=normalized)
+        from t2r.ops.triton.sequence import linear_attention
+
+        return linear_attention(q, k, v, state, mask, starts, decay, signed=signed, normalized=normalized)
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: State,
+        *,
+        mask: Tensor | None,
+        decay: Tensor | None,
+        inplace: bool,
+    ) -> tuple[Tensor, State]:
+        from t2r.ops.triton.decode import step
+
+        state = state if inplace else state.map(torch.clone)
+        return step(q, k, v, state, mask, decay), state
+
+    def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
+        return normalize(read_state(q.to(state.s.dtype), state), dtype)

@@ -1,0 +1,83 @@
+"""One token in one launch: fade, absorb and read the state, in its own memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from t2r.ops.common import State, _counts, safe_denominator
+from t2r.ops.triton.blocks import block, inner, on_device
+from t2r.ops.triton.decode_kernel import decode
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    z_abs: Tensor | None,
+    mask: Tensor | None,
+    decay: Tensor | None,
+) -> Tensor:
+    batch, heads, _, feature = q.shape
+    key_heads, value = k.shape[1], v.shape[3]
+    q, k, v = inner(q), inner(k), inner(v)
+    out = torch.empty(batch, heads, 1, value, dtype=v.dtype, device=v.device)
+    flags = None if mask is None else mask.view(torch.uint8)
+    rates = None if decay is None else inner(decay)
+    counting = bool(_counts) and not torch.compiler.is_compiling()
+    dens = torch.empty(batch, heads, 1, dtype=torch.float32, device=v.device) if counting else out
+    totals = torch.empty_like(dens) if counting else out
+    group, rows = heads // key_heads, block(feature, 256)
+    with on_device(q):
+        decode[(batch * key_heads,)](
+            q, k, v, s, z, z if z_abs is None else z_abs, q if flags is None else flags, q if rates is None else rates,
+            out, dens, totals,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1),
+            0 if z_abs is None else z_abs.stride(0), 0 if z_abs is None else z_abs.stride(1),
+            out.stride(0), out.stride(1),
+            0 if flags is None else flags.stride(0), 0 if rates is None else rates.stride(0),
+            key_heads, group, feature, value,
+            HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None, COUNT=counting,
+            BF=rows, BV=block(value, max(16, 8192 // rows)), num_warps=4,
+        )  # fmt: skip
+    if counting:
+        safe_denominator(dens, None if z_abs is None else totals)
+    return out
+
+
+@torch.library.custom_op("t2r::step", mutates_args=("s", "z", "z_abs"))
+def _traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    z_abs: Tensor | None,
+    mask: Tensor | None,
+    decay: Tensor | None,
+) -> Tensor:
+    return _launch(q, k, v, s, z, z_abs, mask, decay)
+
+
+@_traced.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    z_abs: Tensor | None,
+    mask: Tensor | None,
+    decay: Tensor | None,
+) -> Tensor:
+    return v.new_empty(q.shape[0], q.shape[1], 1, v.shape[3])
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, state: State, mask: Tensor | None, decay: Tensor | None) -> Tensor:
+    """The output of one token; the state is updated in place. Eager calls skip the dispatch of a custom operator."""
+    run = _traced if torch.compiler.is_compiling() else _launch
+    out: Tensor = run(q, k, v, state.s, state.z, state.z_abs, mask, decay)
+    return out

@@ -1,0 +1,191 @@
+"""The forward pass in three launches: what each chunk adds to the state, the states before each chunk, the outputs.
+
+The first and the last run in parallel over chunks, so that a single long sequence fills a GPU. Only the scan between
+them goes through time, over states and not over tokens. A slot of `states [batch, key_heads, chunks + 1, slot]` holds
+s, z and, if signed, z_abs, one after the other; slot c is the state before chunk c.
+"""
+# Kernels have no annotations but constexpr: their arguments are Triton's own.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from t2r.ops.triton.math import chunk, divide, dot, saturate, tile, visible
+
+
+@triton.jit
+def chunk_states(
+    k, v, decay, mask, document, states, elapsed,
+    k_b, k_h, k_t, v_b, v_h, v_t,
+    key_heads, time, feature, value, chunks, slot,
+    DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr, HOW: tl.constexpr,
+    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """What chunk c adds to the state, as seen from its end, into slot c + 1; and by how much it ages the state before
+    it, or -1 if a document starts in it, into `elapsed [batch, chunks]`."""
+    c = tl.program_id(2)
+    value_blocks = (value + BV - 1) // BV
+    f_block = tl.program_id(1) // value_blocks
+    v_block = tl.program_id(1) % value_blocks
+    b = (tl.program_id(0) // key_heads).to(tl.int64)
+    h = (tl.program_id(0) % key_heads).to(tl.int64)
+    t, _, real, clock, length, _, _, keep, carried = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
+    f = f_block * BF + tl.arange(0, BF)
+    d = v_block * BV + tl.arange(0, BV)
+    f_ok, d_ok = f < feature, d < value
+    keys = tile(k + b * k_b + h * k_h, k_t, t, real & keep, f, f_ok)
+    values = tile(v + b * v_b + h * v_h, v_t, t, real & keep, d, d_ok)
+    if DECAY:
+        rate = tl.load(decay + h * feature + f, mask=f_ok, other=0.0)
+        keys *= tl.exp(-(length - clock)[:, None] * rate[None, :])
+    own = dot(tl.trans(keys), values, HOW)
+    here = states + ((b * key_heads + h) * (chunks + 1) + c + 1) * slot
+    tl.store(here + f[:, None] * value + d[None, :], own, mask=f_ok[:, None] & d_ok[None, :])
+    if v_block == 0:
+        tl.store(here + feature * value + f, tl.sum(keys, 0), mask=f_ok)
+        if SIGNED:
+            tl.store(here + feature * value + feature + f, tl.sum(tl.abs(keys), 0), mask=f_ok)
+    if DECAY or PACKED:  # noqa: SIM102 (known when the kernel is compiled, the other when it runs)
+        if (tl.program_id(1) == 0) & (h == 0):
+            tl.store(elapsed + b * chunks + c, tl.where(carried, length, -1.0))
+
+
+@triton.jit
+def _then(left_a, sum_a, left_b, sum_b):
+    return left_a * left_b, sum_a * left_b + sum_b
+
+
+@triton.jit
+def scan(
+    states, s_first, z_first, a_first, s_last, z_last, a_last, decay, elapsed,
+    key_heads, feature, value, chunks, slot,
+    HAS_FIRST: tl.constexpr, SIGNED: tl.constexpr, AGES: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
+    BY_ROWS: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Turn what each chunk adds into the states before each, or in reverse into the gradients of those. `BC` chunks are
+    loaded at a time: one load per step through time would be bound by its latency. Elements of a slot are independent.
+    `BY_ROWS` is the same without associative_scan, which the interpreter runs element by element."""
+    b = (tl.program_id(0) // key_heads).to(tl.int64)
+    h = (tl.program_id(0) % key_heads).to(tl.int64)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    size = feature * value
+    in_s = e < size
+    in_z = (e >= size) & (e < size + feature)
+    in_a = (e >= size + feature) & (e < slot)
+    ok = e < slot
+    f = tl.where(in_s, e // value, (e - size) % feature)
+    bh = b * key_heads + h
+    running = tl.zeros([BE], tl.float32)
+    if HAS_FIRST:
+        running += tl.load(s_first + bh * size + e, mask=in_s, other=0.0)
+        running += tl.load(z_first + bh * feature + e - size, mask=in_z, other=0.0)
+        if SIGNED:
+            running += tl.load(a_first + bh * feature + e - size - feature, mask=in_a, other=0.0)
+    rate = tl.zeros([BE], tl.float32)
+    if DECAY:
+        rate = tl.load(decay + h * feature + f, mask=ok, other=0.0)
+    base = states + bh * (chunks + 1) * slot
+    if REVERSE:
+        tl.store(states + (bh * (chunks + 1) + chunks) * slot + e, running, mask=ok)
+    else:
+        tl.store(base + e, running, mask=ok)
+    j = tl.arange(0, BC)
+    for start in range(0, chunks, BC):
+        i = start + j
+        if REVERSE:
+            c = chunks - 1 - i
+            to = c
+        else:
+            c = i
+            to = c + 1
+        here = base + to[:, None].to(tl.int64) * slot + e[None, :]
+        there = (i < chunks)[:, None] & ok[None, :]
+        own = tl.load(here, mask=there, other=0.0)
+        if AGES:
+            age = tl.load(elapsed + b * chunks + c, mask=i < chunks, other=0.0)
+            left = tl.where((age < 0)[:, None], 0.0, tl.exp(-age[:, None] * rate[None, :]))
+            if BY_ROWS:
+                found = own
+                for r in tl.static_range(BC):
+                    row = (j == r)[:, None]
+                    running = running * tl.sum(tl.where(row, left, 0.0), 0) + tl.sum(tl.where(row, own, 0.0), 0)
+                    found = tl.where(row, running[None, :], found)
+            else:
+                left, own = tl.associative_scan((left, own), 0, _then)
+                found = own + left * running[None, :]
+        else:
+            found = tl.cumsum(own, 0) + running[None, :]
+        tl.store(here, found, mask=there)
+        running = tl.sum(tl.where((i == tl.minimum(start + BC, chunks) - 1)[:, None], found, 0.0), 0)
+    tl.store(s_last + bh * size + e, running, mask=in_s)
+    tl.store(z_last + bh * feature + e - size, running, mask=in_z)
+    if SIGNED:
+        tl.store(a_last + bh * feature + e - size - feature, running, mask=in_a)
+
+
+@triton.jit
+def outputs(
+    q, k, v, decay, mask, document, states, out, dens, totals,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
+    heads, group, time, feature, value, chunks, slot,
+    DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr, NORMALIZED: tl.constexpr,
+    HOW: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """What the queries of a chunk find in it and in the state before it. Decays are taken from the middle of the chunk,
+    where the powers of either side have the most room (see `t2r.ops.chunks`)."""
+    c = tl.program_id(2)
+    b = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    h = head // group
+    t, there, real, clock, length, documents, fresh, _, _ = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
+    d = tl.program_id(1) * BV + tl.arange(0, BV)
+    d_ok = d < value
+    before = states + ((b * (heads // group) + h) * (chunks + 1) + c) * slot
+    offset = clock - length / 2
+    weights = tl.zeros([BT, BT], tl.float32)
+    sizes = tl.zeros([BT, BT], tl.float32)
+    num = tl.zeros([BT, BV], tl.float32)
+    den = tl.zeros([BT], tl.float32)
+    total = tl.zeros([BT], tl.float32)
+    for start in range(0, feature, BF):
+        f = start + tl.arange(0, BF)
+        f_ok = f < feature
+        queries = tile(q + b * q_b + head * q_h, q_t, t, there, f, f_ok)
+        keys = tile(k + b * k_b + h * k_h, k_t, t, real, f, f_ok)
+        s = tile(before, value, f, f_ok, d, d_ok)
+        z = tl.load(before + feature * value + f, mask=f_ok, other=0.0)
+        half = tl.full([BF], 1.0, tl.float32)
+        if DECAY:
+            rate = tl.load(decay + h * feature + f, mask=f_ok, other=0.0)
+            queries *= tl.exp(-offset[:, None] * rate[None, :])
+            keys *= tl.exp(offset[:, None] * rate[None, :])
+            half = tl.exp(-rate * (length / 2))
+        weights += dot(queries, tl.trans(keys), HOW)
+        num += dot(queries, s * half[:, None], HOW)
+        den += tl.sum(queries * (z * half)[None, :], 1)
+        if SIGNED:
+            sizes += dot(tl.abs(queries), tl.trans(tl.abs(keys)), HOW)
+            z_abs = tl.load(before + feature * value + feature + f, mask=f_ok, other=0.0)
+            total += tl.sum(tl.abs(queries) * (z_abs * half)[None, :], 1)
+    seen = visible(documents, PACKED, BT)
+    if PACKED:
+        num = tl.where(fresh[:, None], num, 0.0)
+        den = tl.where(fresh, den, 0.0)
+        total = tl.where(fresh, total, 0.0)
+    weights = tl.where(seen, weights, 0.0)
+    values = tile(v + b * v_b + h * v_h, v_t, t, real, d, d_ok)
+    num += dot(weights, values, HOW)
+    den += tl.sum(weights, 1)
+    if SIGNED:
+        total += tl.sum(tl.where(seen, sizes, 0.0), 1)
+    if tl.program_id(1) == 0:
+        row = (b * heads + head) * time + t
+        tl.store(dens + row, den, mask=there)
+        if SIGNED:
+            tl.store(totals + row, total, mask=there)
+    if NORMALIZED:
+        num = divide(num, den, total, SIGNED)
+    here = out + b * out_b + head * out_h + t[:, None].to(tl.int64) * out_t + d[None, :]
+    tl.store(here, saturate(num, out.dtype.element_ty), mask=there[:, None] & d_ok[None, :])

@@ -1,0 +1,97 @@
+"""What kernels share: products, the division, and who may see whom in a chunk."""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from t2r.ops.common import DENOMINATOR_FLOOR, SIGNED_FLOOR
+
+FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
+SIGNED = tl.constexpr(SIGNED_FLOOR)
+
+
+@triton.jit
+def dot(a, b, HOW: tl.constexpr):
+    """A matrix product in the precision that `blocks.precision` names, accumulated in float32."""
+    if HOW == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif HOW == "bf16 emulated":
+        return tl.dot(a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=HOW)
+
+
+@triton.jit
+def bounds(den, total, HAS_TOTAL: tl.constexpr):
+    """`safe_denominator`: what to divide by, where it is not the true one, and where nothing was seen."""
+    if HAS_TOTAL:
+        floor = tl.maximum(SIGNED * total, FLOOR)
+        bounded = tl.abs(den) < floor
+        safe = tl.where(bounded, tl.where(den < 0, -floor, floor), den)
+        empty = total == 0
+    else:
+        bounded = den < FLOOR
+        safe = tl.where(bounded, FLOOR, den)
+        empty = den <= 0
+    return safe, bounded, empty
+
+
+@triton.jit
+def divide(num, den, total, HAS_TOTAL: tl.constexpr):
+    """`num [rows, value]` by `den [rows]`, bounded."""
+    safe, _, empty = bounds(den, total, HAS_TOTAL)
+    return tl.where(empty[:, None], 0.0, num / safe[:, None])
+
+
+@triton.jit
+def saturate(x, to: tl.constexpr):
+    """To the output's dtype; float16 saturates, since a signed average can exceed the values it averages."""
+    if to == tl.float16:
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(to)
+
+
+@triton.jit
+def tile(x, stride, rows, rows_ok, columns, columns_ok):
+    """A float32 tile of a matrix whose rows are `stride` apart; zero outside, where nothing is read."""
+    here = x + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    return tl.load(here, mask=rows_ok[:, None] & columns_ok[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def chunk(c, b, mask, document, time, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr):
+    """The positions of a chunk: which are there, which count, their clock within the chunk and its length in counted
+    tokens, their documents, and who sees the state before (`fresh`) or enters the state after (`keep`)."""
+    t = c * BT + tl.arange(0, BT)
+    there = t < time
+    real = there
+    if HAS_MASK:
+        real = tl.load(mask + b * time + t, mask=there, other=0) != 0
+        clock = tl.cumsum(real.to(tl.float32), 0)
+        length = tl.sum(real.to(tl.float32), 0)
+    else:
+        length = tl.minimum(time - c * BT, BT).to(tl.float32)
+        clock = tl.minimum((tl.arange(0, BT) + 1).to(tl.float32), length)
+    documents = tl.zeros([BT], tl.int32)
+    fresh, keep = there, there
+    carried = length >= 0
+    if PACKED:
+        row = document + b * time
+        documents = tl.load(row + t, mask=there, other=-1)
+        before = tl.load(row + tl.maximum(c * BT - 1, 0))
+        before = tl.where(c > 0, before, 0)
+        last = tl.load(row + tl.minimum(c * BT + BT, time) - 1)
+        fresh, keep, carried = documents == before, documents == last, last == before
+    return t, there, real, clock, length, documents, fresh, keep, carried
+
+
+@triton.jit
+def visible(documents, PACKED: tl.constexpr, BT: tl.constexpr):
+    """`[query, key]`: the key is not later, and of the same document."""
+    i = tl.arange(0, BT)
+    seen = i[:, None] >= i[None, :]
+    if PACKED:
+        seen = seen & (documents[:, None] == documents[None, :])
+    return seen

@@ -1,0 +1,299 @@
+"""A whole sequence: the launches of forward and backward, and their place in autograd and torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from t2r.ops.common import State, Sums, _counts, safe_denominator
+from t2r.ops.triton import backward as back
+from t2r.ops.triton import forward as fore
+from t2r.ops.triton.backend import INTERPRETED
+from t2r.ops.triton.blocks import block, inner, on_device, precision
+
+CHUNK = 16 if INTERPRETED else 64
+"""Tokens of a chunk. At most 128: seen from the middle, the fastest decay is then a factor of exp(64) at either end."""
+WARPS = 4
+MANY_WARPS = 8
+"""Of a program with many tiles at once: its registers would spill with fewer. Chunks of 128 want 8 everywhere."""
+SCANNED = 4 if INTERPRETED else 16
+"""Chunk states that the scan loads at a time."""
+
+
+class Plan(NamedTuple):
+    """The sizes and flags of one call."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    time: int
+    feature: int
+    value: int
+    signed: bool
+    how: str
+    flags: dict[str, Any]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.key_heads
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.time // self.size)
+
+    @property
+    def size(self) -> int:
+        return block(self.time, CHUNK)
+
+    @property
+    def rows(self) -> int:
+        return block(self.feature, 64)
+
+    @property
+    def columns(self) -> int:
+        return block(self.value, 64 if self.how == "tf32x3" else 128)
+
+    @property
+    def slot(self) -> int:
+        return self.feature * (self.value + 1)
+
+    @property
+    def state_slot(self) -> int:
+        return self.slot + (self.feature if self.signed else 0)
+
+    @property
+    def blocks(self) -> dict[str, Any]:
+        # One stage: loops over blocks are short, and more stages would cost the shared memory of other programs.
+        return {
+            "HOW": self.how,
+            "BT": self.size,
+            "BF": self.rows,
+            "BV": self.columns,
+            "num_warps": MANY_WARPS if self.how == "tf32x3" else WARPS,
+            "num_stages": 1,
+        }
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.feature // self.rows)
+
+    @property
+    def column_blocks(self) -> int:
+        return -(-self.value // self.columns)
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor | None, starts: Tensor | None, signed: bool
+) -> Plan:
+    flags = {"DECAY": decay is not None, "HAS_MASK": mask is not None, "PACKED": starts is not None}
+    shape = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3])
+    return Plan(*shape, signed, precision(q, k, v), flags)
+
+
+class _Shared(NamedTuple):
+    """What several launches read: rates, mask and documents as kernels want them, or a stand-in that is not read."""
+
+    decay: Tensor
+    mask: Tensor
+    document: Tensor
+
+
+def _shared(like: Tensor, decay: Tensor | None, mask: Tensor | None, starts: Tensor | None) -> _Shared:
+    return _Shared(
+        like if decay is None else decay.float().contiguous(),
+        like if mask is None else mask.contiguous().view(torch.uint8),
+        like if starts is None else starts.cumsum(1, dtype=torch.int32),
+    )
+
+
+# Grids have sequences and heads first: only the first dimension of a grid may be larger than 65,535.
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [x.stride(i) for x in tensors for i in range(3)]
+
+
+def _scan(
+    plan: Plan, states: Tensor, slot: int, first: State | None, shared: _Shared, elapsed: Tensor, *, reverse: bool
+) -> State:
+    """Run the scan over `states`, from the first state; the last one is returned."""
+    signed = plan.signed and not reverse
+    shape = (plan.batch, plan.key_heads, plan.feature)
+    s, z = states.new_empty(*shape, plan.value), states.new_empty(shape)
+    last = State(s, z, torch.empty_like(z) if signed else None)
+    begin = last if first is None else first.map(torch.Tensor.contiguous)
+    width = 32 if INTERPRETED else 64
+    fore.scan[(plan.batch * plan.key_heads, -(-slot // width))](
+        states,
+        begin.s, begin.z, begin.z if begin.z_abs is None else begin.z_abs,
+        last.s, last.z, last.z if last.z_abs is None else last.z_abs,
+        shared.decay, elapsed, plan.key_heads, plan.feature, plan.value, plan.chunks, slot,
+        HAS_FIRST=first is not None, SIGNED=signed, AGES=plan.flags["DECAY"] or plan.flags["PACKED"],
+        DECAY=plan.flags["DECAY"], REVERSE=reverse, BY_ROWS=INTERPRETED, BC=SCANNED, BE=width, num_warps=4,
+    )  # fmt: skip
+    return last
+
+
+def _states(plan: Plan, k: Tensor, v: Tensor, first: State | None, shared: _Shared) -> tuple[Tensor, Tensor, State]:
+    """The states before each chunk and after the last, how much each chunk ages them, and the last by itself."""
+    shape = (plan.batch, plan.key_heads, plan.chunks + 1, plan.state_slot)
+    states = torch.empty(shape, dtype=torch.float32, device=k.device)
+    elapsed = states.new_empty(plan.batch, plan.chunks)
+    fore.chunk_states[(plan.batch * plan.key_heads, plan.row_blocks * plan.column_blocks, plan.chunks)](
+        k, v, *shared, states, elapsed, *_strides(k, v),
+        plan.key_heads, plan.time, plan.feature, plan.value, plan.chunks, plan.state_slot,
+        SIGNED=plan.signed, **plan.flags, **plan.blocks,
+    )  # fmt: skip
+    return states, elapsed, _scan(plan, states, plan.state_slot, first, shared, elapsed, reverse=False)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, z: Tensor | None, z_abs: Tensor | None, decay: Tensor | None,
+    mask: Tensor | None, starts: Tensor | None, signed: bool, normalized: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output or numerator, denominator, magnitude, s, z, z_abs; the third and the last are empty if not signed."""
+    q, k, v = inner(q), inner(k), inner(v)
+    plan = _plan(q, k, v, decay, mask, starts, signed)
+    shared = _shared(q, decay, mask, starts)
+    out = v.new_empty(plan.batch, plan.heads, plan.time, plan.value, dtype=v.dtype if normalized else torch.float32)
+    dens = torch.empty(plan.batch, plan.heads, plan.time, dtype=torch.float32, device=v.device)
+    totals = torch.empty_like(dens) if signed else dens.new_empty(0)
+    with on_device(q):
+        first = None if s is None or z is None else State(s, z, z_abs)
+        states, _, last = _states(plan, k, v, first, shared)
+        fore.outputs[(plan.batch * plan.heads, plan.column_blocks, plan.chunks)](
+            q, k, v, *shared, states, out, dens, totals, *_strides(q, k, v, out),
+            plan.heads, plan.group, plan.time, plan.feature, plan.value, plan.chunks, plan.state_slot,
+            SIGNED=signed, NORMALIZED=normalized, **plan.flags, **plan.blocks,
+        )  # fmt: skip
+    return out, dens, totals, last.s, last.z, dens.new_empty(0) if last.z_abs is None else last.z_abs
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, z: Tensor | None, z_abs: Tensor | None, decay: Tensor | None,
+    mask: Tensor | None, starts: Tensor | None, signed: bool, normalized: bool,
+    out: Tensor, dens: Tensor, totals: Tensor,
+    g: Tensor, g_den: Tensor | None, ds: Tensor | None, dz: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, s, z and the decay; the last is empty without a decay."""
+    q, k, v, g = inner(q), inner(k), inner(v), inner(g)
+    plan = _plan(q, k, v, decay, mask, starts, signed)
+    shared = _shared(q, decay, mask, starts)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    rows, columns = plan.row_blocks, plan.column_blocks
+    sizes = (plan.key_heads, plan.group, plan.time, plan.feature, plan.value, plan.chunks)
+    normal = {"NORMALIZED": normalized, **plan.flags, **plan.blocks}
+    with on_device(q):
+        inverse = dens
+        if normalized:
+            inverse, g_den = torch.empty_like(dens), torch.empty_like(dens)
+            back.division[(plan.batch * plan.heads, plan.chunks)](
+                g, out, dens, totals, inverse, g_den, *_strides(g, out), plan.heads, plan.time, plan.value,
+                SIGNED=signed, BT=plan.size, BV=plan.columns, num_warps=4,
+            )  # fmt: skip
+        g_den = torch.zeros_like(dens) if g_den is None else g_den.contiguous()
+        first = None if s is None or z is None else State(s, z, z_abs)
+        states, elapsed, _ = _states(plan, k, v, first, shared)
+        gradients = states.new_empty(plan.batch, plan.key_heads, plan.chunks + 1, plan.slot)
+        back.chunk_gradients[(plan.batch * plan.key_heads, rows * columns, plan.chunks)](
+            q, g, inverse, g_den, *shared, gradients, *_strides(q, g), *sizes, plan.slot, **normal
+        )
+        last = None
+        if ds is not None or dz is not None:
+            zeros = State.zeros(k, v)
+            last = State(zeros.s if ds is None else ds, zeros.z if dz is None else dz)
+        begin = _scan(plan, gradients, plan.slot, last, shared, elapsed, reverse=True)
+        shape = (plan.batch, plan.chunks, plan.key_heads, plan.feature) if decay is not None else (0,)
+        d_decay = states.new_empty(shape)
+        back.feature_gradients[(plan.batch * plan.key_heads, rows, plan.chunks)](
+            q, k, v, g, inverse, g_den, *shared, states, gradients, dq, dk, d_decay,
+            *_strides(q, k, v, g, dq, dk), *sizes, plan.state_slot, plan.slot, **{**normal, "num_warps": MANY_WARPS},
+        )  # fmt: skip
+        back.value_gradients[(plan.batch * plan.key_heads, columns, plan.chunks)](
+            q, k, g, inverse, *shared, gradients, dv, *_strides(q, k, g, dv), *sizes, plan.slot, **normal
+        )
+    return dq, dk, dv, begin.s, begin.z, d_decay if decay is None else d_decay.sum((0, 1))
+
+
+# torch.compile sees the launches as two operators; eager calls skip their dispatch.
+_forward_traced = torch.library.custom_op("t2r::linear_attention", _forward, mutates_args=())
+_backward_traced = torch.library.custom_op("t2r::linear_attention_backward", _backward, mutates_args=())
+
+
+@_forward_traced.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, z: Tensor | None, z_abs: Tensor | None, decay: Tensor | None,
+    mask: Tensor | None, starts: Tensor | None, signed: bool, normalized: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    out = v.new_empty(*q.shape[:3], v.shape[3], dtype=v.dtype if normalized else torch.float32)
+    dens = q.new_empty(q.shape[:3], dtype=torch.float32)
+    nothing = dens.new_empty(0)
+    last = State.zeros(k, v, signed)
+    if last.z_abs is None:
+        return out, dens, nothing, last.s, last.z, dens.new_empty(0)
+    return out, dens, torch.empty_like(dens), last.s, last.z, last.z_abs
+
+
+@_backward_traced.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, z: Tensor | None, z_abs: Tensor | None, decay: Tensor | None,
+    mask: Tensor | None, starts: Tensor | None, signed: bool, normalized: bool,
+    out: Tensor, dens: Tensor, totals: Tensor,
+    g: Tensor, g_den: Tensor | None, ds: Tensor | None, dz: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    state = State.zeros(k, v)
+    d_decay = dens.new_empty(0 if decay is None else decay.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), state.s, state.z, d_decay
+
+
+class _LinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        """The inputs of `_forward`, and its outputs."""
+        run: Any = _forward_traced if torch.compiler.is_compiling() else _forward
+        results: tuple[Tensor, ...] = run(*inputs)
+        out, dens, totals, _, _, z_abs = results
+        *tensors, ctx.signed, ctx.normalized = inputs
+        ctx.save_for_backward(*tensors, out if ctx.normalized else None, dens, totals)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(totals, z_abs, *((dens,) if ctx.normalized else ()))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        g, g_den, _, ds, dz, _ = grads
+        *tensors, out, dens, totals = ctx.saved_tensors
+        q, _, v, s, _, _, decay = tensors[:7]
+        if g is None:
+            g = v.new_zeros(*q.shape[:3], v.shape[3])
+        g_den = None if ctx.normalized else g_den
+        run: Any = _backward_traced if torch.compiler.is_compiling() else _backward
+        how = (ctx.signed, ctx.normalized, g if out is None else out, dens, totals, g, g_den, ds, dz)
+        dq, dk, dv, ds, dz, d_decay = run(*tensors, *how)
+        if s is None:
+            ds = dz = None
+        return dq, dk, dv, ds, dz, None, None if decay is None else d_decay.to(decay.dtype), *(None,) * 4
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    decay: Tensor | None,
+    *,
+    signed: bool,
+    normalized: bool,
+) -> tuple[Tensor | Sums, State]:
+    """Causal linear attention, as `t2r.ops.linear_attention`."""
+    past = (None, None, None) if state is None else state
+    inputs = (q, k, v, *past, decay, mask, starts, signed, normalized)
+    out, dens, totals, s, z, z_abs = _LinearAttention.apply(*inputs)
+    if normalized and _counts and not torch.compiler.is_compiling():
+        safe_denominator(dens, totals if signed else None)  # counts
+    new = State(s, z, z_abs if signed else None)
+    return out if normalized else Sums(out, dens, totals if signed else None), new

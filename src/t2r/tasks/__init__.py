@@ -1,0 +1,9 @@
+"""What a model is trained to do, one file for each task."""
+
+from t2r.tasks.base import Task
+from t2r.tasks.language_modeling import LanguageModeling
+
+TASKS: dict[str, type[Task]] = {LanguageModeling.name: LanguageModeling}
+"""By the name that stands in results.json."""
+
+__all__ = ["TASKS", "LanguageModeling", "Task"]

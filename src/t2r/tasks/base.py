@@ -1,0 +1,90 @@
+"""What the training session asks of a task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+from transformers import PreTrainedModel
+
+
+class Task(ABC):
+    """Where the data comes from, how it is batched, which positions are scored against which labels, and the metric.
+
+    The session calls, in this order: `check` with the model, `prepare`, `dataset` for each stage, then for every batch
+    `collate`, `inputs`, `teacher_inputs` and `labels`, and between the stages `measure`.
+    """
+
+    name: ClassVar[str]
+    """In results.json."""
+
+    # --- Data -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What makes this data this data, for JSON. A run that is resumed must be given the same."""
+
+    @abstractmethod
+    def check(self, model: PreTrainedModel, block_sizes: Iterable[int]) -> None:
+        """Refuse a model that cannot do this task, or cannot read blocks of these sizes."""
+
+    @abstractmethod
+    def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
+        """Make the data, of which no item has more than `longest` tokens; `teacher` may be asked to write some.
+
+        Returns names that change when the content of the data does."""
+
+    @abstractmethod
+    def dataset(self, block_size: int) -> Dataset[Any]:
+        """Items of about `block_size` tokens each: as many of them make a batch as have its number of tokens."""
+
+    def collate(self, items: Sequence[Any]) -> dict[str, Tensor]:
+        """A batch of items. It has `labels` as the model's own loss would take them."""
+        batch: dict[str, Tensor] = default_collate(list(items))
+        return batch
+
+    # --- Loss -----------------------------------------------------------------------------------------------
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the student reads."""
+        return {name: x for name, x in batch.items() if name != "labels"}
+
+    def teacher_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the teacher reads, where the student reads `inputs`."""
+        return inputs
+
+    @abstractmethod
+    def labels(self, batch: dict[str, Tensor]) -> Tensor:
+        """The token that the logits at each position are scored against, `[batch, time]`; -100: none."""
+
+    @abstractmethod
+    def disturbed(self, inputs: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+        """The inputs with this share of the tokens exchanged at random for others of the batch."""
+
+    # --- Measuring and telling ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def measure(self, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> dict[str, Any] | None:
+        """The metrics on the validation data, for JSON; None without such data."""
+
+    @abstractmethod
+    def told(self, measured: dict[str, Any]) -> str:
+        """A measurement in a few words, for the log."""
+
+    @staticmethod
+    @abstractmethod
+    def table(
+        measured: Sequence[tuple[str, dict[str, Any] | None]], *, compared: bool
+    ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The header and the rows of a table of measurements; `compared`: with the first of them, the teacher's."""
+
+
+def exchanged(ids: Tensor, share: float) -> Tensor:
+    """Tokens, of which this share, at random, are others of the same batch. A model that is to be like its teacher on
+    any text learns more from a text it has seen before if it is not quite the same."""
+    others = ids.flatten()[torch.randint(ids.numel(), ids.shape, device=ids.device)]
+    return torch.where(torch.rand(ids.shape, device=ids.device) < share, others, ids)

@@ -1,0 +1,173 @@
+"""Language modeling: text in blocks, each token predicted from those before it, measured by perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import ConcatDataset, Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from t2r.data import Blocks, TokenCorpus, check_block_size, tokenize_corpus, write_corpus
+from t2r.data.blocks import IGNORED
+from t2r.errors import T2RError
+from t2r.evaluation import Text, encode, perplexity, read_text
+from t2r.evaluation.perplexity import WINDOW
+from t2r.surgery.adapters import family_of
+from t2r.tasks.base import Task, exchanged
+
+TEACHER = "teacher"
+"""Among the texts to train on: what the teacher itself writes."""
+TEACHER_TOKENS = 10_000_000
+"""How much that is."""
+
+
+class LanguageModeling(Task):
+    """The next token of a text.
+
+    Args:
+        tokenizer: of the model.
+        train: text files, globs, JSONL or `datasets:` names; `teacher` among them: text that the teacher writes.
+        valid: a text to measure perplexity on.
+        documents: keep documents apart inside a block.
+        teacher_tokens: how much the teacher writes.
+        limit: measure on so many windows only.
+        longest: the longest window to measure with. None: as long as the model can read, at most 512.
+        seed: of what the teacher writes.
+        caching: a context in which caches of the text are written.
+    """
+
+    name = "language_modeling"
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        train: str | Sequence[str],
+        valid: str | None = None,
+        *,
+        documents: bool = False,
+        teacher_tokens: int = TEACHER_TOKENS,
+        limit: int | None = None,
+        longest: int | None = None,
+        seed: int = 0,
+        progress: bool = True,
+        caching: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sources = [train] if isinstance(train, str) else list(train)
+        self.valid, self.documents, self.teacher_tokens, self.limit = valid, documents, teacher_tokens, limit
+        self.longest, self.seed, self.progress, self.caching = longest, seed, progress, caching
+        self.corpora: list[TokenCorpus] = []
+        self.text: Text | None = None
+
+    # --- Data -----------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "train": self.sources,
+            "teacher_tokens": self.teacher_tokens if TEACHER in self.sources else None,
+            "valid": self.valid,
+            "limit": self.limit,
+            "documents": self.documents,
+        }
+
+    def check(self, model: PreTrainedModel, block_sizes: Iterable[int]) -> None:
+        if model.config.is_encoder_decoder:
+            raise T2RError(f"only language models are trained on text; {model.config.model_type} is an encoder-decoder")
+        for size in block_sizes:
+            check_block_size(size, max_positions(model))
+        if self.valid is not None:
+            self.text = encode(self.tokenizer, read_text(self.valid, self.tokenizer))
+
+    def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
+        """The tokens of the texts, and of what the teacher writes. Both stay in the cache."""
+        texts = [source for source in self.sources if source != TEACHER]
+        with self.caching():
+            self.corpora = [tokenize_corpus(texts, self.tokenizer, progress=self.progress)] if texts else []
+            if texts != self.sources:
+                self.corpora.append(self.written_by(teacher, longest))
+        return [corpus.folder.name for corpus in self.corpora]
+
+    def written_by(self, teacher: PreTrainedModel | None, length: int) -> TokenCorpus:
+        if teacher is None:
+            raise T2RError("there is no teacher to write text: name text files to train on")
+        written = write_corpus(
+            teacher,
+            self.tokenizer,
+            tokens=self.teacher_tokens,
+            length=length,
+            continues=self.corpora[0] if self.corpora else None,
+            seed=self.seed,
+            progress=self.progress,
+        )
+        # What the teacher wrote has its own marks between documents.
+        return tokenize_corpus(str(written), self.tokenizer, add_eos=False, progress=self.progress)
+
+    @property
+    def tokens(self) -> int:
+        """How many there are to train on."""
+        return sum(map(len, self.corpora))
+
+    def dataset(self, block_size: int) -> Dataset[Any]:
+        return ConcatDataset([Blocks(corpus, block_size, documents=self.documents) for corpus in self.corpora])
+
+    # --- Loss -----------------------------------------------------------------------------------------------
+
+    def labels(self, batch: dict[str, Tensor]) -> Tensor:
+        """Shifted by one: a position predicts the next token, and the last position none."""
+        return pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+
+    def disturbed(self, inputs: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+        return inputs | {"input_ids": exchanged(inputs["input_ids"], share)}
+
+    # --- Measuring and telling ------------------------------------------------------------------------------
+
+    def measure(self, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> dict[str, Any] | None:
+        if self.text is None:
+            return None
+        window = min(WINDOW, self.longest or WINDOW, max_positions(model) or WINDOW)
+        result = perplexity(model, self.text, window=window, stride=window // 2, limit=self.limit, teacher=teacher)
+        return {
+            "perplexity": result.perplexity,
+            "word_perplexity": result.word_perplexity,
+            "bits_per_byte": result.bits_per_byte,
+            "kl": result.mean_kl,
+            "tokens": result.tokens,
+        }
+
+    def told(self, measured: dict[str, Any]) -> str:
+        return f"perplexity {measured['perplexity']:.3f}"
+
+    @staticmethod
+    def table(
+        measured: Sequence[tuple[str, dict[str, Any] | None]], *, compared: bool
+    ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        found = [(name, values) for name, values in measured if values is not None]
+        rows: list[tuple[str, ...]] = []
+        if not compared:
+            keys = {"perplexity": 2, "word_perplexity": 2, "bits_per_byte": 3}
+            header = ("model", "perplexity per token", "per word", "bits per byte")
+            return header, [
+                (name, *(number(values[key], digits) for key, digits in keys.items())) for name, values in found
+            ]
+        for name, values in found:
+            own, first = values["perplexity"], found[0][1]["perplexity"]
+            ratio = f"{own / first - 1:+.1%}" if own and first else ""
+            rows.append((name, number(own, 2) or "not finite", ratio, number(values["kl"], 4)))
+        return ("model", "perplexity", "against the teacher", "KL to the teacher"), rows
+
+
+def number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """How many tokens the model can read at most; None: any number."""
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    try:
+        return family_of(model).max_positions(model) or positions
+    except T2RError:  # a family that we do not know
+        return positions

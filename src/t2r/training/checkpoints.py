@@ -1,0 +1,81 @@
+"""Checkpoints that are believed only if they are whole: a last file lists the others with their checksums."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from t2r.storage import write_text
+
+logger = logging.getLogger(__name__)
+
+COMPLETE = "complete"
+"""The last file of a checkpoint. Without it the checkpoint was cut off and is not used."""
+PIECE = 1 << 24
+
+
+def seal(folder: Path) -> None:
+    """Flush every file of a checkpoint to the disk, then write the list of them."""
+    listed = {}
+    for path in files(folder):
+        flush(path)
+        listed[path.relative_to(folder).as_posix()] = [path.stat().st_size, checksum(path)]
+    flush(folder)
+    write_text(folder / COMPLETE, json.dumps(listed, indent=1))
+    flush(folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Are all files of a sealed checkpoint as they were written?"""
+    try:
+        listed = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+        return bool(listed) and all(
+            (folder / name).stat().st_size == size and checksum(folder / name) == crc
+            for name, (size, crc) in listed.items()
+        )
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole. A damaged one is passed over with a warning."""
+    sealed = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
+    for checkpoint in sorted(sealed, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        if is_whole(checkpoint):
+            return checkpoint
+        logger.warning("%s is damaged: an older checkpoint is used, if there is one", checkpoint)
+    return None
+
+
+def files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE)
+
+
+def checksum(path: Path) -> int:
+    """CRC-32: it is fast, and it is there to find damage, not malice."""
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def flush(path: Path) -> None:
+    """To the disk. Not every system can do this for a folder."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        if path.is_dir():
+            return
+        raise
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(handle)

@@ -1,0 +1,109 @@
+"""A student with its objective, as one module whose forward is the loss."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from t2r.model.logits import Readout
+from t2r.tasks import Task
+from t2r.training.objectives import distillation_loss, transferring
+from t2r.training.recipe import Stage
+
+
+class Learner(nn.Module):
+    """What Trainer trains. The whole loss is computed in the forward, head included, so that wrappers for several
+    devices see all of it.
+
+    Args:
+        student: the model that learns, with its LoRA adapters if there are any.
+        teacher: for a distillation.
+        whole: form the logits of a whole batch by the model's own forward. Otherwise a slice at a time, where the
+            model's head allows it.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        stage: Stage,
+        task: Task,
+        teacher: PreTrainedModel | None = None,
+        *,
+        compiled: bool = False,
+        whole: bool = False,
+    ) -> None:
+        super().__init__()
+        self.student = student
+        self.stage, self.task, self.compiled, self.whole = stage, task, compiled, whole
+        self._teacher = (teacher,)  # in a tuple, because it is no part of this module
+        self._readouts: dict[int, Readout] = {}
+        # An adaptive softmax computes the logits of the words it needs and of no others.
+        self.own_loss = stage.objective == "task" and bool(getattr(student, "loss_without_logits", False))
+        # Nobody reads the logits of a transfer: one row of them has to be formed.
+        takes_rows = "logits_to_keep" in inspect.signature(student.forward).parameters
+        self.without_logits = {"logits_to_keep": 1} if takes_rows else {}
+
+    @property
+    def _no_split_modules(self) -> Any:
+        """What FSDP wraps."""
+        return getattr(self.student, "_no_split_modules", None)
+
+    def forward(self, batch: dict[str, Tensor], count: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a batch, and sums for the log. It is a mean over what is scored, or where the batch is a part of
+        a larger one their sum divided by `count`."""
+        inputs = self.task.inputs(batch)
+        if self.stage.noise:
+            inputs = self.task.disturbed(inputs, self.stage.noise)
+        if self.stage.objective == "transfer":
+            with transferring(self.student, self.compiled) as errors:
+                self.student(**inputs, use_cache=False, **self.without_logits)
+            return torch.stack(errors).mean(), {}
+        if self.own_loss:
+            scored = None if count is None else count.clamp_min(1)
+            model = cast(Any, self.student)
+            return model(**inputs, labels=batch["labels"], num_items_in_batch=scored, use_cache=False).loss, {}
+        return self.against(inputs, self.task.labels(batch).flatten(), count)
+
+    def against(
+        self, inputs: dict[str, Tensor], labels: Tensor, count: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss against the labels and, in a distillation, against the teacher's distribution."""
+        stage, (teacher,) = self.stage, self._teacher
+        distills = stage.objective == "distill"
+        kl_weight, task_weight = (stage.kl_weight, stage.task_weight) if distills else (0.0, 1.0)
+        ours, student_head = self.read(self.student, inputs)
+        theirs = teacher_head = None
+        if teacher is not None:
+            with torch.no_grad():
+                theirs, teacher_head = self.read(teacher, self.task.teacher_inputs(inputs))
+        loss, kl, task = distillation_loss(
+            ours,
+            theirs,
+            labels,
+            count=count,
+            student_head=student_head,
+            teacher_head=teacher_head,
+            kl_weight=kl_weight,
+            task_weight=task_weight,
+            temperature=stage.temperature,
+            compiled=self.compiled,
+        )
+        if not distills:
+            return loss, {}
+        scored = (labels >= 0).sum()
+        share = scored.clamp_min(1) if count is None else count
+        sums = {"tokens": scored, "kl": kl * share} | ({"task": task * share} if task_weight else {})
+        return loss, {name: x.detach() for name, x in sums.items()}
+
+    def read(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        """What goes into a model's head, a row for each position, and the head; or the logits, and None."""
+        if self.whole:
+            return model(**inputs, use_cache=False).logits.flatten(0, 1), None
+        if id(model) not in self._readouts:
+            self._readouts[id(model)] = Readout(model, inputs)
+        readout = self._readouts[id(model)]
+        return readout.states(inputs).flatten(0, 1), readout.projection

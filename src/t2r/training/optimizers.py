@@ -1,0 +1,104 @@
+"""What a stage trains, and the optimizer that trains it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from t2r.attention.recurrence import recurrent_sites
+from t2r.errors import T2RError
+from t2r.training.muon import Muon
+from t2r.training.recipe import Stage
+
+
+def choose_trained(model: nn.Module, stage: Stage) -> None:
+    """Set which parameters learn. A frozen map stays frozen; LoRA has frozen the rest itself."""
+    if stage.train == "lora":
+        return
+    learning = trained_by(model, stage)
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in learning)
+    if not learning:
+        raise T2RError(f"stage {stage.name!r} has nothing to train: its maps have no parameters, or are frozen")
+
+
+def trained_by(model: nn.Module, stage: Stage) -> set[int]:
+    """The ids of the parameters that a stage without LoRA trains."""
+    sites = recurrent_sites(model)
+    frozen = {id(p) for site in sites if not site.feature_map.trainable for p in site.feature_map.parameters()}
+    frozen |= {id(p) for m in model.modules() if "Sinusoidal" in type(m).__name__ for p in m.parameters()}
+    if stage.train == "maps":
+        chosen = {id(p) for site in sites for p in site.feature_map.parameters()}
+    elif stage.train == "attention":
+        chosen = {id(p) for site in sites for p in site.parameters()}
+    else:
+        chosen = {id(p) for p in model.parameters()}
+    return {id(p) for p in model.parameters() if id(p) in chosen - frozen and p.is_floating_point()}
+
+
+class Kind(NamedTuple):
+    """Parameters of one kind make up a group of the optimizer."""
+
+    rate: float
+    orthogonal: bool
+    decays: bool
+
+
+def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
+    """The stage's optimizer over what learns. Weight decay spares norms, biases, embeddings and rates of decay."""
+    sites = recurrent_sites(model)
+    maps = {id(p) for site in sites for p in site.feature_map.parameters()}
+    paces = {id(p): pace for site in sites for p, pace in site.feature_map.paces().items()}
+    map_rate = stage.learning_rate if stage.map_learning_rate is None else stage.map_learning_rate
+    matrices = orthogonalized(model, maps) if stage.optimizer == "muon" else set()
+    decaying = decayed(model, maps)
+    alike: dict[Kind, list[nn.Parameter]] = defaultdict(list)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in sorted(trained, key=lambda p: id(p) not in maps):  # the rate that is logged is the first group's
+        rate = map_rate * paces.get(id(p), 1.0) if id(p) in maps else stage.learning_rate
+        alike[Kind(rate, id(p) in matrices, id(p) in decaying or not stage.weight_decay)].append(p)
+    groups: list[dict[str, Any]] = [
+        {
+            "params": own,
+            "lr": kind.rate,
+            "orthogonal": kind.orthogonal,
+            "weight_decay": stage.weight_decay if kind.decays else 0.0,
+        }
+        for kind, own in alike.items()
+    ]
+    if stage.optimizer == "nag":  # fairseq's is this, its velocity rescaled with the rate (and its decay decoupled)
+        return torch.optim.SGD(groups, lr=stage.learning_rate, momentum=stage.momentum, nesterov=True)
+    kind = {"muon": Muon, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[stage.optimizer]
+    beta1, beta2 = stage.betas
+    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
+    return kind(groups, lr=stage.learning_rate, betas=(beta1, beta2), eps=stage.epsilon, fused=fused)
+
+
+def decayed(model: nn.Module, maps: set[int]) -> set[int]:
+    """The parameters that weight decay applies to: weights of linear layers, and those of maps, one for each head. In
+    a map, biases and rates of decay have a row for each head too, so a weight is what has three dimensions."""
+    tables = embeddings(model)
+    return {id(p) for p in model.parameters() if p.dim() > (2 if id(p) in maps else 1) and id(p) not in tables}
+
+
+def orthogonalized(model: nn.Module, maps: set[int]) -> set[int]:
+    """The parameters that Muon takes for matrices: weights of linear layers, and those of maps, one for each head. Not
+    embeddings, whose rows have nothing to do with each other, nor what has a row for each head and is no matrix."""
+    tables = embeddings(model)
+
+    def is_matrix(p: Tensor) -> bool:
+        return p.dim() == 3 and p.shape[1] > 1 if id(p) in maps else p.dim() == 2 and id(p) not in tables
+
+    return {id(p) for p in model.parameters() if is_matrix(p)}
+
+
+def embeddings(model: nn.Module) -> set[int]:
+    """The parameters of input and output embeddings, and of positions."""
+    tables: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if isinstance(model, PreTrainedModel):
+        tables += [model.get_input_embeddings(), model.get_output_embeddings()]
+    return {id(p) for table in tables if table is not None for p in table.parameters()}

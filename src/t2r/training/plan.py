@@ -1,0 +1,62 @@
+"""What a session will do: the recipe's stages fitted to the caller's time, model and feature map."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.integrations import get_available_reporting_integrations
+
+from t2r.config import OPTIONS
+from t2r.errors import T2RError
+from t2r.training.optimizers import trained_by
+from t2r.training.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+OF_THE_MAP = ("feature_size", "cross_feature_size", "init", "activation", "key_weights", "shared")
+"""Options that a recipe chooses for its own feature map. Another map has its own defaults of these."""
+
+
+def check_options(options: dict[str, Any]) -> None:
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise T2RError(f"no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+
+
+def check_report_to(name: str) -> None:
+    if name != "none" and name not in (there := get_available_reporting_integrations()):
+        raise T2RError(f"report_to={name!r} is not installed: choose one of {', '.join(['none', *there])}")
+
+
+def over(planned: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a swap over those of a plan. A feature map that is named comes with its own defaults."""
+    if "feature_map" in options:
+        planned = {name: x for name, x in planned.items() if name not in OF_THE_MAP}
+    return planned | options
+
+
+def within(plan: Recipe, minutes: float | None) -> Recipe:
+    """The same stages in so many minutes, shared as their steps are. None: as long as they say themselves."""
+    if minutes is None:
+        return plan
+    steps = [stage.steps or (stage.tokens or 0) / stage.batch_tokens for stage in plan.stages]
+    if not all(steps):
+        raise T2RError("minutes can be shared only among stages whose budgets are steps or tokens")
+    stages = tuple(
+        dataclasses.replace(stage, steps=None, tokens=None, minutes=minutes * own / sum(steps))
+        for stage, own in zip(plan.stages, steps, strict=True)
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+def trainable(plan: Recipe, model: PreTrainedModel) -> Recipe:
+    """The plan without stages that train maps which have nothing to train (Performer's, elu), with a warning."""
+    stages = tuple(s for s in plan.stages if s.train != "maps" or trained_by(model, s))
+    for stage in plan.stages:
+        if stage not in stages:
+            logger.warning("stage %s is left out: the feature map has nothing to train", stage.name)
+    if not stages:
+        raise T2RError(f"recipe {plan.name} has nothing to train: the feature map has no parameters, or is frozen")
+    return dataclasses.replace(plan, stages=stages)

@@ -1,0 +1,102 @@
+"""A model's body and head, run apart, give the model's logits: every family, swapped or not, from any thread."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import t2r
+from families import FAMILIES, VOCABULARY, batch, tiny
+from t2r.model.logits import AT_ONCE, Readout
+
+WHOLE = {"t5", "fsmt"}  # T5 has no body without its head, and FSMT's decoder gives logits
+
+
+def inputs_of(model_type):
+    inputs = batch(model_type, padding="right" if FAMILIES[model_type].seq2seq else None)
+    return inputs if FAMILIES[model_type].seq2seq else {"input_ids": inputs["input_ids"]}
+
+
+def special(model_type):
+    """What may follow a head really does."""
+    model = tiny(model_type, FAMILIES[model_type].dtype)
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.normal_()
+    if hasattr(model.config, "final_logit_softcapping"):
+        model.config.final_logit_softcapping = 1.5
+    return model
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("model_type", list(FAMILIES))
+def test_body_and_head_give_the_logits(model_type, swapped):
+    model, inputs = special(model_type), inputs_of(model_type)
+    if swapped:
+        model = t2r.swap(model, feature_map="elu")
+    readout = Readout(model, inputs)
+    assert readout.split is (model_type not in WHOLE)
+    assert readout.out_features == VOCABULARY
+    with torch.no_grad():
+        states = readout.states(inputs)
+        pieces = torch.cat([readout(piece) for piece in states.split(4, dim=1)], dim=1)
+        torch.testing.assert_close(pieces, model(**inputs, use_cache=False).logits)
+    assert states.shape[-1] == (VOCABULARY if model_type in WHOLE else 32)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", nn.Linear), ("gemma2", Readout), ("marian", Readout)])
+def test_a_head_alone_is_a_projection(model_type, kind):
+    readout = Readout(special(model_type), inputs_of(model_type))
+    assert type(readout.projection) is kind
+    assert readout.projection.out_features == VOCABULARY
+
+
+def test_what_is_not_known_gives_whole_logits():
+    """A head that is used otherwise than it says is found out, and logits of few rows are formed at a time."""
+    model, inputs = tiny("llama"), inputs_of("llama")
+    forward = model.forward
+    model.forward = lambda **inputs: doubled(forward(**inputs))
+    readout = Readout(model, inputs)
+    assert not readout.split
+    assert readout.projection is None
+    with torch.no_grad():
+        torch.testing.assert_close(readout(readout.states(inputs)), model(**inputs, use_cache=False).logits)
+    assert readout.rows_at_once(torch.empty(10, 1 << 20, device="cpu")) == 1
+    assert readout.rows_at_once(torch.empty(10, 64)) == AT_ONCE["cpu"] // (64 * VOCABULARY)
+
+
+def doubled(out):
+    out.logits = 2 * out.logits
+    return out
+
+
+def test_it_draws_nothing_and_leaves_training_modes():
+    model = tiny("gpt2", torch.float32).train()
+    model.transformer.h[0].eval()
+    before, modes = torch.get_rng_state(), [m.training for m in model.modules()]
+    Readout(model, inputs_of("gpt2"))
+    assert torch.equal(before, torch.get_rng_state())
+    assert modes == [m.training for m in model.modules()]
+
+
+def test_several_threads_read_one_model():
+    model = t2r.swap(tiny("llama"), feature_map="elu").eval()
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, VOCABULARY, (2, 5 + i), generator=generator) for i in range(8)]
+    with torch.no_grad():
+        alone = [model(input_ids=ids, use_cache=False).logits for ids in texts]
+    found: dict[int, torch.Tensor] = {}
+
+    def read(i):
+        readout = Readout(model, {"input_ids": texts[i]})
+        with torch.no_grad():
+            found[i] = readout(readout.states({"input_ids": texts[i]}))
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, logits in enumerate(alone):
+        torch.testing.assert_close(found[i], logits)

@@ -1,0 +1,95 @@
+"""Chunks of any size, any number of them at once, are the same function; and their memory is linear in the length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ops.cases import assert_same, cases, make_case, outputs_and_gradients
+from t2r import ops
+from t2r.ops import State, chunked
+
+
+def quadratic(q, k, v, **options):
+    return ops.linear_attention(q, k, v, backend="quadratic", **options)
+
+
+@settings(max_examples=150)
+@given(cases(), st.integers(1, 8), st.integers(1, 5), st.booleans())
+def test_chunks_of_any_size_agree_with_the_quadratic_form(case, chunk_size, at_once, normalized):
+    expected = outputs_and_gradients(quadratic, case, normalized=normalized)
+    options = {"chunk_size": chunk_size, "chunks_at_once": at_once, "normalized": normalized}
+    if case.k.shape[2]:
+        assert_same(outputs_and_gradients(chunked.linear_attention, case, **options), expected, case.tolerance)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize("mask", [None, "holes"])
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_gradcheck(signed, starts, mask, decay, at_once, normalized):
+    case = make_case(time=6, feature=3, value=2, signed=signed, starts=starts, mask=mask, state=True)
+    rates = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
+    # Finite differences cannot see kinks: keep relu features off zero, and signed ones where no bound acts.
+    q, k = (case.q + 4, case.k + 4) if signed else (case.q + 0.1, case.k + 0.1)
+    if case.mask is not None:
+        case.mask[:, 0] = True
+        case.mask |= case.starts if case.starts is not None else False
+    with ops.count_bounds() as count:
+        ops.linear_attention(q, k, case.v, state=case.state, **case.options)
+    assert count.bounded == 0
+    inputs = [x.clone().requires_grad_() for x in (q, k, case.v, case.state.s, case.state.z)]
+    inputs += [rates.requires_grad_()] if decay else []
+
+    def run(q, k, v, s, z, rates=None):
+        options = {**case.options, "decay": rates, "chunk_size": 6 // (at_once + 1), "chunks_at_once": at_once}
+        state = State(s, z, case.state.z_abs)
+        out, new = chunked.linear_attention(q, k, v, state=state, normalized=normalized, **options)
+        return *((out,) if normalized else out[:2]), new.s, new.z
+
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+
+
+def at_once(*args, **options):
+    """As on an accelerator."""
+    return chunked.linear_attention(*args, **options, chunks_at_once=chunked.MANY_CHUNKS)
+
+
+def test_the_fastest_decay_over_many_chunks_at_once():
+    case = make_case(time=600, dtype=torch.float32, state=True, mask="holes")
+    case.decay = torch.tensor([[0.0, 1e-4, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    expected = outputs_and_gradients(chunked.linear_attention, case.exact)
+    assert_same(outputs_and_gradients(at_once, case), expected, 5e-3)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest number of elements that any operation inside gives back."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.untyped_storage().size() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("decay", [None, torch.full((1, 16), 0.1)])
+@pytest.mark.parametrize("run", [chunked.linear_attention, at_once], ids=lambda run: run.__name__)
+def test_chunked_forms_neither_t_by_t_nor_t_by_k_by_d(decay, run):
+    time, feature, value = 4096, 16, 32
+    q, k = (torch.rand(1, 1, time, feature, requires_grad=True) for _ in "qk")
+    v = torch.rand(1, 1, time, value, requires_grad=True)
+    with LargestTensor() as seen:
+        out, _ = run(q, k, v, decay=decay)
+        out.sum().backward()
+    weights = (1 if run is chunked.linear_attention else chunked.MANY_CHUNKS) * chunked.CHUNK_SIZE**2
+    assert seen.largest <= max(time * max(feature, value), weights)  # the second is the same for any time
+    assert max(time * value, weights) < min(time * time, time * feature * value)

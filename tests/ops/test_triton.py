@@ -1,0 +1,66 @@
+"""The Triton kernels in their interpreter: a few fixed cases. The conformance suite has all of them (marked slow)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ops.cases import assert_same, make_case, outputs_and_gradients
+from t2r import ops
+from t2r.errors import T2RError
+from t2r.ops.registry import BACKENDS
+
+MISSING = BACKENDS["triton"].missing()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+everything = {"state": True, "mask": "holes", "decay": True, "starts": True, "signed": True}
+
+
+def triton(q, k, v, **options):
+    return ops.linear_attention(q, k, v, backend="triton", **options)
+
+
+def quadratic(q, k, v, **options):
+    return ops.linear_attention(q, k, v, backend="quadratic", **options)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"time": 20, "batch": 1, "key_heads": 1},
+        {"time": 20, "batch": 1, "key_heads": 1, **everything},
+        {"time": 33, "batch": 1, "key_heads": 1, "group": 1, "decay": True, "feature": 17, "dtype": torch.bfloat16},
+        {"time": 17, "batch": 1, "key_heads": 1, "group": 1, "state": True, "value": 17, "dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_values_and_gradients(arguments):
+    case = make_case(**{"dtype": torch.float32, **arguments})
+    expected = outputs_and_gradients(quadratic, case.exact)
+    assert_same(outputs_and_gradients(triton, case.to(DEVICE)), expected, case.tolerance)
+
+
+@needs_triton
+def test_float64_goes_to_another_backend():
+    case = make_case().to(DEVICE)
+    with pytest.raises(T2RError, match="lacks float64"):
+        triton(case.q, case.k, case.v)
+    assert ops.choose(9, torch.device("cuda"), dtype=torch.float64) == "chunked"
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [{"feature": 257}, {"value": 257}])
+def test_sizes_beyond_the_kernels_are_refused(size):
+    case = make_case(dtype=torch.float32, **size).to(DEVICE)
+    with pytest.raises(T2RError, match=r"size 257 \(at most 256\)"):
+        triton(case.q, case.k, case.v)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="for machines without a GPU")
+def test_kernels_are_not_imported_before_they_are_used():
+    command = "import sys; from t2r import ops; ops.backends(); sys.exit('t2r.ops.triton.math' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
