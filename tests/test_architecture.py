@@ -13,6 +13,7 @@ PACKAGE = ROOT / "src" / "t2r"
 # Each may import those above it, and nothing beside or below it. `cli` may import anything.
 LAYERS = (
     ("errors",),
+    ("options",),
     ("storage", "compat"),
     ("architectures",),
     ("config",),
@@ -61,7 +62,7 @@ def violations(part: str, imported: Iterator[str]) -> list[str]:
         if root == "t2r" and part != "cli":
             target = rest.split(".")[0]
             allowed = target in (part, "__version__") or LEVEL.get(target, len(LAYERS)) < LEVEL[part]
-            if not allowed or (part == "config" and target not in ("errors", "storage")):
+            if not allowed or (part == "config" and target not in ("errors", "options", "storage")):
                 wrong.append(module)
     return wrong
 

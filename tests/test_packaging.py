@@ -28,7 +28,6 @@ FOR_OTHERS = {
     "protobuf": "transformers reads SentencePiece models with it",
     "sacremoses": "transformers tokenizes for Marian and FSMT with it",
     "sentencepiece": "transformers tokenizes for Marian, T5 and mBART with it",
-    "triton": "backends for GPUs import it where it is installed",
 }
 
 

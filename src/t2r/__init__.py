@@ -18,42 +18,64 @@ _EXPORTS = {
     "T2RError": "t2r.errors:T2RError",
     "T2RForCausalLM": "t2r.model.modeling:T2RForCausalLM",
     "T2RForSeq2SeqLM": "t2r.model.modeling:T2RForSeq2SeqLM",
+    "SwappedModel": "t2r.model.swapped:SwappedModel",
+    "bench": "t2r.bench",
     "convert": "t2r.pipelines.convert:convert",
+    "evaluate": "t2r.evaluation.compare:evaluate",
     "exact_attention": "t2r.attention.recurrence:exact_attention",
     "feature_maps": "t2r.feature_maps",
+    "generate": "t2r.generation.text:generate",
+    "inspect": "t2r.reporting.inspection:inspect_model",
+    "load": "t2r.hub:load",
+    "load_tokenizer": "t2r.hub:load_tokenizer",
     "merge": "t2r.model.merge:merge",
     "ops": "t2r.ops",
     "pretrain": "t2r.pipelines.pretrain:pretrain",
+    "read_document": "t2r.generation.state:read_document",
     "swap": "t2r.model.swap:swap",
 }
 
 __all__ = [
+    "SwappedModel",
     "T2RCache",
     "T2RConfig",
     "T2RError",
     "T2RForCausalLM",
     "T2RForSeq2SeqLM",
     "__version__",
+    "bench",
     "convert",
+    "evaluate",
     "exact_attention",
     "feature_maps",
+    "generate",
+    "inspect",
+    "load",
+    "load_tokenizer",
     "merge",
     "ops",
     "pretrain",
+    "read_document",
     "swap",
 ]
 
 if TYPE_CHECKING:
-    from t2r import feature_maps, ops
+    from t2r import bench, feature_maps, ops
     from t2r.attention.cache import T2RCache
     from t2r.attention.recurrence import exact_attention
     from t2r.config import T2RConfig
     from t2r.errors import T2RError
+    from t2r.evaluation.compare import evaluate
+    from t2r.generation.state import read_document
+    from t2r.generation.text import generate
+    from t2r.hub import load, load_tokenizer
     from t2r.model.merge import merge
     from t2r.model.modeling import T2RForCausalLM, T2RForSeq2SeqLM
     from t2r.model.swap import swap
+    from t2r.model.swapped import SwappedModel
     from t2r.pipelines.convert import convert
     from t2r.pipelines.pretrain import pretrain
+    from t2r.reporting.inspection import inspect_model as inspect
 else:
 
     def __getattr__(name: str) -> object:

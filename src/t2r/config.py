@@ -10,8 +10,11 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from t2r.errors import T2RError
+from t2r.options import SwapOptions, check, options_of
 from t2r.storage import write_text
 
+OPTIONS = tuple(options_of(SwapOptions))
+"""What a user chooses: the same names in `swap`, on the command line and in the saved file."""
 FORMAT = 2
 """The number of the saved format. A newer one is refused; older ones keep loading. Format 2 has the guard below."""
 
@@ -24,46 +27,18 @@ OF_GENERATION = {name for name in GenerationConfig().to_dict() if not name.endsw
 """Names of generation options. FSMT's configuration has some, which transformers refuses in any that it saves."""
 
 
-class T2RConfig(PreTrainedConfig):
+class T2RConfig(PreTrainedConfig, SwapOptions):
     """Which attention a swapped model has, and the configuration of the model it was made from.
 
+    The options of the swap are the fields of `t2r.options.SwapOptions`, which says what each means and what it may be.
+
     Args:
-        feature_map: one of `t2r.feature_maps.FEATURE_MAPS`.
-        feature_size: the size of the features, the rows of the state. None: the map's own default.
-        cross_feature_size: the same for cross attention. None: as `feature_size`.
-        softmax_layers: decoder layers (from 0) that keep their softmax attention, cross attention included.
-        softmax_every: keep every n-th layer counted from the top, the top one included (4: the paper's T2R-75%).
-        shared: queries and keys share one map.
-        grouped: with grouped-query attention, one key map and one state per key/value head; otherwise one
-            per query head: a larger state with more capacity.
-        decay: each feature of causal attention forgets, at a learned rate of its own.
-        rotary: with rotary positions, the map sees queries and keys after their rotation; False: before it, so that
-            only `decay` tells what is near.
-        init: how the map starts, `paper` or `identity`. None: the map's own default.
-        activation: of the `t2r` map.
-        key_weights: of a learned map (t2r, hedgehog): each key counts by a learned weight, whoever asks.
-        freeze_feature_map: do not train the map.
-        seed: of the map's initialization and random vectors.
         merged: the map's affine part is folded into the projections: for inference only.
         base_config: the configuration of the base model.
     """
 
     model_type = "t2r"
 
-    feature_map: str = "t2r"
-    feature_size: int | None = None
-    cross_feature_size: int | None = None
-    softmax_layers: list[int] | None = None
-    softmax_every: int | None = None
-    shared: bool = True
-    grouped: bool = True
-    decay: bool = False
-    rotary: bool = True
-    init: str | None = None
-    activation: str = "relu"
-    key_weights: bool = False
-    freeze_feature_map: bool = False
-    seed: int = 0
     merged: bool = False
     base_config: Any = None
     format: int = FORMAT
@@ -75,13 +50,9 @@ class T2RConfig(PreTrainedConfig):
                 f"this model was saved in format {self.format} by t2r {self.t2r_version}; "
                 f"this t2r reads up to format {FORMAT}: upgrade t2r"
             )
-        if isinstance(self.base_config, dict):
-            fields = dict(self.base_config)
-            if "model_type" not in fields:
-                raise T2RError("the configuration's base_config names no model_type: it was not saved by t2r")
-            if fields.get("dtype") == GUARD:
-                fields["dtype"] = self.dtype
-            self.base_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        check(SwapOptions, {name: getattr(self, name) for name in OPTIONS})
+        if self.base_config is not None and not isinstance(self.base_config, PreTrainedConfig):
+            self.base_config = read_base_config(self.base_config, self.dtype)
         if self.base_config is not None:
             self.is_encoder_decoder = self.base_config.is_encoder_decoder
         super().__post_init__(**kwargs)
@@ -113,8 +84,6 @@ class T2RConfig(PreTrainedConfig):
         if self.softmax_every is not None and self.softmax_layers is not None:
             raise T2RError("give softmax_layers or softmax_every, not both")
         if self.softmax_every is not None:
-            if self.softmax_every < 1:
-                raise T2RError(f"softmax_every={self.softmax_every}: keep every n-th layer, n at least 1")
             return [i for i in range(layers) if (layers - 1 - i) % self.softmax_every == 0]
         chosen = self.softmax_layers or []
         if isinstance(chosen, str) or not all(type(layer) is int for layer in chosen):
@@ -130,21 +99,16 @@ class T2RConfig(PreTrainedConfig):
         size = self.feature_size
         if cross and self.cross_feature_size is not None:
             size = self.cross_feature_size
-        options: dict[str, Any] = {
+        options = {
+            name: getattr(self, name)
+            for name, option in options_of(SwapOptions).items()
+            if option.of_map == "always" or (option.of_map == "given" and getattr(self, name) != option.default)
+        }
+        return options | {
             "feature_size": size,
-            "shared": self.shared,
-            "grouped": self.grouped,
             "decay": self.decay and not cross,
             "trainable": not self.freeze_feature_map,
-            "seed": self.seed,
         }
-        if self.init is not None:
-            options["init"] = self.init
-        if self.activation != "relu":
-            options["activation"] = self.activation
-        if self.key_weights:
-            options["key_weights"] = True
-        return options
 
     def to_json_file(self, json_file_path: str | PathLike[str], use_diff: bool = True) -> None:
         """Write the file that is saved with the weights, from which no other class can be built (see `GUARD`)."""
@@ -163,22 +127,19 @@ class T2RConfig(PreTrainedConfig):
         return output
 
 
-OPTIONS = (
-    "feature_map",
-    "feature_size",
-    "cross_feature_size",
-    "softmax_layers",
-    "softmax_every",
-    "shared",
-    "grouped",
-    "decay",
-    "rotary",
-    "init",
-    "activation",
-    "key_weights",
-    "freeze_feature_map",
-    "seed",
-)
-"""What a user chooses: the same names in `swap`, on the command line and in the saved file."""
+def read_base_config(fields: Any, dtype: Any) -> PreTrainedConfig:
+    """The base model's configuration from its saved fields; `dtype` is that of the weights."""
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise T2RError("the configuration's base_config names no model_type: it was not saved by t2r")
+    fields = dict(fields)
+    if fields.get("dtype") == GUARD:
+        fields["dtype"] = dtype
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except Exception as error:  # each configuration checks its fields in its own way
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise T2RError(f"the configuration's base_config is damaged: {reason}") from error
+    return config
+
 
 AutoConfig.register("t2r", T2RConfig, exist_ok=True)

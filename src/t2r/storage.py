@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from t2r.errors import T2RError
+
+
+def kind_of(path: str | Path) -> str | None:
+    """`folder`, `file`, or `other` (a device, a pipe, a socket); None where there is nothing.
+
+    Raises T2RError for what can never be a path: links that go in circles, names that are too long."""
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:  # a null character
+        raise T2RError(f"{str(path)!r} is not a path: {error}") from error
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise T2RError(f"{shortened(path)} cannot be opened: {error.strerror}") from error
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
+
+
+def shortened(path: str | Path) -> str:
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-50:]}"
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader accepts: NaN and infinities become null."""
+    return json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """The same with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager
@@ -77,10 +116,17 @@ def whole_folder(out: str, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_destination(final: Path, overwrite: bool) -> None:
-    if final.is_file():
+    """Refuse to make a folder where something is that would be lost: anything but nothing, or an empty folder."""
+    kind = kind_of(final)
+    if kind == "file":
         raise T2RError(f"{final} is a file: name a folder to make")
-    if not final.is_dir() or not any(final.iterdir()):
-        return
+    if kind == "other":
+        raise T2RError(f"{final} is a device, a pipe or a socket: name a folder to make")
+    try:
+        if kind is None or not any(final.iterdir()):
+            return
+    except OSError as error:
+        raise T2RError(f"{final} cannot be read: {error.strerror}") from error
     if not overwrite:
         raise T2RError(f"{final} exists already: name another folder, or say --overwrite to replace it")
     if not (final / "config.json").is_file():

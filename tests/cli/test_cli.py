@@ -1,6 +1,7 @@
 """The command line, as a user meets it."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 import t2r
 from t2r import cli
+from t2r.cli.stages import stage_overrides
 from t2r.training.recipe import load_recipe
 
 
@@ -36,7 +38,7 @@ def run(monkeypatch, capsys):
 def test_help_is_fast():
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "t2r.cli", "--help"], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-m", "t2r", "--help"], check=True, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -45,17 +47,54 @@ def test_help_is_fast():
 
 
 def test_convert_tells_the_defaults_of_its_recipe(run):
-    told = run("convert", "--help").stdout.replace(" ", "").replace("\n", "")
-    for name, value in load_recipe("distill-lm").swap.items():
+    told = run("convert", "-h").stdout.replace(" ", "").replace("\n", "")
+    recipe = load_recipe("distill-lm")
+    for name, value in recipe.swap.items():
         option = name.replace("_", "-")
-        flag = {True: f"--{option}", False: f"--no-{option}"}.get(value, f"--{option}{value}")
-        assert flag in told or (name, value) == ("feature_map", "t2r")  # which is the default everywhere
+        default = {True: option, False: f"no-{option}"}.get(value, value)
+        assert re.search(rf"--{option}[^\[]*\[default:{default}\]", told), name
+    transfer, distill = recipe.stages
+    assert re.search(rf"--learning-rate[^\[]*\[default:{distill.learning_rate}\]", told)
+    tokens = f"transfer{transfer.batch_tokens:,},distill{distill.batch_tokens:,}"
+    assert re.search(rf"--batch-tokens[^\[]*\[default:{tokens}\]", told)
+    swap = run("swap", "--help").stdout.replace(" ", "").replace("\n", "")
+    assert re.search(r"--decay[^\[]*\[default:no-decay\]", swap)
+
+
+def test_flags_of_stages_are_overrides():
+    assert stage_overrides({}, 3.0, None) == []
+    given = {"steps": 5, "learning_rate": 1e-4}
+    made = stage_overrides(given, None, ["transfer.steps=7"], "distill-lm")
+    assert made == ["steps=5", "distill.learning_rate=0.0001", "transfer.steps=7"]
+    transfer, distill = load_recipe("distill-lm", made).stages
+    assert (transfer.steps, distill.steps, distill.learning_rate) == (7, 5, 1e-4)
+    assert transfer.learning_rate == load_recipe("distill-lm").stages[0].learning_rate
+    assert stage_overrides({"learning_rate": 0.1}, None, None) == ["learning_rate=0.1"]
+    with pytest.raises(t2r.T2RError, match="both say how long"):
+        stage_overrides(given, 3.0, None)
+
+
+def test_training_flags_reach_the_pipeline(run, monkeypatch):
+    """Parsing alone: what a flag does is tested where it is done."""
+    for name in ("convert", "pretrain"):
+        called = {}
+        monkeypatch.setattr(f"t2r.pipelines.{name}.{name}", lambda *a, called=called, **options: called.update(options))
+        monkeypatch.setattr("t2r.cli.common.show_results", lambda *a: None)
+        monkeypatch.setattr(f"t2r.cli.{name}.show_results", lambda *a: None)
+        words = ["--train", "x", "--steps", "3", "--batch-tokens", "64", "--block-size", "32", "--bf16", "--no-compile"]
+        words += ["--save-steps", "9", "--gradient-checkpointing", "--restart", "--softmax-layers", "0-2"]
+        assert run(name, "a", "b", *words).code == 0
+        assert called["overrides"] == ["steps=3", "batch_tokens=64", "block_size=32"]
+        assert (called["bf16"], called["compiled"], called["save_steps"], called["restart"]) == (True, False, 9, True)
+        assert called["gradient_checkpointing"]
+        assert called["softmax_layers"] == [0, 1, 2]
+        assert called["progress"] is False  # nobody looks
 
 
 @pytest.mark.parametrize("statement", ["import t2r.cli", "import t2r; dir(t2r); t2r.T2RError"])
-def test_importing_is_light(statement):
-    check = "assert not {'torch', 'transformers', 'rich'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", f"import sys; {statement}; {check}"], check=True)
+def test_the_command_line_is_light(statement):
+    check = "assert not {'torch', 'transformers', 'rich', 'yaml'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", f"import sys; sys.argv = ['t2r']; {statement}; {check}"], check=True)
 
 
 def test_every_public_name_can_be_had():

@@ -23,8 +23,8 @@ import t2r
 from families import is_seq2seq, tiny
 from t2r import cli
 from t2r.attention.cache import cache_bytes
-from t2r.cli.common import SWAP_OPTIONS
-from t2r.config import OPTIONS
+from t2r.cli.common import parse_layers
+from t2r.options import GenerationOptions, SwapOptions, options_of
 
 TEXT = ["the cat sat on the mat", "a dog ran", "the dog and the cat"]
 TEMPLATE = (
@@ -98,8 +98,21 @@ def files(folder: Path) -> dict[str, bytes]:
 # --- swap ---------------------------------------------------------------------------------------------------
 
 
-def test_the_options_are_those_of_the_configuration():
-    assert tuple(SWAP_OPTIONS) == OPTIONS
+@pytest.mark.parametrize("command", ["swap", "convert", "pretrain", "inspect"])
+def test_commands_have_every_option_of_a_swap(run, command):
+    told = run(command, "-h").stdout
+    assert all(f"--{name.replace('_', '-')}" in told for name in options_of(SwapOptions))
+
+
+def test_generate_has_every_option_of_generation(run):
+    told = run("generate", "--help").stdout
+    assert all(f"--{name.replace('_', '-')}" in told for name in options_of(GenerationOptions))
+
+
+def test_layers_are_numbers_and_ranges(run, folders):
+    found = json.loads(run("inspect", folders / "llama", "--softmax-layers", "0-1", "--json").stdout)
+    assert found["options"]["softmax_layers"] == [0, 1]
+    assert parse_layers("0-3, 7") == [0, 1, 2, 3, 7]
 
 
 @both
@@ -340,7 +353,7 @@ def test_json(run, folders, model_type):
 
 
 def test_a_real_pipe(folders):
-    command = [sys.executable, "-m", "t2r.cli", "generate", str(folders / "marian-t2r"), *GREEDY]
+    command = [sys.executable, "-m", "t2r", "generate", str(folders / "marian-t2r"), *GREEDY]
     done = subprocess.run(command, input="\n".join(TEXT), capture_output=True, text=True, check=True)
     texts = [text for (text,) in expected(folders / "marian-t2r", TEXT)]
     assert done.stdout.splitlines() == [" ".join(text.splitlines()) for text in texts]
@@ -348,7 +361,7 @@ def test_a_real_pipe(folders):
 
 
 def test_interrupting_is_clean(folders):
-    command = [sys.executable, "-m", "t2r.cli", "generate", str(folders / "llama-t2r"), TEXT[0]]
+    command = [sys.executable, "-m", "t2r", "generate", str(folders / "llama-t2r"), TEXT[0]]
     command += ["--max-new-tokens", "1000000", "--min-new-tokens", "999999"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.read(1)  # it has begun
@@ -402,7 +415,7 @@ def broken(folders, tmp_path) -> Path:
         ("inspect {b}/new", "type 'new', which this transformers does not know; t2r swaps"),
         ("inspect some/name", "some/name is not a folder here, and from the hub cannot be loaded"),
         ("inspect {f}/gpt2-t2r --seed 1", "swapped already"),
-        ("inspect {f}/gpt2 --dtype int3", "no dtype 'int3': choose auto, float32"),
+        ("inspect {f}/gpt2 --dtype int3", "dtype must be one of auto, float32, bfloat16, float16; got 'int3'"),
         ("swap {b}/empty {b}/out", "has no config.json"),
         ("swap {b}/bert {b}/out", "models of type 'bert' cannot be swapped"),
         ("swap {f}/gpt2-t2r {b}/out", "is a t2r model already"),
@@ -416,7 +429,7 @@ def broken(folders, tmp_path) -> Path:
         ("swap {f}/gpt2 {b}/out --feature-map rfa --feature-size 7", "must be even; got 7, try 8"),
         ("swap {f}/gpt2 {b}/out --feature-map elu --feature-size 7", "feature_size must be 8 (or left out)"),
         ("swap {f}/gpt2 {b}/out --softmax-layers 1,7", "there is no layer 7; the model has layers 0 to 2"),
-        ("swap {f}/gpt2 {b}/out --softmax-layers one", "such as 1,5,9; got 'one'"),
+        ("swap {f}/gpt2 {b}/out --softmax-layers one", "such as 1,5,9 or 0-3,7; got 'one'"),
         ("swap {f}/gpt2 {b}/out --softmax-layers 1 --softmax-every 2", "not both"),
         ("swap {f}/gpt2 {b}/out --softmax-every 1", "nothing would be swapped"),
         ("swap {f}/gpt2 {b}/out --activation magic", "no activation 'magic'"),
@@ -431,12 +444,12 @@ def broken(folders, tmp_path) -> Path:
         ("generate {f}/gpt2 --file {b}/bytes", "cannot be read"),
         ("generate {f}/gpt2 --file {b}/one hello", "not both"),
         ("generate {f}/gpt2 hello --device abacus", "no device 'abacus' here"),
-        ("generate {f}/gpt2 hello --batch-size 0", "batch_size must be at least 1"),
-        ("generate {f}/gpt2 hello --max-new-tokens 0", "max_new_tokens must be at least 1"),
+        ("generate {f}/gpt2 hello --batch-size 0", "batch_size must be a whole number, at least 1; got 0"),
+        ("generate {f}/gpt2 hello --max-new-tokens 0", "max_new_tokens must be a whole number, at least 1"),
         ("generate {f}/gpt2 hello --temperature 2", "temperature is for sampling"),
         ("generate {f}/gpt2 hello --length-penalty 2", "length_penalty is for beam search"),
         ("generate {f}/gpt2 hello --num-return-sequences 2 --max-new-tokens 3", "cannot generate"),
-        ("generate {f}/gpt2 hello --do-sample --temperature -1 --max-new-tokens 3", "cannot generate"),
+        ("generate {f}/gpt2 hello --do-sample --temperature -1", "temperature must be a number, above 0; got -1.0"),
         ("generate {f}/gpt2 hello --max-new-tokens 100", "beyond the 64 positions"),
         ("generate {f}/gpt2-t2r hello --max-new-tokens 100", "beyond the 64 positions"),
         ("generate {f}/marian-t2r " + 80 * "a", "beyond the 64 positions of the encoder"),
@@ -454,14 +467,28 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, folders, broken, monkeypatch
     assert sorted(os.listdir(broken)) == before
 
 
-def test_a_terminal_without_a_prompt(run, folders):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    code, _, stderr = run("generate", folders / "gpt2", stdin=Terminal())
+
+@pytest.mark.parametrize("kind", ["", "-t2r"], ids=["base", "swapped"])
+def test_a_terminal_without_a_prompt_is_a_chat(run, folders, kind):
+    folder = folders / f"llama{kind}"
+    code, stdout, _ = run("generate", folder, *GREEDY, stdin=Terminal(f"{TEXT[0]}\n\n{TEXT[1]}\n"))
+    assert code == 0
+    first = run("generate", folder, "--chat", TEXT[0], *GREEDY).stdout
+    assert stdout.startswith(f"> {first}> > ")
+    assert stdout.endswith("\n> \n")
+    code, _, stderr = run("generate", folders / f"marian{kind}", stdin=Terminal())
     assert code == 2
-    assert "no prompt: give one as an argument, by --file, or through a pipe" in stderr
+    assert "needs a language model" in stderr
+
+
+def test_a_document_comes_from_somewhere(run, folders, tmp_path):
+    code, _, stderr = run("generate", folders / "llama-t2r", "--save-state", tmp_path / "state", stdin=Terminal())
+    assert code == 2
+    assert "no document" in stderr
 
 
 @pytest.mark.parametrize("kind", ["", "-t2r"], ids=["base", "swapped"])

@@ -5,6 +5,7 @@ import json
 import lzma
 import math
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -45,6 +46,15 @@ def fairseq_ids(text, dictionary):
     index = {word: i for i, word in enumerate(dictionary)}
     lines = text.removesuffix("\n").split("\n")
     return [index.get(word, 3) for line in lines for word in [*line.split(), "</s>"]]
+
+
+def test_long_words_are_cut_before_a_bpe_is_trained():
+    """It takes time quadratic in the length of a word: one of 3 MB took hours."""
+    text = "a short line\n" + "x" * 1000 + " " * 1000 + "Ō" * 300 + " end"
+    pieces = list(vocabulary.without_long_runs(iter([text, "more"])))
+    assert "".join(pieces) == text + "more"
+    assert all(len(run) <= 256 for piece in pieces for run in re.findall(r"\S+|\s+", piece))
+    assert len(pieces) == 3 + 3 + 1 + 1 + 1
 
 
 # --- Words ----------------------------------------------------------------------------------------------------

@@ -495,7 +495,7 @@ def test_mistakes_are_said(folder, tokenizer, tmp_path):
     (tmp_path / "bare").mkdir()
     refused("no config.json", models=(one, str(tmp_path / "bare")))
     refused("tokenizer", models=(llama(),))
-    refused("no dtype 'float3'", dtype="float3")
+    refused("dtype must be one of auto, float32, bfloat16, float16; got 'float3'", dtype="float3")
     refused("stride", stride=64)
     refused("limit", limit=0)
 
@@ -508,6 +508,26 @@ def test_mistakes_are_said(folder, tokenizer, tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     refused("cannot be loaded", models=(str(folder / "two"),))
     refused("has no tokenizer", models=(str(folder / "swapped"), one))
+
+
+def test_the_default_window_fits_every_model(folder, tokenizer, caplog):
+    """llama() has rotary positions: beyond them nothing fails, and what is measured means nothing."""
+    long, short = llama(0), llama(0)
+    long.config.max_position_embeddings, short.config.max_position_embeddings = 64, 48
+    given = {"tokenizer": tokenizer, "limit": 2, "trials": 2, "device": "cpu"}
+    results = evaluate([long, short], folder / "text.txt", **given)
+    assert [(r["window"], r["stride"]) for r in results] == [(48, 24)] * 2
+    assert "windows of 48 tokens instead of 512" in caplog.text
+    assert results[0]["recall"] == []  # no question fits
+    caplog.clear()
+    evaluate([long, short], folder / "text.txt", window=64, generation=False, **given)
+    (warning,) = caplog.messages
+    assert "a window of 64 tokens is longer than the 48 positions that LlamaForCausalLM was made for" in warning
+
+
+def test_a_teacher_of_another_kind(folder, tokenizer):
+    with pytest.raises(T2RError, match="over one vocabulary, and these differ"):
+        evaluate([llama()], folder / "text.txt", tokenizer=tokenizer, teacher=gpt2(vocab_size=20), window=8)
 
 
 def test_a_model_with_weights_missing_is_refused(folder):

@@ -403,8 +403,7 @@ def test_halving_leaves_rotary_frequencies_alone():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"overrides": (*SHORT, "block_size=64", "transfer.block_size=128", "batch_tokens=128")}, "only 64 positions"),
-        ({"overrides": ("distill.stepz=1",)}, "no field 'stepz'"),
+        ({"overrides": ("distill.stepz=1",)}, "no option stepz"),
         ({"recipe": "none"}, "no recipe 'none'"),
         ({"feature_sise": 3}, "no option feature_sise"),
         ({"softmax_layers": "auto"}, "give layers, or auto:N"),

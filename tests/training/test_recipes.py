@@ -9,6 +9,7 @@ import pytest
 
 from t2r.data.vocabulary import word_tokenizer
 from t2r.errors import T2RError
+from t2r.reporting.options import page as up_to_date
 from t2r.training.preset import load_preset, shipped_presets
 from t2r.training.recipe import OBJECTIVES, OPTIMIZERS, TRAINED, Stage, load_recipe, shipped_recipes
 from t2r.training.schedule import KINDS, Schedule
@@ -219,6 +220,18 @@ def test_the_default_transfers_and_then_distills():
     assert shipped_recipes() == ["distill-lm", "paper-lm", "paper-lm-scratch", "scratch-lm"]
 
 
+def test_blocks_shrink_to_the_positions_that_there_are(caplog):
+    recipe = load_recipe("distill-lm", ["transfer.block_size=256"])
+    assert recipe.for_positions(None) == recipe == recipe.for_positions(512)
+    assert not caplog.messages
+    first, second = recipe.for_positions(300).stages
+    assert first == recipe.stages[0]
+    assert (second.block_size, second.batch_tokens) == (300, 16384 // 300 * 300)
+    assert caplog.messages == ["stage distill: blocks of 512 tokens shrink to the 300 positions that the model has"]
+    (small,) = load_recipe("paper-lm", ["batch_tokens=512"]).for_positions(384).stages
+    assert (small.block_size, small.batch_tokens) == (384, 384)
+
+
 def test_overrides():
     recipe = load_recipe(
         "distill-lm",
@@ -245,28 +258,44 @@ def test_overrides():
         ("steps", "write stage.field=value"),
         ("=3", "write stage.field=value"),
         ("finish.steps=3", "no stage 'finish'; there are transfer, distill"),
-        ("transfer.stepz=3", "no field 'stepz'"),
-        ("transfer.steps=many", "'many' is not a whole number"),
-        ("transfer.steps=1.5", "1.5 is not a whole number"),
-        ("transfer.steps=true", "True is not a whole number"),
-        ("transfer.steps=.inf", "inf is not a whole number"),
-        ("transfer.steps=0", "steps must be positive"),
+        ("transfer.stepz=3", "no option stepz; there are name, objective"),
+        ("transfer.steps=many", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 'many'"),
+        ("transfer.steps=1.5", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 1.5"),
+        ("transfer.steps=true", "got True"),
+        ("transfer.steps=.inf", "got inf"),
+        ("transfer.steps=0", "steps must be a whole number, at least 1"),
         ("transfer.steps=null", "exactly one of"),
         ("transfer.steps=[", "not YAML"),
-        ("transfer.learning_rate=fast", "'fast' is not a number"),
-        ("transfer.learning_rate=0", "learning_rate must be positive"),
-        ("transfer.learning_rate=null", "None is not a number"),
-        ("transfer.block_size=0", "block_size must be positive"),
+        ("transfer.learning_rate=fast", "learning_rate must be a number, above 0; got 'fast'"),
+        ("transfer.learning_rate=0", "learning_rate must be a number, above 0; got 0.0"),
+        ("transfer.learning_rate=null", "learning_rate must be a number, above 0; got None"),
+        ("transfer.block_size=0", "block_size must be a whole number, at least 2"),
         ("transfer.block_size=500", "not a whole number of 500-token blocks"),
         ("transfer.train=all", "it trains maps only"),
-        ("distill.train=some", "no train 'some'; choose one of maps"),
-        ("distill.objective=win", "no objective 'win'"),
-        ("distill.optimizer=sgd", "no optimizer 'sgd'"),
-        ("distill.schedule=step", "no schedule 'step'"),
+        ("distill.train=some", "train must be one of maps, attention, all, lora; got 'some'"),
+        ("distill.objective=win", "objective must be one of task, transfer, distill; got 'win'"),
+        ("distill.optimizer=sgd", "optimizer must be one of adamw, adam, muon, nag; got 'sgd'"),
+        ("distill.schedule=step", "schedule must be one of constant, linear"),
         ("distill.schedule=cosine_restarts", "stage 'distill': schedule cosine_restarts needs a period"),
-        ("distill.period_mult=0.5", "a cycle cannot be shorter"),
-        ("distill.betas=0.9", "betas are two numbers"),
-        ("distill.betas=[0.9]", "betas are two numbers"),
+        ("distill.period_mult=0.5", "period_mult must be a number, at least 1; got 0.5"),
+        ("distill.betas=0.9", "betas must be a list of 2 numbers, at least 0 and below 1"),
+        ("distill.betas=[0.9]", "betas must be a list of 2 numbers, at least 0 and below 1"),
+        ("distill.betas=[0.9, 1.0]", "betas must be a list of 2 numbers"),
+        ("distill.betas=[-1, 0.9]", "got [-1.0, 0.9]"),
+        ("distill.betas=[a, b]", "got ['a', 'b']"),
+        ("distill.epsilon=-1", "epsilon must be a number, above 0 and at most 1; got -1.0"),
+        ("distill.weight_decay=-0.1", "weight_decay must be a number, at least 0; got -0.1"),
+        ("distill.device_tokens=-4", "device_tokens must be a whole number, at least 1"),
+        ("distill.warmup_steps=-5", "warmup_steps must be a whole number, at least 0"),
+        ("distill.momentum=5", "momentum must be a number, at least 0 and below 1; got 5.0"),
+        ("distill.period=0", "period must be a whole number, at least 1"),
+        ("distill.kl_weight=-1", "kl_weight must be a number, at least 0; got -1.0"),
+        ("distill.kl_weight=0", "nothing to learn"),
+        ("distill.minutes=.inf", "minutes must be a number, above 0 and at most 525,600; got inf"),
+        ("distill.steps=1e30", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 1000"),
+        ("distill.learning_rate=.nan", "got nan"),
+        ("distill.steps=2024-01-01", "got datetime.date(2024, 1, 1)"),
+        ("distill.steps=2024-99-99", "is not YAML"),
         ("distill.name=../x", "a name is made of"),
         ("distill.name=transfer", "two stages have the same name"),
     ],
@@ -291,12 +320,18 @@ STAGE = "{name: a, objective: task, steps: 3}"
         ("stages: [a]", "a stage needs a name and an objective"),
         ("stages: [{name: a}]", "a stage needs a name and an objective"),
         (f"stages: [{STAGE}]\nstage: 3", "no field stage"),
-        ("stages: [{name: a, objective: task, steps: 3, lr: 1}]", "stage 'a': no field 'lr'"),
+        (f"stages: [{STAGE}]\n3: 4\nb: 5", "no field 3, b"),
+        ("stages: [{name: a, objective: task, steps: 3, 4: 5, c: 6}]", "stage 'a': no option 4, c"),
+        (f"stages: [{STAGE}]\nswap: {{1: 2}}", "swap: no option 1"),
+        (f"stages: [{STAGE}]\nswap: {{seed: 2024-01-01}}", "swap: seed must be a whole number"),
+        ("[" * 100_000, "is not YAML"),
+        ("day: 2024-99-99", "is not YAML"),
+        ("stages: [{name: a, objective: task, steps: 3, lr: 1}]", "stage 'a': no option lr; there are"),
         ("stages: [{name: a, objective: task}]", "exactly one of steps, tokens, epochs, minutes; got none"),
         ("stages: [{name: a, objective: task, steps: 3, epochs: 1}]", "got ['steps', 'epochs']"),
         (f"stages: [{STAGE}, {STAGE}]", "two stages have the same name"),
         (f"stages: [{STAGE}]\nswap: [t2r]", "swap is made of the options"),
-        (f"stages: [{STAGE}]\nswap: {{feature_sise: 3}}", "swap is made of the options"),
+        (f"stages: [{STAGE}]\nswap: {{feature_sise: 3}}", "swap: no option feature_sise; there are feature_map"),
     ],
 )
 def test_recipes_that_are_refused(tmp_path, text, words):
@@ -311,6 +346,7 @@ def test_the_page_about_recipes(tmp_path):
     """It has every field and every choice, and its example is a recipe."""
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     told = set(re.findall(r"`([\w-]+)`", page))
+    assert page == up_to_date(page), "run: python -m t2r.reporting.options docs/recipes.md"
     assert {f.name for f in dataclasses.fields(Stage)} <= told
     assert {*OBJECTIVES, *TRAINED, *OPTIMIZERS, *KINDS, *shipped_recipes()} <= told
     (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
@@ -336,7 +372,7 @@ def test_where_recipes_are_found(tmp_path):
 def test_a_stage_made_in_python_is_checked_too():
     with pytest.raises(T2RError, match="exactly one"):
         Stage("a", "task")
-    with pytest.raises(T2RError, match="minutes must be positive"):
+    with pytest.raises(T2RError, match="minutes must be a number, above 0 and at most 525,600; got nan"):
         Stage("a", "task", minutes=math.nan)
 
 
@@ -385,7 +421,7 @@ TOKENIZER = "tokenizer: {kind: bpe, vocab_size: 300}\n"
         (MODEL + "tokenizer: {kind: letters}", "no tokenizer of kind 'letters'"),
         (MODEL + "tokenizer: {kind: bpe}", "a bpe tokenizer needs a vocab_size"),
         (MODEL + TOKENIZER + "recipe: 3", "`recipe` is the name of one, or its stages"),
-        (MODEL + TOKENIZER + "swap: {feature_sise: 3}", "swap is made of the options"),
+        (MODEL + TOKENIZER + "swap: {feature_sise: 3}", "swap: no option feature_sise"),
         ("model: {model_type: gpt7}\n" + TOKENIZER, "transformers knows no model_type 'gpt7'"),
         ("model: {n_embd: 3}\n" + TOKENIZER, "transformers knows no model_type"),
         ("model: {model_type: vit}\n" + TOKENIZER, "vit is not a plain language model"),

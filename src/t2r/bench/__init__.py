@@ -1,1 +1,5 @@
-"""Measurements: each module measures one thing, returns a report, and can lay it out as tables."""
+"""Measurements of speed and memory: `bench.ops.run` of linear attention, `bench.decoding.run` of whole models."""
+
+from t2r.bench import decoding, ops
+
+__all__ = ["decoding", "ops"]

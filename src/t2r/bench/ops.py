@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 
 from t2r import ops
 from t2r.errors import T2RError
+from t2r.hub import choose_device
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -211,11 +212,8 @@ def _bandwidth(settings: Settings) -> float | None:
 
 def _inputs(length: int, settings: Settings) -> Inputs:
     """q, k and v, and a gradient for the output. Features are positive, as feature maps make them."""
-    try:
-        device = torch.device(settings.device)
-        generator = torch.Generator(device).manual_seed(0)
-    except RuntimeError as error:
-        raise T2RError(f"no device {settings.device!r} here: `t2r info` lists those there are") from error
+    device = choose_device(settings.device)
+    generator = torch.Generator(device).manual_seed(0)
     shape = (settings.batch, settings.heads, length)
     dtype = DTYPES[settings.dtype]
 

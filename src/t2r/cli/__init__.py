@@ -12,15 +12,17 @@ import typer
 
 from t2r import __version__
 from t2r.cli import bench, convert, evaluate, generate, import_, info, inspect, merge, pretrain, swap
+from t2r.cli.stages import ShowsRecipe
 from t2r.errors import T2RError
 
 app = typer.Typer(
     help="Turn a pretrained transformer into an RNN.",
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # importing rich would take longer than all the rest of --help
 )
-app.command()(convert.convert)
+app.command(cls=ShowsRecipe)(convert.convert)
 app.command()(pretrain.pretrain)
 app.command()(swap.swap)
 app.command()(merge.merge)
@@ -33,19 +35,35 @@ app.add_typer(bench.app, name="bench")
 
 INTERRUPTED = 130
 """What a shell expects of a command ended by Ctrl-C."""
+CLOSED = 141
+"""And of one whose output nobody reads any more."""
 
 
 def main() -> None:
     """Run a command; a mistake of the user's is one line on stderr and exit code 2, without a traceback."""
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="t2r", standalone_mode=False))
+        arguments = sys.argv[1:] or ["--help"]
+        check_arguments(arguments)
+        sys.exit(app(arguments, prog_name="t2r", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(CLOSED)
     except Exception as error:
         if os.environ.get("T2R_DEBUG") or (message := _mistake(error)) is None:
             raise
     print(f"t2r: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Python holds bytes that are not UTF-8 as characters that are none; nothing can be done with them later."""
+    for number, word in enumerate(arguments, 1):
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise T2RError(f"argument {number} is not UTF-8: {word!a}") from error
 
 
 def _mistake(error: Exception) -> str | None:

@@ -1,12 +1,11 @@
 """t2r bench ..."""
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from t2r.cli.common import AsJson, show
+from t2r.cli.common import AsJson, print_json, show
 
 app = typer.Typer(help="Measure speed and memory on this machine.")
 
@@ -50,6 +49,6 @@ def bench_ops(
         repeats=repeats,
     )
     if as_json:
-        print(json.dumps(asdict(report), indent=2))
+        print_json(asdict(report))
     else:
         show(ops.tables(report))

@@ -1,10 +1,10 @@
-"""What commands share: options that mean the same everywhere, and how to print."""
+"""What commands share: how options become flags, and how results are printed."""
 
 import functools
 import inspect
-import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -14,72 +14,108 @@ from typing import Annotated, Any
 import typer
 
 from t2r.errors import T2RError
+from t2r.options import Option, RunOptions, SwapOptions, options_of
+from t2r.storage import json_text
+
+# --- Options ------------------------------------------------------------------------------------------------
+
+
+def flag(option: Option, *names: str, help: str = "", default: str | None = None) -> Any:
+    """The flag of an option: its help, its default in words, and its check. `default`: where it is another here."""
+    words = option.default_words if default is None else default
+
+    def checked(value: Any) -> Any:
+        if value is not None:
+            option.check(value)
+        return value
+
+    told = f"{help or option.help} [default: {words}]" if words else help or option.help
+    callback = checked if option.length is None else None  # a list is text until it is parsed
+    return typer.Option(*names, help=told.replace("`", ""), show_default=False, callback=callback)
+
+
+RUN = options_of(RunOptions)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no notes on stderr.")]
 Model = Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")]
+Out = Annotated[str, typer.Argument(help="The folder to make.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds already.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")]
+Dtype = Annotated[str, flag(RUN["dtype"])]
+Device = Annotated[str, flag(RUN["device"])]
+Limit = Annotated[int | None, flag(RUN["limit"])]
+BatchSize = Annotated[int, flag(RUN["batch_size"])]
+
+# Of commands that train.
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override the recipe: stage.field=value. Repeatable.")]
+Minutes = Annotated[float | None, flag(RUN["minutes"])]
+Documents = Annotated[bool, typer.Option(help="Keep documents apart inside a block.")]
+ReportTo = Annotated[str, typer.Option(help="none, tensorboard (in OUT.logs) or wandb.")]
+Bf16 = Annotated[bool | None, flag(RUN["bf16"], "--bf16/--no-bf16")]
+Compile = Annotated[bool | None, flag(RUN["compile"], "--compile/--no-compile")]
+GradientCheckpointing = Annotated[bool, flag(RUN["gradient_checkpointing"])]
+SaveSteps = Annotated[int | None, flag(RUN["save_steps"])]
+Restart = Annotated[bool, typer.Option("--restart", help="Remove the unfinished run of OUT and begin anew.")]
 
 
-# --- The options of T2RConfig -------------------------------------------------------------------------------
-# Told once, for all commands that swap. Importing T2RConfig to read them would cost seconds of --help.
+def takes(into: str, options: Iterable[Option]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these options as flags. It finds those that the user gave in its argument `into`."""
+    named = {option.name: option for option in options}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in named}
+            chosen = {name: value for name, value in chosen.items() if value is not None}
+            if "softmax_layers" in chosen:
+                chosen["softmax_layers"] = parse_layers(chosen["softmax_layers"])
+            command(**given, **{into: chosen})
+
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != into]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        added = []
+        for name, option in named.items():
+            type_ = str if option.length is not None else option.type
+            annotation = Annotated[type_ | None, flag(option)]  # type: ignore[valid-type]
+            added.append(inspect.Parameter(name, kind, default=None, annotation=annotation))
+        parameters = [p.replace(kind=kind) for p in own] + added
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+        return with_options
+
+    return decorate
 
 
-def _layers(text: str | None) -> list[int] | str | None:
-    """1,5,9 -> [1, 5, 9]; auto:3 is for `convert` to find out"""
-    if text is None or text.startswith("auto"):
+swap_options = takes("options", options_of(SwapOptions).values())
+"""All the options of a swap, in the argument `options`."""
+
+
+def parse_layers(text: str) -> list[int] | str:
+    """0-3,7 -> [0, 1, 2, 3, 7]; auto:3 is for `convert` to find out."""
+    if text.startswith("auto"):
         return text
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise T2RError(f"softmax_layers: give numbers of layers, such as 1,5,9; got {text!r}") from None
-
-
-SWAP_OPTIONS: dict[str, tuple[type, Any]] = {
-    "feature_map": (str, typer.Option(help="t2r, elu, rfa, performer or hedgehog. [default: t2r]")),
-    "feature_size": (int, typer.Option(help="Rows of the state. [default: the map's own]")),
-    "cross_feature_size": (
-        int,
-        typer.Option(help="The same for cross attention. [default: as --feature-size]"),
-    ),
-    "softmax_layers": (str, typer.Option(help="Layers that stay softmax attention, from 0: 1,5,9.")),
-    "softmax_every": (int, typer.Option(help="Keep every n-th layer, counted from the top one.")),
-    "shared": (bool, typer.Option(help="Queries and keys share one map. [default: shared]")),
-    "grouped": (bool, typer.Option(help="Query heads of a group share a state. [default: grouped]")),
-    "decay": (bool, typer.Option(help="Each feature forgets, at a learned rate. [default: no-decay]")),
-    "rotary": (bool, typer.Option(help="Maps see rotated queries and keys, if any are. [default: rotary]")),
-    "init": (str, typer.Option(help="How maps start: paper or identity. [default: the map's own]")),
-    "activation": (str, typer.Option(help="Of the t2r map. [default: relu]")),
-    "key_weights": (bool, typer.Option(help="Each key counts by a learned weight. [default: no-key-weights]")),
-    "freeze_feature_map": (bool, typer.Option("--freeze-feature-map", help="Do not train the maps.")),
-    "seed": (int, typer.Option(help="Of everything drawn for the maps. [default: 0]")),
-}
-
-
-def swap_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all the options of T2RConfig. It finds those that the user gave in `options`."""
-
-    @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        options = {name: given.pop(name) for name in SWAP_OPTIONS}
-        options["softmax_layers"] = _layers(options["softmax_layers"])
-        command(**given, options={name: value for name, value in options.items() if value is not None})
-
-    own = [p for p in inspect.signature(command).parameters.values() if p.name != "options"]
-    kind = inspect.Parameter.KEYWORD_ONLY
-    added = [
-        inspect.Parameter(name, kind, default=None, annotation=Annotated[type_ | None, option])
-        for name, (type_, option) in SWAP_OPTIONS.items()
-    ]
-    parameters = [p.replace(kind=kind) for p in own] + added
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
-    return with_options
+    layers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise T2RError(f"softmax_layers: give numbers of layers, such as 1,5,9 or 0-3,7; got {text!r}")
+        layers += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return layers
 
 
 # --- Printing -----------------------------------------------------------------------------------------------
+
+
+def print_json(value: Any, indent: int | None = 2) -> None:
+    """Print JSON without NaN or Infinity, which JSON does not have: they become null."""
+    print(json_text(value, indent), flush=True)
+
+
+def shows_progress(quiet: bool) -> bool:
+    """Progress is for a person who looks: never in a file or a pipe."""
+    return not quiet and sys.stderr.isatty()
 
 
 def show(parts: Iterable[object]) -> None:
@@ -91,11 +127,11 @@ def show(parts: Iterable[object]) -> None:
 
 
 def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str, as_json: bool, quiet: bool) -> None:
-    """What came of a training, said by one of its processes."""
+    """The results of training, printed by one of its processes."""
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
-        print(json.dumps(results, indent=2))
+        print_json(results)
     elif not quiet:
         table = summary(results)
         measured = table if table.rows else "Nothing was measured: give --valid to see the perplexity."
@@ -103,10 +139,10 @@ def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str,
 
 
 @contextmanager
-def calm(quiet: bool) -> Iterator[None]:
-    """Leave stderr to us: libraries speak only of errors, and show their progress only to a person who looks.
+def calm(quiet: bool, info: bool = False) -> Iterator[None]:
+    """Keep stderr clean: libraries log only errors, and show progress only in a terminal.
 
-    What t2r itself has to note is a line each, unless `quiet`."""
+    Notices of t2r are a line each, unless `quiet`; with `info` also what it is doing."""
     from transformers.utils import logging as of_transformers
 
     ours, hub = logging.getLogger("t2r"), logging.getLogger("huggingface_hub")
@@ -114,6 +150,9 @@ def calm(quiet: bool) -> Iterator[None]:
     notes.setFormatter(logging.Formatter("t2r: note: %(message)s"))
     notes.setLevel(logging.ERROR if quiet else logging.NOTSET)
     before = of_transformers.get_verbosity(), hub.level, of_transformers.is_progress_bar_enabled()
+    level = ours.level
+    if info:
+        ours.setLevel(logging.INFO)
     ours.addHandler(notes)
     of_transformers.set_verbosity_error()
     hub.setLevel(logging.ERROR)
@@ -125,6 +164,7 @@ def calm(quiet: bool) -> Iterator[None]:
             yield
     finally:
         ours.removeHandler(notes)
+        ours.setLevel(level)
         of_transformers.set_verbosity(before[0])
         hub.setLevel(before[1])
         if before[2]:

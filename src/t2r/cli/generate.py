@@ -1,6 +1,5 @@
 """t2r generate"""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,30 +9,40 @@ from typing import Annotated, Any
 
 import typer
 
-from t2r.cli.common import Dtype, Model, Quiet, Revision, TrustRemoteCode, calm
+from t2r.cli.common import (
+    RUN,
+    BatchSize,
+    Device,
+    Dtype,
+    Model,
+    Quiet,
+    Revision,
+    TrustRemoteCode,
+    calm,
+    flag,
+    print_json,
+    shows_progress,
+    takes,
+)
 from t2r.errors import T2RError
+from t2r.options import GenerationOptions, options_of
+from t2r.storage import kind_of
 
 
+@takes("options", options_of(GenerationOptions).values())
 def generate(
     model: Model,
+    options: dict[str, Any],
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(help="Prompts, or texts to translate. [default: the lines of --file or of a pipe]"),
+        typer.Argument(
+            help="Prompts, or texts to translate. [default: the lines of --file or of a pipe; in a terminal, a chat]"
+        ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages: use the model's chat template.")] = False,
-    batch_size: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
-    max_new_tokens: Annotated[int | None, typer.Option(help="[default: 128]")] = None,
-    min_new_tokens: Annotated[int | None, typer.Option()] = None,
-    do_sample: Annotated[bool | None, typer.Option(help="[default: the model's own]")] = None,
-    temperature: Annotated[float | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    num_beams: Annotated[int | None, typer.Option()] = None,
-    length_penalty: Annotated[float | None, typer.Option()] = None,
-    repetition_penalty: Annotated[float | None, typer.Option()] = None,
-    num_return_sequences: Annotated[int | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
+    batch_size: BatchSize = RUN["batch_size"].default,
+    seed: Annotated[int | None, flag(RUN["seed"])] = None,
     load_state: Annotated[
         Path | None, typer.Option(help="Continue from a saved state: prompts ask about what it has read.")
     ] = None,
@@ -41,8 +50,8 @@ def generate(
         Path | None,
         typer.Option(help="Read the prompt (a whole --file or pipe) into a state and save it; nothing is generated."),
     ] = None,
-    dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, ...")] = "auto",
+    dtype: Dtype = RUN["dtype"].default,
+    device: Device = RUN["device"].default,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     quiet: Quiet = False,
@@ -52,66 +61,80 @@ def generate(
 ) -> None:
     """Complete prompts, or translate them with a translation model; swapped or not.
 
-    Only what is new is printed: as it comes for one prompt, a line each for several. Options without a word
-    here mean what they mean to transformers.
+    Only what is new is printed: as it comes for one prompt, a line each for several. In a terminal, without a prompt,
+    it is a chat.
 
     A long document can be read once, with --save-state, and asked many times, with --load-state.
     """
     texts = _prompts(prompts, file)
-    given = {
-        "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min_new_tokens,
-        "do_sample": do_sample,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "num_beams": num_beams,
-        "length_penalty": length_penalty,
-        "repetition_penalty": repetition_penalty,
-        "num_return_sequences": num_return_sequences,
-    }
-    options = {name: value for name, value in given.items() if value is not None}
-    stream = len(texts) == 1 and not as_json and (num_beams or 1) == 1 and (num_return_sequences or 1) == 1
+    if save_state is not None:
+        _check_place(save_state)
 
     from t2r.generation.state import describe_state, read_document, refuse_stateless
-    from t2r.generation.text import complete
-    from t2r.hub import load_model, load_tokenizer
+    from t2r.generation.text import generate as run
+    from t2r.hub import load, need_tokenizer
 
     with calm(quiet or as_json):
-        loaded: Any = load_model(
-            model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
-        )
-        tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
-        if tokenizer is None:
-            raise T2RError(f"{model} has no tokenizer: save the one it was trained with into that folder")
+        hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        loaded = load(model, dtype=dtype, device=device, **hub)
+        tokenizer = need_tokenizer(model, **hub)
+        state: Any = None
         if load_state is not None or save_state is not None:
             refuse_stateless(loaded)
-        state = None if load_state is None else loaded.load_state(load_state)
+        if load_state is not None:
+            state = loaded.load_state(load_state)
         if save_state is not None:
+            if texts is None:
+                raise T2RError("no document: give one as an argument, by --file, or through a pipe")
             with _progress(quiet or as_json) as on_tokens:
                 state = read_document(loaded, tokenizer, "\n".join(texts), state, on_tokens)
             state.save(save_state)
             if not quiet:
                 _say(describe_state(save_state), save_state, as_json)
             return
-        for completion in complete(
-            loaded,
-            tokenizer,
-            texts,
-            batch_size=batch_size,
-            chat=chat,
-            seed=seed,
-            on_text=_write if stream else None,
-            state=state,
-            **options,
-        ):
+        if texts is None:
+            _converse(loaded, tokenizer, state, seed, options)
+            return
+        ways = [options.get(name) or 1 for name in ("num_beams", "num_return_sequences")]
+        stream = len(texts) == 1 and not as_json and ways == [1, 1]
+
+        def show(completion: Any) -> None:
             if as_json:
-                print(json.dumps(asdict(completion), ensure_ascii=False), flush=True)
+                print_json(asdict(completion), indent=None)
             elif stream:
                 print()
             else:
                 for text in (completion.text, *completion.alternatives):
                     print(" ".join(text.splitlines()), flush=True)
+
+        run(
+            loaded,
+            texts,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            chat=chat,
+            seed=seed,
+            on_text=_write if stream else None,
+            on_completion=show,
+            state=state,
+            **options,
+        )
+
+
+def _converse(model: Any, tokenizer: Any, state: Any, seed: int | None, options: dict[str, Any]) -> None:
+    """Read a line, answer it, and so on, until the input ends."""
+    from t2r.generation.chat import Conversation
+
+    conversation = Conversation(model, tokenizer, state, seed=seed, **options)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        if line.strip():
+            conversation.say(line, _write)
+            print()
 
 
 def _write(text: str) -> None:
@@ -120,7 +143,7 @@ def _write(text: str) -> None:
 
 def _say(facts: dict[str, Any], path: Path, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(facts))
+        print_json(facts, indent=None)
     else:
         print(f"{facts['tokens']:,} tokens read; their state is {facts['bytes']:,} bytes, in {path}")
 
@@ -131,13 +154,22 @@ def _progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()) as bar:
+    with Progress(console=Console(stderr=True), disable=not shows_progress(quiet)) as bar:
         task = bar.add_task("reading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _prompts(arguments: list[str] | None, file: Path | None) -> list[str]:
-    """The prompts, wherever they come from."""
+def _check_place(path: Path) -> None:
+    """A state is saved after all is read: what can be known to be wrong with its place is said before."""
+    kind = kind_of(path)
+    if kind in ("folder", "other"):
+        raise T2RError(f"{path} is a folder or a device: name a file to save the state in")
+    if kind_of(path.absolute().parent) != "folder":
+        raise T2RError(f"there is no folder {path.absolute().parent} to save the state in")
+
+
+def _prompts(arguments: list[str] | None, file: Path | None) -> list[str] | None:
+    """The prompts, wherever they come from; None for a chat."""
     if arguments and file is not None:
         raise T2RError("give prompts as arguments or by --file, not both")
     if arguments:
@@ -147,10 +179,23 @@ def _prompts(arguments: list[str] | None, file: Path | None) -> list[str]:
             prompts, where = file.read_text(encoding="utf-8").splitlines(), str(file)
         except (OSError, UnicodeDecodeError) as error:
             raise T2RError(f"{file} cannot be read: {error}") from error
-    elif sys.stdin.isatty():
-        raise T2RError("no prompt: give one as an argument, by --file, or through a pipe")
+    elif sys.stdin is None or sys.stdin.isatty():
+        return None
     else:
-        prompts, where = sys.stdin.read().splitlines(), "the standard input"
+        prompts, where = _standard_input().splitlines(), "the standard input"
     if not any(prompt.strip() for prompt in prompts):
         raise T2RError(f"there is no prompt in {where}: one a line, not all of them blank")
     return prompts
+
+
+def _standard_input() -> str:
+    """All of it, as UTF-8 whatever the locale says."""
+    source = getattr(sys.stdin, "buffer", None)
+    if source is None:  # not a real one
+        return sys.stdin.read()
+    try:
+        return source.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise T2RError(
+            f"the standard input is not UTF-8: 0x{error.object[error.start]:02x} at byte {error.start}"
+        ) from error

@@ -1,17 +1,16 @@
 """t2r import"""
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from t2r.cli.common import AsJson, Quiet, calm
+from t2r.cli.common import AsJson, Out, Overwrite, Quiet, calm, print_json
 
 
 def import_(
     checkpoint: Annotated[str, typer.Argument(help="A .pt file of fairseq.")],
-    out: Annotated[str, typer.Argument(help="The folder to make.")],
+    out: Out,
     dictionary: Annotated[
         str, typer.Option("--dict", help="The dict.txt it was trained with; of the source, if it translates.")
     ],
@@ -21,7 +20,7 @@ def import_(
     bpe_codes: Annotated[
         str | None, typer.Option(help="Codes of subword-nmt or fastBPE, for a translation model to read raw text.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds already.")] = False,
+    overwrite: Overwrite = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -41,7 +40,7 @@ def import_(
             overwrite=overwrite,
         )
     if as_json:
-        print(json.dumps(asdict(done), indent=2))
+        print_json(asdict(done))
     elif not quiet:
         print(
             f"{done.model_type}: {done.layers} layers, {done.parameters:,} parameters, {done.vocabulary:,} words; "

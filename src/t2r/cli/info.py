@@ -1,8 +1,6 @@
 """t2r info"""
 
-import json
-
-from t2r.cli.common import AsJson, show
+from t2r.cli.common import AsJson, print_json, show
 
 
 def info(as_json: AsJson = False) -> None:
@@ -11,6 +9,6 @@ def info(as_json: AsJson = False) -> None:
 
     facts = environment.describe()
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         show(environment.tables(facts))

@@ -1,11 +1,10 @@
 """t2r inspect"""
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from t2r.cli.common import AsJson, Dtype, Model, Revision, TrustRemoteCode, calm, show, swap_options
+from t2r.cli.common import RUN, AsJson, Dtype, Model, Revision, TrustRemoteCode, calm, print_json, show, swap_options
+from t2r.storage import kind_of
 
 
 @swap_options
@@ -13,7 +12,7 @@ def inspect(
     model: Model,
     options: dict[str, Any],
     revision: Revision = None,
-    dtype: Dtype = "auto",
+    dtype: Dtype = RUN["dtype"].default,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -21,11 +20,14 @@ def inspect(
 
     No weights are loaded. Of a state file (see generate --save-state), show what it holds.
     """
-    if Path(model).is_file():
+    if kind_of(model) == "file":
         from t2r.generation.state import describe_state
 
         facts = describe_state(model)
-        print(json.dumps(facts, indent=2) if as_json else "\n".join(f"{k:12} {v}" for k, v in facts.items()))
+        if as_json:
+            print_json(facts)
+        else:
+            show(f"{name:12} {value}" for name, value in facts.items())
         return
     from t2r.reporting import inspection
 
@@ -34,6 +36,6 @@ def inspect(
             model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **options
         )
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print_json(asdict(found))
     else:
         show(inspection.tables(found))

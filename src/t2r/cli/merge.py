@@ -4,14 +4,14 @@ from typing import Annotated
 
 import typer
 
-from t2r.cli.common import Model, Quiet, calm
+from t2r.cli.common import Model, Out, Overwrite, Quiet, calm
 
 
 def merge(
     source: Model,
-    out: Annotated[str, typer.Argument(help="The folder to make.")],
+    out: Out,
     force: Annotated[bool, typer.Option("--force", help="Even if it costs more operations than it saves.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds already.")] = False,
+    overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
     """Fold the feature maps into the projections, exactly: for inference, q and k are never formed."""

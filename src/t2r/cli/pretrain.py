@@ -1,13 +1,35 @@
 """t2r pretrain"""
 
-import logging
 from typing import Annotated, Any
 
 import typer
 
-from t2r.cli.common import AsJson, Quiet, calm, show_results, swap_options
+from t2r.cli.common import (
+    RUN,
+    AsJson,
+    Bf16,
+    Compile,
+    Device,
+    Documents,
+    GradientCheckpointing,
+    Limit,
+    Minutes,
+    Overwrite,
+    Quiet,
+    ReportTo,
+    Restart,
+    SaveSteps,
+    Set,
+    calm,
+    show_results,
+    shows_progress,
+    swap_options,
+    takes,
+)
+from t2r.cli.stages import STAGE, stage_overrides
 
 
+@takes("stage", STAGE)
 @swap_options
 def pretrain(
     config: Annotated[
@@ -19,29 +41,31 @@ def pretrain(
     ],
     out: Annotated[str, typer.Argument(help="The folder to make. OUT.run beside it holds an unfinished run.")],
     options: dict[str, Any],
+    stage: dict[str, Any],
     train: Annotated[list[str], typer.Option(help="Text files, globs, JSONL, datasets:NAME. Repeatable.")],
     valid: Annotated[str | None, typer.Option(help="A text to measure perplexity on, before and after.")] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A shipped recipe, or a YAML file. [default: the preset's own]")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override the recipe: stage.field=value. Repeatable.")
-    ] = None,
+    set_: Set = None,
     model_set: Annotated[
         list[str] | None,
         typer.Option("--model-set", help="Override the model: field=value of its configuration. Repeatable."),
     ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Time for all stages together, shared as the recipe does.")
-    ] = None,
+    minutes: Minutes = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="The folder of a tokenizer. [default: one is trained, as the preset says]")
     ] = None,
-    documents: Annotated[bool, typer.Option(help="Keep documents apart inside a block.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    limit: Annotated[int | None, typer.Option(help="Evaluate on so many windows only.")] = None,
-    report_to: Annotated[str, typer.Option(help="none, tensorboard (in OUT.logs) or wandb.")] = "none",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds already.")] = False,
+    documents: Documents = False,
+    device: Device = RUN["device"].default,
+    bf16: Bf16 = None,
+    compile_: Compile = None,
+    gradient_checkpointing: GradientCheckpointing = False,
+    save_steps: SaveSteps = None,
+    limit: Limit = None,
+    report_to: ReportTo = "none",
+    restart: Restart = False,
+    overwrite: Overwrite = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -59,25 +83,29 @@ def pretrain(
     from t2r.pipelines.pretrain import pretrain as run
     from t2r.pipelines.pretrain import summary
 
-    with calm(quiet or as_json):
-        if not quiet:
-            logging.getLogger("t2r").setLevel(logging.INFO)
+    if restart:
+        options["restart"] = True
+    with calm(quiet or as_json, info=not quiet):
         results = run(
             config,
             out,
             train=train,
             valid=valid,
             recipe=recipe,
-            overrides=set_ or [],
+            overrides=stage_overrides(stage, minutes, set_),
             model_overrides=model_set or [],
             minutes=minutes,
             tokenizer=tokenizer,
             documents=documents,
             device=device,
+            bf16=bf16,
+            compiled=compile_,
+            gradient_checkpointing=gradient_checkpointing,
+            save_steps=save_steps,
             limit=limit,
             report_to=report_to,
             overwrite=overwrite,
-            progress=not (quiet or as_json),
+            progress=shows_progress(quiet or as_json),
             **options,
         )
     show_results(results, summary, out, as_json, quiet)

@@ -1,23 +1,33 @@
 """t2r swap"""
 
-import json
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from t2r.cli.common import AsJson, Dtype, Model, Quiet, Revision, TrustRemoteCode, calm, swap_options
+from t2r.cli.common import (
+    RUN,
+    AsJson,
+    Dtype,
+    Model,
+    Out,
+    Overwrite,
+    Quiet,
+    Revision,
+    TrustRemoteCode,
+    calm,
+    print_json,
+    swap_options,
+)
 
 
 @swap_options
 def swap(
     source: Model,
-    out: Annotated[str, typer.Argument(help="The folder to make.")],
+    out: Out,
     options: dict[str, Any],
     revision: Revision = None,
-    dtype: Dtype = "auto",
+    dtype: Dtype = RUN["dtype"].default,
     trust_remote_code: TrustRemoteCode = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds already.")] = False,
+    overwrite: Overwrite = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -36,6 +46,6 @@ def swap(
             **options,
         )
     if as_json:
-        print(json.dumps(asdict(done), indent=2))
+        print_json(asdict(done))
     elif not quiet:
         print("\n".join([*inspection.summary(done), f"saved in {out}: its maps are new, so train it next"]))

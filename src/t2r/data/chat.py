@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from t2r.errors import T2RError
@@ -34,16 +33,11 @@ def conversation(messages: Any, tokenizer: PreTrainedTokenizerBase, where: str) 
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise T2RError(f"{where}: `messages` must be a list of objects with `role` and `content`")
 
-    def render(count: int, prompt: bool = False) -> str:
-        rendered = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
-        assert isinstance(rendered, str)
-        return rendered
+    def upto(count: int, prompt: bool = False) -> str:
+        return render(tokenizer, messages[:count], where, prompt=prompt)
 
-    try:
-        turns = [(render(i, True), render(i + 1)) for i, m in enumerate(messages) if m["role"] == "assistant"]
-        whole = render(len(messages))
-    except TemplateError as error:
-        raise T2RError(f"{where}: the chat template refuses this conversation: {error}") from error
+    turns = [(upto(i, True), upto(i + 1)) for i, m in enumerate(messages) if m["role"] == "assistant"]
+    whole = upto(len(messages))
     if not turns:
         raise T2RError(f"{where}: a conversation without an assistant's answer has nothing to learn from")
     if not all(answered.startswith(prompt) for prompt, answered in turns):
@@ -56,6 +50,18 @@ def conversation(messages: Any, tokenizer: PreTrainedTokenizerBase, where: str) 
         # shows every answer as it was given, so each becomes a document of its own, as the model sees it.
         for turn in turns:
             yield from _split(turn[1], [turn])
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], where: str, *, prompt: bool) -> str:
+    """A conversation as text; with `prompt`, up to where the model is to answer."""
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except Exception as error:  # a template is a program, and fails in any way
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise T2RError(f"{where}: the chat template refuses this conversation: {reason}") from error
+    if not isinstance(rendered, str):
+        raise T2RError(f"{where}: the chat template gives no text")
+    return rendered
 
 
 def _split(text: str, turns: list[tuple[str, str]]) -> Iterator[Part]:

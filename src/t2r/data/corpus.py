@@ -61,6 +61,15 @@ class TokenCorpus:
         """How many documents."""
         return len(self.starts)
 
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse tokens that a model with a vocabulary of this size does not have."""
+        highest = int(self.tokens.max()) if len(self) else -1
+        if highest >= size:
+            raise T2RError(
+                f"the text has token {highest}, and the model's vocabulary ends at {size - 1}: this is not the model's "
+                "tokenizer"
+            )
+
     def scored(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Which of these tokens are to be learned from."""
         # Starts and stops take turns, so behind an odd number of them a token lies in a stretch.

@@ -10,7 +10,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from t2r.data import fingerprint
 from t2r.data.chat import Part, conversation
 from t2r.errors import T2RError
+from t2r.storage import kind_of
 
 READ = 1 << 18
 """Bytes read at a time."""
@@ -53,10 +54,16 @@ def find_sources(names: str | Sequence[str]) -> list[Source]:
         if name.startswith("datasets:"):
             sources.append(DatasetSource(name))
             continue
-        path = Path(name).expanduser()
-        if path.is_file():
+        try:
+            path = Path(name).expanduser()
+        except RuntimeError as error:  # ~somebody, who is not known here
+            raise T2RError(f"there is no file {name}: {error}") from error
+        kind = kind_of(path)
+        if kind == "file":
             sources.append(FileSource(path))
-        elif path.is_dir():
+        elif kind == "other":
+            raise T2RError(f"{name} is a device or a pipe, which cannot be read twice: name a file")
+        elif kind == "folder":
             raise T2RError(f"{name} is a folder: name its files with a glob, such as {path / '*.txt'}")
         elif any(c in name for c in "*?["):
             matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
@@ -82,12 +89,20 @@ class FileSource:
         return self.path.stat().st_size
 
     def fingerprint(self) -> Any:
-        return fingerprint.of_file(self.path)
+        with self.reading():
+            return fingerprint.of_file(self.path)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise T2RError(f"{self.path} cannot be read: {error.strerror or error}") from error
 
     def read(self, tokenizer: PreTrainedTokenizerBase, lines: bool, report: Report) -> Iterator[Part]:
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         packed = suffixes.pop() if suffixes and suffixes[-1] in OPEN else ""
-        with self.path.open("rb") as raw, OPEN[packed](raw) as opened:
+        with self.reading(), self.path.open("rb") as raw, OPEN[packed](raw) as opened:
             file = io.BufferedReader(opened, READ)
             if suffixes and suffixes[-1] == ".jsonl":
                 parts = self._records(file, tokenizer)
@@ -144,17 +159,32 @@ class FileSource:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise T2RError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+            except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+                raise T2RError(f"{where}: not JSON that can be read: {error}") from error
             yield from _record(record, tokenizer, where)
 
 
 def _record(record: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[Part]:
     """The document of one JSONL line or one row of a dataset; `messages` wins where there is `text` too."""
     if isinstance(record, dict) and record.get("messages") is not None:
-        yield from conversation(record["messages"], tokenizer, where)
+        for part in conversation(record["messages"], tokenizer, where):
+            check_unicode(part.text, where)
+            yield part
     elif isinstance(record, dict) and isinstance(record.get("text"), str):
+        check_unicode(record["text"], where)
         yield Part(record["text"])
     else:
         raise T2RError(f"{where}: needs `text` (a string) or `messages` (a list)")
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can write and Python can hold, but which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise T2RError(
+            f"{where}: the text is not valid Unicode (U+{ord(text[error.start]):04X} at character {error.start})"
+        ) from error
 
 
 @dataclass(frozen=True)

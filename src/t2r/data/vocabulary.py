@@ -9,6 +9,7 @@ So a text has as many tokens as it has words and lines, which is what published 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,7 +32,9 @@ SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 SMALLEST = {"bpe": 257, "word": len(SPECIALS) + 1}
 LONGEST = 1 << 20
 """Characters after which a text without a line end is cut at a space, or anywhere if it has none."""
-FORMAT = 1
+LONG_RUN = re.compile(r"\S{256}|\s{256}")
+"""Training a BPE takes time quadratic in the length of a word: longer ones are cut."""
+FORMAT = 2
 
 
 def train_tokenizer(
@@ -87,13 +90,23 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(without_long_runs(texts), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,  # or what is decoded would not be the text
     )
+
+
+def without_long_runs(texts: Iterator[str]) -> Iterator[str]:
+    """The same text, cut wherever it goes on for too long without a change between words and spaces."""
+    for text in texts:
+        start = 0
+        for found in LONG_RUN.finditer(text):
+            yield text[start : found.end()]
+            start = found.end()
+        yield text[start:]
 
 
 def frequent_words(texts: Iterator[str], vocab_size: int | None) -> list[str]:

@@ -1,6 +1,7 @@
 """Several models on one text, the first of them the reference for all others."""
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,14 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from t2r.errors import T2RError
-from t2r.evaluation.generation import DISTANCES, recall, repeated, repetition
-from t2r.evaluation.inputs import Text, encode, read_text, refuse_seq2seq
-from t2r.evaluation.perplexity import STRIDE, WINDOW, Perplexity, perplexity
-from t2r.hub import load_config, load_model, load_tokenizer
+from t2r.evaluation.generation import DISTANCES, recall, recall_tokens, repeated, repetition
+from t2r.evaluation.harness import find_tasks, harness
+from t2r.evaluation.inputs import Text, encode, positions_of, read_text, refuse_seq2seq
+from t2r.evaluation.perplexity import WINDOW, Perplexity, perplexity
+from t2r.hub import auto_class, load_config, load_model, load_tokenizer
+from t2r.options import RunOptions, check
+
+logger = logging.getLogger(__name__)
 
 Model = str | Path | PreTrainedModel
 
@@ -23,40 +28,68 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 128
 
 
 def evaluate(
-    models: Sequence[Model],
-    text_file: str | Path,
+    models: Model | Sequence[Model],
+    text: str | Path | None = None,
     *,
+    tasks: Sequence[str] = (),
+    task_folder: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
     teacher: Model | None = None,
-    window: int = WINDOW,
-    stride: int = STRIDE,
+    window: int | None = None,
+    stride: int | None = None,
     limit: int | None = None,
     tail: bool = False,
     batch_size: int | None = None,
     dtype: str = "float32",
-    device: str = "auto",
+    device: str = RunOptions.device,
     generation: bool = True,
     distances: Sequence[int] | None = None,
     trials: int = 32,
     seed: int = 0,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure each model, for JSON or for `tables`.
+    """Measure each model on a text, on tasks of lm-eval, or on both. Returns a dictionary for each, for JSON or for
+    `tables`.
 
     KL and agreement are to the `teacher`, or else to the first model, and ratios of perplexity to the first
     model. Models given by name are loaded once, one at a time, so that memory holds the reference and one more.
-    `generation` adds repetition and recall: by default at those distances that half a window holds.
+
+    Args:
+        models: folders, hub names or models (then give their `tokenizer`).
+        text: a file or a glob.
+        tasks: of lm-eval, or your own whose YAML files are in `task_folder`.
+        window: tokens of a window. None: 512, or as many as every model has positions.
+        stride: how far a window is advanced: so many tokens of each are scored. None: half the window.
+        batch_size: windows at a time. None: by the device.
+        limit: score so many windows, or questions of a task, only.
+        tail: score the tokens at the end that fill no whole window, too.
+        generation: add repetition and recall.
+        distances: of recall. None: those that half a window holds.
+        trials: of recall, at each distance.
     """
+    models = [models] if isinstance(models, str | Path | PreTrainedModel) else list(models)
     if not models:
         raise T2RError("name at least one model")
+    if text is None and not tasks:
+        raise T2RError("nothing to measure: give --text FILE, --task NAME, or both")
+    given = {"window": window, "stride": stride, "limit": limit, "dtype": dtype, "device": device, "seed": seed}
+    check(RunOptions, given if batch_size is None else given | {"batch_size": batch_size})
+    if tasks:
+        find_tasks(tasks, task_folder)  # and not after the text has been measured
     if tokenizer is None:
         tokenizer = _tokenizer_of(models[0])
-    text = encode(tokenizer, read_text(text_file, tokenizer))
-    _check([*models, *([] if teacher is None else [teacher])], text)
-    if distances is None:
-        distances = [d for d in (*DISTANCES, 1024, 4096, 16384) if 2 * d <= window]
-    against = None if teacher is None else _loaded(teacher, dtype, device)
-    sequences = 8 if batch_size is None else batch_size  # of what is generated
+    everyone = [*models, *([] if teacher is None else [teacher])]
+    read = None if text is None else encode(tokenizer, read_text(text, tokenizer))
+    _check(everyone, read)
+    window, stride = _windows(everyone, window, stride)
+    if distances is None and generation:
+        rest = recall_tokens(tokenizer)
+        fewest = min((n for n in map(positions_of, map(_config, everyone)) if n is not None), default=2 * window + rest)
+        distances_fit = [d for d in (*DISTANCES, 1024, 4096, 16384) if 2 * d <= window and d + rest <= fewest]
+    else:
+        distances_fit = list(distances or ())
+    against = None if teacher is None or read is None else _loaded(teacher, dtype, device)
+    sequences = RunOptions.batch_size if batch_size is None else batch_size  # of what is generated
 
     results: list[dict[str, Any]] = []
     first: Perplexity | None = None
@@ -64,35 +97,69 @@ def evaluate(
         again = against is not None and teacher is not None and _title(source) == _title(teacher)
         model = against if again and isinstance(source, str | Path) else _loaded(source, dtype, device)
         assert model is not None
-        with _progress_bar(_title(source), progress) as advance:
-            scored = perplexity(
-                model,
-                text,
-                window=window,
-                stride=stride,
-                batch_size=batch_size,
-                teacher=against,
-                limit=limit,
-                tail=tail,
-                progress=advance,
+        result: dict[str, Any] = {"model": _title(source)}
+        if read is not None:
+            with _progress_bar(_title(source), progress) as advance:
+                scored = perplexity(
+                    model,
+                    read,
+                    window=window,
+                    stride=stride,
+                    batch_size=batch_size,
+                    teacher=against,
+                    limit=limit,
+                    tail=tail,
+                    progress=advance,
+                )
+            result |= {"text": str(text), **scored.as_dict()}
+            if first is None:
+                first, against = scored, against or model
+            else:
+                result["ratio"], result["ratio_interval"] = scored.ratio(first)
+            if generation:
+                result["repetition"] = _repetition(model, tokenizer, read, window, seed, sequences)
+                asked: dict[str, Any] = {"trials": trials, "seed": seed, "batch_size": sequences}
+                try:
+                    recalled = recall(model, tokenizer, read.string, distances=distances_fit, **asked)
+                except T2RError as error:  # of this tokenizer, or this text: the same for every model
+                    if distances is not None:
+                        raise
+                    logger.warning("recall is not measured: %s", error)
+                    recalled = []
+                result["recall"] = [row._asdict() for row in recalled]
+        if tasks:
+            own = tokenizer if isinstance(source, PreTrainedModel) else _tokenizer_of(source)
+            result["tasks"] = harness(
+                model, tasks, tokenizer=own, task_folder=task_folder, limit=limit, batch_size=sequences
             )
-        result = {"model": _title(source), "text": str(text_file), **scored.as_dict()}
-        if first is None:
-            first, against = scored, against or model
-        else:
-            result["ratio"], result["ratio_interval"] = scored.ratio(first)
-        if generation:
-            result["repetition"] = _repetition(model, tokenizer, text, window, seed, sequences)
-            recalled = recall(
-                model, tokenizer, text.string, distances=distances, trials=trials, seed=seed, batch_size=sequences
-            )
-            result["recall"] = [row._asdict() for row in recalled]
         results.append(result)
         del model
         gc.collect()  # a model is full of cycles, and the next one needs its memory now
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return results
+
+
+def _windows(models: Sequence[Model], window: int | None, stride: int | None) -> tuple[int, int]:
+    """The window and the stride. The default window fits every model; a larger one that was asked for is a warning."""
+    limits = {_title(source): positions_of(_config(source)) for source in models}
+    fewest = min((limit for limit in limits.values() if limit is not None), default=WINDOW)
+    if window is None:
+        window = min(WINDOW, fewest)
+        if stride is not None and stride >= window:
+            raise T2RError(f"a stride of {stride} must be less than the window of {window}: give a window too")
+        if window < WINDOW:
+            logger.warning("windows of %d tokens instead of %d: a model has no more positions", window, WINDOW)
+    for name, limit in limits.items():
+        if limit is not None and window > limit:
+            logger.warning(
+                "a window of %d tokens is longer than the %d positions that %s was made for: what is measured beyond "
+                "them means nothing",
+                window,
+                limit,
+                name,
+            )
+    return window, max(1, window // 2) if stride is None else stride
 
 
 def _repetition(
@@ -115,25 +182,38 @@ def _tokenizer_of(source: Model) -> Tokenizer:
         raise T2RError("a model that is given as an object needs its tokenizer beside it")
     if (tokenizer := load_tokenizer(str(source))) is None:
         load_config(str(source))  # or there is no model at all, and it says so
-        raise T2RError(f"{source} has no tokenizer, and the first of the models must have one")
+        raise T2RError(f"{source} has no tokenizer: save the one it was trained with into that folder")
     return tokenizer
 
 
-def _check(models: Sequence[Model], text: Text) -> None:
+def _check(models: Sequence[Model], text: Text | None) -> None:
     """What can be known to be wrong before the first model is measured, which may take an hour.
 
-    Perplexities compare only over the same tokens. A folder without a tokenizer is taken to use the one we have.
+    Perplexities compare only over the same tokens, and distributions only over the same vocabulary. A folder without a
+    tokenizer is taken to use the one we have.
     """
+    sizes = {}
     for source in models:
-        if isinstance(source, PreTrainedModel):
+        config = _config(source)
+        refuse_seq2seq(config, _title(source))
+        auto_class(config)
+        sizes[_title(source)] = getattr(config.get_text_config(), "vocab_size", None)
+        if isinstance(source, PreTrainedModel) or text is None:
             continue
-        refuse_seq2seq(load_config(str(source)), str(source))
         tokenizer = load_tokenizer(str(source))
         if tokenizer is not None and not torch.equal(encode(tokenizer, text.string).token_ids, text.token_ids):
             raise T2RError(
                 f"the tokenizer of {source} cuts this text differently, and perplexities per token would not "
                 "compare: evaluate the models one at a time, and compare their bits per byte"
             )
+
+    if text is not None and len({size for size in sizes.values() if size is not None}) > 1:
+        found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise T2RError(f"models are compared over one vocabulary, and these differ: {found}")
+
+
+def _config(source: Model) -> Any:
+    return source.config if isinstance(source, PreTrainedModel) else load_config(str(source))
 
 
 def _loaded(source: Model, dtype: str, device: str) -> PreTrainedModel:

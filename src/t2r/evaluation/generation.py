@@ -175,6 +175,14 @@ def recall(
     return results
 
 
+def recall_tokens(tokenizer: Tokenizer) -> int:
+    """The most tokens that a trial of `recall` can have beside its distance."""
+    sentences = _sentences(tokenizer)
+    questions = [len(question) + max(map(len, answers.values())) for question, answers in sentences.values()]
+    key = max(len(_ids(tokenizer, f"\nThe password of the {name} is {word}.\n")) for name in NAMES for word in WORDS)
+    return LEAD + key + max(questions)
+
+
 def _trial(tokenizer: Tokenizer, sentences: Sentences, rng: random.Random, choices: int) -> _Trial:
     name = rng.choice(NAMES)
     question, answers = sentences[name]

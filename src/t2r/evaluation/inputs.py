@@ -54,3 +54,12 @@ def refuse_seq2seq(config: Any, name: str) -> None:
             f"{name} is an encoder-decoder: it translates a source, and plain text gives it none; "
             "only language models (causal ones) can be evaluated on a text"
         )
+
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a model was made for; None where its configuration does not say.
+
+    Beyond them a table of learned positions ends, and with rotary positions a model that never saw any further gives
+    nonsense without a word."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from t2r.attention.cache import T2RCache, read_header
 from t2r.errors import T2RError
 from t2r.model.modeling import T2RModel
+from t2r.surgery.adapters import family_of
 
 PIECE = 2048
 """Tokens read at a time: what is not the state is bounded by this, however long the document."""
@@ -30,12 +31,30 @@ def read_document(
     ids = torch.tensor([tokenizer(text, add_special_tokens=state is None, verbose=False).input_ids]).to(model.device)
     if ids.shape[1] == 0:
         raise T2RError("there is nothing to read")
+    check_vocabulary(model, ids[0].tolist())
+    before = 0 if state is None else state.get_seq_length()
+    limit = family_of(model).max_positions(model)
+    if limit is not None and before + ids.shape[1] > limit:
+        raise T2RError(
+            f"a document of {ids.shape[1]:,} tokens{f' after {before:,}' if before else ''} is beyond the {limit:,} "
+            "positions that this model has learned: only a model with rotary or computed positions reads on"
+        )
     cache: Any = model.make_cache() if state is None else state.fork()
     for start in range(0, ids.shape[1], PIECE):
         model(input_ids=ids[:, start : start + PIECE], past_key_values=cache, use_cache=True)
         if on_tokens is not None:
             on_tokens(min(start + PIECE, ids.shape[1]), ids.shape[1])
     return cache
+
+
+def check_vocabulary(model: Any, ids: Sequence[int]) -> None:
+    """Refuse tokens that the model does not have: they would be an index error, and on a GPU worse."""
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    if size is not None and ids and max(ids) >= size:
+        raise T2RError(
+            f"the tokenizer gives token {max(ids)}, and the model's vocabulary ends at {size - 1}: this is not the "
+            "model's tokenizer"
+        )
 
 
 def refuse_stateless(model: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from t2r import ops
 from t2r.attention.cache import T2RCache, cache_bytes
+from t2r.data.chat import render
+from t2r.data.text import check_unicode
 from t2r.errors import T2RError
-from t2r.generation.state import refuse_stateless
+from t2r.generation.state import check_vocabulary, refuse_stateless
+from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
+from t2r.options import GenerationOptions, RunOptions, check, options_of
 from t2r.surgery.adapters import FAMILIES, family_of
-
-MAX_NEW_TOKENS = 128
-"""Unless said otherwise; what transformers takes then, 20 in all, is seldom a sentence."""
 
 # What has no effect unless something else is asked for: transformers would only warn.
 NEEDS_SAMPLING = ("temperature", "top_p", "top_k")
@@ -48,23 +50,68 @@ class Completion:
     """Which kernels read the prompt; None for a softmax model."""
 
 
+def generate(
+    model: str | Path | PreTrainedModel,
+    prompts: str | Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: str = RunOptions.dtype,
+    device: str = RunOptions.device,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    state: T2RCache | str | Path | None = None,
+    on_completion: Callable[[Completion], None] | None = None,
+    **options: Any,
+) -> list[Completion]:
+    """Complete prompts, or translate them if the model is an encoder-decoder: a `Completion` for each, in order.
+
+        t2r.generate("gpt2-rnn", "Once upon a time", do_sample=True)[0].text
+
+    Args:
+        model: a folder, a name on the hub, or a model (then give its `tokenizer`).
+        prompts: one, or several. A blank prompt stays blank.
+        dtype, device, revision, trust_remote_code: how a model given by name is loaded.
+        state: what was read before the prompts, or the file of it; each prompt continues from it.
+        on_completion: called with each completion as soon as it is there.
+        options: those of `complete` (`batch_size`, `chat`, `seed`, `on_text`), and of `model.generate`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        source = str(model)
+        model = load_model(source, dtype=dtype, device=device, **hub)
+        tokenizer = tokenizer or need_tokenizer(source, **hub)
+    if tokenizer is None:
+        raise T2RError("a model that is given as an object needs its tokenizer beside it")
+    if isinstance(state, str | Path):
+        refuse_stateless(model)
+        state = cast(T2RCache, cast(T2RModel, model).load_state(state))
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    done = []
+    for completion in complete(model, tokenizer, texts, state=state, **options):
+        done.append(completion)
+        if on_completion is not None:
+            on_completion(completion)
+    return done
+
+
 def complete(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     *,
-    batch_size: int = 8,
+    batch_size: int = RunOptions.batch_size,
     chat: bool = False,
     seed: int | None = None,
     on_text: Callable[[str], None] | None = None,
     state: T2RCache | None = None,
     **options: Any,
 ) -> Iterator[Completion]:
-    """Complete prompts, or translate them if the model is an encoder-decoder: a `Completion` each, in order.
+    """The same, a `Completion` at a time.
 
     A blank prompt stays blank, so that lines of output stay beside their lines of input.
 
     Args:
+        batch_size: prompts at a time.
         chat: each prompt is a message of the user's, put in the tokenizer's chat template.
         seed: of sampling.
         on_text: called with each bit of text as it comes; for a single prompt, without beams.
@@ -75,10 +122,11 @@ def complete(
         if chat:
             raise T2RError("a chat template begins a conversation: it cannot continue from a state")
         refuse_stateless(model)
-    if batch_size < 1:
-        raise T2RError(f"batch_size must be at least 1, got {batch_size}")
+    check(RunOptions, {"batch_size": batch_size, "seed": seed})
     options = checked_options(model, options)
     ids = [encode(tokenizer, prompt, chat, state is None) if prompt.strip() else [] for prompt in prompts]
+    for row in ids:
+        check_vocabulary(model, row)
     check_lengths(model, ids, options["max_new_tokens"])
     if seed is not None:
         torch.manual_seed(seed)
@@ -89,13 +137,13 @@ def complete(
         real = [i for i in batch if ids[i]]
         done: dict[int, Completion] = {}
         if real:
-            run = generate(model, tokenizer, [prompts[i] for i in real], [ids[i] for i in real], options, state)
+            run = complete_batch(model, tokenizer, [prompts[i] for i in real], [ids[i] for i in real], options, state)
             done = dict(zip(real, run, strict=True))
         for i in batch:
             yield done.get(i) or Completion(prompts[i], "", [], 0, 0, 0.0, 0, *setting(model, 0))
 
 
-def generate(
+def complete_batch(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
@@ -157,12 +205,12 @@ def special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, begins: bool = True) -> list[int]:
     """Token ids; with the special tokens of a beginning only where it `begins` a text."""
+    check_unicode(prompt, "the prompt")
     if not chat:
         return list(tokenizer(prompt, add_special_tokens=begins).input_ids)
     if tokenizer.chat_template is None:
         raise T2RError("this model's tokenizer has no chat template: leave chat out")
-    message = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    text = render(tokenizer, [{"role": "user", "content": prompt}], "the prompt", prompt=True)
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has put them in
 
 
@@ -185,7 +233,11 @@ def until_stop(row: list[int], stops: list[int]) -> list[int]:
 
 def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Options for `model.generate`: those given, and a default length. What would be ignored is refused."""
-    options = {"max_new_tokens": MAX_NEW_TOKENS} | options
+    known = options_of(GenerationOptions)
+    for name, value in options.items():
+        if name in known:  # transformers has many more, and checks those
+            known[name].check(value)
+    options = {"max_new_tokens": GenerationOptions.max_new_tokens} | options
     defaults = model.generation_config
     if not options.get("do_sample", defaults.do_sample):
         for name in NEEDS_SAMPLING:
@@ -195,9 +247,6 @@ def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
         for name in NEEDS_BEAMS:
             if name in options:
                 raise T2RError(f"{name} is for beam search: ask for num_beams of 2 or more too (--num-beams)")
-    for name in ("max_new_tokens", "num_beams", "num_return_sequences"):
-        if options.get(name, 1) < 1:
-            raise T2RError(f"{name} must be at least 1, got {options[name]}")
     return options
 
 

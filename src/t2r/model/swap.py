@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.modeling import T2RModel, t2r_class
+from t2r.model.swapped import SwappedModel
+from t2r.options import refuse_unknown
 from t2r.surgery.adapters import change_class
 from t2r.surgery.proof import install_proved
 
 
-def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any) -> PreTrainedModel:
+def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any) -> SwappedModel:
     """Make a transformer's attention recurrent, in place, and return it.
 
         model = t2r.swap(AutoModelForCausalLM.from_pretrained("gpt2"), feature_map="hedgehog")
@@ -23,8 +25,7 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     new and untrained, so a swapped model has yet to be trained (`t2r convert` does all of it).
     """
     refuse_other_objects(model)
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise T2RError(f"no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+    refuse_unknown(options, OPTIONS)
     if isinstance(model, T2RModel):
         raise T2RError("this model is swapped already: start again from the base model")
     if hasattr(model, "_hf_hook") and any(weight.is_meta for weight in model.parameters()):
@@ -35,12 +36,12 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     recurrent: Any = t2r_class(base)
     install_proved(model, config)
     change_class(model, recurrent)
-    assert isinstance(model, T2RModel)
-    model.adopt(config)
+    swapped = cast(SwappedModel, model)
+    swapped.adopt(config)
     # An adapter that PEFT saves names its base model by this: loaded on that, it would get softmax attention.
     if name := model.name_or_path:
         model.name_or_path = f"{name}, swapped by t2r in memory: save the swapped model, and load the adapter on that"
-    return model
+    return swapped
 
 
 def refuse_other_objects(model: Any) -> None:

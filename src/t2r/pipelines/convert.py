@@ -23,7 +23,7 @@ from t2r.model.swap import swap
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
 from t2r.tasks import LanguageModeling
-from t2r.tasks.language_modeling import TEACHER_TOKENS
+from t2r.tasks.language_modeling import TEACHER_TOKENS, max_positions
 from t2r.training import processes
 from t2r.training.arithmetic import halve, without_denormals
 from t2r.training.plan import check_options, check_report_to, over, trainable, within
@@ -116,6 +116,7 @@ def convert(
         progress=progress,
         caching=caching,
     )
+    plan = plan.for_positions(max_positions(base))
     config = T2RConfig(**swap_options)
     check_auto(auto, plan, config, base)
     task.check(base, [stage.block_size for stage in plan.stages])
@@ -130,7 +131,7 @@ def convert(
         teacher = copy.deepcopy(base).eval().requires_grad_(False)
         if settings.bf16:
             halve(teacher)
-        student = swap(base, config)
+        student: PreTrainedModel = swap(base, config)
         student.config.use_cache = True
         session.plan = plan = trainable(plan, student)
         if merged:

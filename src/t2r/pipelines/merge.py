@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from os.path import realpath
 
 from t2r.errors import T2RError
 from t2r.hub import load_model, load_tokenizer
 from t2r.model.merge import MergeCost, merge, merge_cost
 from t2r.model.modeling import T2RModel
-from t2r.storage import whole_folder
+from t2r.storage import kind_of, whole_folder
 
 
 def merge_folder(source: str, out: str, *, force: bool = False, overwrite: bool = False) -> MergeCost:
     """Merge the model in a folder and save all of it in another. Returns the cost before and after."""
-    if Path(source).is_dir() and Path(source).resolve() == Path(out).resolve():
+    if kind_of(source) == "folder" and realpath(source) == realpath(out):
         raise T2RError(f"merging cannot be undone: keep {source} and name another folder")
     with whole_folder(out, overwrite=overwrite) as folder:
         model = load_model(source)

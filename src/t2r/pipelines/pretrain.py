@@ -22,6 +22,7 @@ from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.storage import check_destination
 from t2r.tasks import LanguageModeling
+from t2r.tasks.language_modeling import max_positions
 from t2r.training import processes
 from t2r.training.arithmetic import without_denormals
 from t2r.training.plan import check_options, check_report_to, over, within
@@ -104,6 +105,7 @@ def pretrain(
     shape = preset.make_config(tokens)
     facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
     model = make_model(shape, chosen, seed)
+    plan = plan.for_positions(max_positions(model))
     sizes = [stage.block_size for stage in plan.stages]
     task = LanguageModeling(
         tokens,

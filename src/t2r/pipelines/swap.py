@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from t2r.errors import T2RError
 from t2r.hub import load_model, load_tokenizer
 from t2r.model.swap import swap
 from t2r.reporting.inspection import Inspection, inspect_model
-from t2r.storage import whole_folder
+from t2r.storage import kind_of, whole_folder
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def swap_folder(
     """Swap the model in a folder or on the hub and save all of it in another: `options` are those of `swap`.
 
     Returns what was done. What cannot be done is found out before any weights are loaded."""
-    if Path(source).is_dir() and Path(source).resolve().is_relative_to(Path(out).resolve()):
+    if kind_of(source) == "folder" and Path(realpath(source)).is_relative_to(realpath(out)):
         raise T2RError(f"saving to {out} would replace the base model in {source}: name another folder")
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with whole_folder(out, overwrite=overwrite) as folder:

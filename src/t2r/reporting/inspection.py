@@ -133,6 +133,9 @@ def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
             f"models of type {config.model_type!r} cannot be swapped: transformers has no language model of that "
             f"type; supported are {', '.join(FAMILIES)}"
         ) from error
+    except Exception as error:  # sizes that do not fit together make a model fail in any way
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise T2RError(f"the configuration of {source} makes no model ({reason})") from error
 
 
 def empty_twin(base_class: Any, model: Any) -> Any:

@@ -62,6 +62,7 @@ class LanguageModeling(Task):
         self.longest, self.seed, self.progress, self.caching = longest, seed, progress, caching
         self.corpora: list[TokenCorpus] = []
         self.text: Text | None = None
+        self.vocabulary: int | None = None
 
     # --- Data -----------------------------------------------------------------------------------------------
 
@@ -79,6 +80,7 @@ class LanguageModeling(Task):
             raise T2RError(f"only language models are trained on text; {model.config.model_type} is an encoder-decoder")
         for size in block_sizes:
             check_block_size(size, max_positions(model))
+        self.vocabulary = model.config.get_text_config().vocab_size
         if self.valid is not None:
             self.text = encode(self.tokenizer, read_text(self.valid, self.tokenizer))
 
@@ -89,6 +91,9 @@ class LanguageModeling(Task):
             self.corpora = [tokenize_corpus(texts, self.tokenizer, progress=self.progress)] if texts else []
             if texts != self.sources:
                 self.corpora.append(self.written_by(teacher, longest))
+        for corpus in self.corpora:
+            if self.vocabulary is not None:
+                corpus.check_vocabulary(self.vocabulary)
         return [corpus.folder.name for corpus in self.corpora]
 
     def written_by(self, teacher: PreTrainedModel | None, length: int) -> TokenCorpus:

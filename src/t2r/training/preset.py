@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub.errors import StrictDataclassError
+import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.vocabulary import check_tokenizer
 from t2r.errors import T2RError
 from t2r.hub import load_config
-from t2r.training.recipe import Recipe, check_swap, load_recipe, make_recipe, read_yaml, shipped
+from t2r.storage import kind_of
+from t2r.training.recipe import Recipe, check_swap, load_recipe, make_recipe, parse_yaml, read_yaml, shipped
 
 RECIPE = "scratch-lm"
 """For a configuration that comes without one."""
@@ -66,8 +66,13 @@ class Preset:
             )
         try:
             config: PreTrainedConfig = AutoConfig.for_model(chosen.pop("model_type"), **chosen)
-        except (StrictDataclassError, ValueError, TypeError) as error:
-            raise T2RError(f"preset {self.name}: {' '.join(str(error).split())}") from error
+            with torch.device("meta"):  # shapes alone: what cannot be built is said before any text is read
+                AutoModelForCausalLM.from_config(config)
+        except NotImplementedError:  # of the meta device
+            return config
+        except Exception as error:  # each configuration and model checks its fields in its own way
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise T2RError(f"preset {self.name}: this configuration makes no model ({reason})") from error
         return config
 
 
@@ -80,10 +85,10 @@ def load_preset(name: str | Path, overrides: Iterable[str] = ()) -> Preset:
 
     `overrides` are `field=value`, of the model."""
     changes = dict(read_override(override) for override in overrides)
-    if Path(name).is_dir():
+    if kind_of(name) == "folder":
         preset = of_folder(str(name))
         check_model(preset, changes)
-    elif Path(name).suffix not in (".yaml", ".yml") and not Path(name).is_file() and str(name) not in shipped_presets():
+    elif Path(name).suffix not in (".yaml", ".yml") and kind_of(name) != "file" and str(name) not in shipped_presets():
         raise T2RError(
             f"no preset {str(name)!r}: choose one of {', '.join(shipped_presets())}, "
             "or give a YAML file or the folder of a model"
@@ -98,10 +103,7 @@ def read_override(override: str) -> tuple[str, Any]:
     key, equals, value = override.partition("=")
     if not equals or not key.strip() or key.strip() == "model_type":
         raise T2RError(f"override {override!r}: write field=value, of a field of the model's configuration")
-    try:
-        return key.strip(), read_number(yaml.safe_load(value))
-    except yaml.YAMLError as error:
-        raise T2RError(f"override {override!r}: the value is not YAML: {error}") from error
+    return key.strip(), read_number(parse_yaml(value, f"override {override!r}: the value"))
 
 
 def of_folder(name: str) -> Preset:
@@ -158,7 +160,7 @@ def check_model(preset: Preset, given: Iterable[str]) -> None:
     if config not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
         raise T2RError(f"{where}: {model_type} is not a plain language model")
     known = {f.name for f in fields(config)} | set(config.attribute_map) | {"model_type"}
-    if unknown := sorted(set(given) - known):
+    if unknown := sorted(str(name) for name in given if name not in known):
         raise T2RError(f"{where}: the configuration of {model_type} has no field {', '.join(unknown)}")
 
 

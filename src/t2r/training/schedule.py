@@ -32,8 +32,10 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise T2RError(f"no schedule {self.kind!r}: choose one of {', '.join(KINDS)}")
-        if self.kind == "cosine_restarts" and not self.period:
-            raise T2RError("schedule cosine_restarts needs a period, in steps")
+        if self.kind == "cosine_restarts" and (self.period is None or self.period < 1):
+            raise T2RError("schedule cosine_restarts needs a period, in steps, at least 1")
+        if self.warmup_steps < 0:
+            raise T2RError(f"warmup_steps is {self.warmup_steps}: it cannot be negative")
         if self.period_mult < 1:
             raise T2RError(f"period_mult is {self.period_mult}: a cycle cannot be shorter than the one before")
 

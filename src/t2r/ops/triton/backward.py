@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from t2r.ops.triton.math import bounds, chunk, dot, tile, visible
+from t2r.ops.triton.math import SIZES, bounds, chunk, dot, tile, visible
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def division(
     g, out, dens, totals, inverse, g_dens,
     g_b, g_h, g_t, out_b, out_h, out_t, heads, time, value,
@@ -42,7 +42,7 @@ def division(
     tl.store(g_dens + row, tl.where(bounded, 0.0, -product * inv), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def chunk_gradients(
     q, g, inverse, g_dens, decay, mask, document, gradients,
     q_b, q_h, q_t, g_b, g_h, g_t,
@@ -83,7 +83,7 @@ def chunk_gradients(
         tl.store(here + feature * value + f, dz, mask=f_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def feature_gradients(
     q, k, v, g, inverse, g_dens, decay, mask, document, states, gradients, dq, dk, d_decay,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t,
@@ -177,7 +177,7 @@ def feature_gradients(
     tl.store(here, total.to(dk.dtype.element_ty), mask=there[:, None] & f_ok[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def value_gradients(
     q, k, g, inverse, decay, mask, document, gradients, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, g_b, g_h, g_t, dv_b, dv_h, dv_t,

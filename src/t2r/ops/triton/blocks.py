@@ -27,11 +27,14 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def precision(*tensors: Tensor) -> str:
+def precision(*tensors: Tensor, signed: bool = False) -> str:
     """How matrix products are computed. Accumulation is always float32.
 
     bfloat16 has float32's range, so that bfloat16 inputs stay bfloat16 after they are scaled by decays. float16 has
-    not: its products are TF32, which has float16's mantissa. float32 is computed as three TF32 products."""
+    not: its products are TF32, which has float16's mantissa. float32 is computed as three TF32 products, and so are
+    signed features: where their sum nearly cancels, the rounding of weights would be all that is left."""
+    if signed:
+        return "tf32x3"
     if all(x.dtype == torch.bfloat16 for x in tensors):
         return "bf16 emulated" if INTERPRETED else "bf16"  # the interpreter's own bfloat16 products are wrong
     return "tf32x3" if any(x.dtype == torch.float32 for x in tensors) else "tf32"

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 from t2r.ops.common import FASTEST_DECAY
-from t2r.ops.triton.math import divide, saturate
+from t2r.ops.triton.math import SIZES, divide, saturate
 
 FASTEST = tl.constexpr(FASTEST_DECAY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def decode(
     q, k, v, s, z, z_abs, mask, decay, out, dens, totals,
     q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, decay_h,

@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from t2r.ops.triton.math import chunk, divide, dot, saturate, tile, visible
+from t2r.ops.triton.math import SIZES, chunk, divide, dot, saturate, tile, visible
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def chunk_states(
     k, v, decay, mask, document, states, elapsed,
     k_b, k_h, k_t, v_b, v_h, v_t,
@@ -57,7 +57,7 @@ def _then(left_a, sum_a, left_b, sum_b):
     return left_a * left_b, sum_a * left_b + sum_b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def scan(
     states, s_first, z_first, a_first, s_last, z_last, a_last, decay, elapsed,
     key_heads, feature, value, chunks, slot,
@@ -125,7 +125,7 @@ def scan(
         tl.store(a_last + bh * feature + e - size - feature, running, mask=in_a)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def outputs(
     q, k, v, decay, mask, document, states, out, dens, totals,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,

@@ -8,6 +8,9 @@ import triton.language as tl
 
 from t2r.ops.common import DENOMINATOR_FLOOR, SIGNED_FLOOR
 
+SIZES = ["time", "chunks", "heads", "key_heads", "group", "feature", "value"]
+"""Numbers that kernels are not compiled anew for. A size of 1 would become a constant, and with that triton 3.6 makes
+matrix products on Hopper that read beyond their shared memory. It also means one compilation for all lengths."""
 FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
 SIGNED = tl.constexpr(SIGNED_FLOOR)
 

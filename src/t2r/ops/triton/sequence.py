@@ -89,7 +89,7 @@ def _plan(
 ) -> Plan:
     flags = {"DECAY": decay is not None, "HAS_MASK": mask is not None, "PACKED": starts is not None}
     shape = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3])
-    return Plan(*shape, signed, precision(q, k, v), flags)
+    return Plan(*shape, signed, precision(q, k, v, signed=signed), flags)
 
 
 class _Shared(NamedTuple):

@@ -1,0 +1,78 @@
+"""Flags for the options of stages that are set most often."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from t2r.errors import T2RError
+from t2r.options import options_of
+from t2r.training.stage import Stage
+
+HELP = {
+    "steps": "Optimizer steps of each stage, in place of the recipe's budget.",
+    "learning_rate": "Learning rate at its peak, of stages that train more than the maps.",
+}
+NAMES = ("steps", "learning_rate", "batch_tokens", "block_size")
+STAGE = [
+    dataclasses.replace(option, default=None, unset="the recipe's", help=HELP.get(option.name, option.help))
+    for option in map(options_of(Stage).__getitem__, NAMES)
+]
+"""The same for every stage: shorthand for --set."""
+
+
+class ShowsRecipe(TyperCommand):
+    """A command whose help shows the defaults of its default recipe, which is read only then."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        params: dict[str, Any] = {param.name: param for param in self.params if param.name is not None}
+        for name, words in recipe_defaults(params["recipe"].default).items():
+            params[name].help = re.sub(r"\[default: [^\]]*\]$", f"[default: {words}]", params[name].help)
+        super().format_help(ctx, formatter)
+
+
+def recipe_defaults(name: str) -> dict[str, str]:
+    """The options that a recipe sets, in words."""
+    from t2r.training.recipe import load_recipe
+
+    recipe = load_recipe(name)
+    shown = in_words(recipe.swap)
+    for option in STAGE:
+        stages = [stage for stage in recipe.stages if option.name != "learning_rate" or stage.train != "maps"]
+        values = {stage.name: getattr(stage, option.name) for stage in stages}
+        if len(set(values.values())) > 1:
+            shown[option.name] = ", ".join(f"{stage} {value:,}" for stage, value in values.items())
+        else:
+            shown |= {} if None in values.values() else in_words({option.name: next(iter(values.values()))})
+    return shown
+
+
+def in_words(values: Mapping[str, Any]) -> dict[str, str]:
+    """Values as flags say them."""
+    return {
+        name: f"{'' if value else 'no-'}{name.replace('_', '-')}" if isinstance(value, bool) else str(value)
+        for name, value in values.items()
+    }
+
+
+def stage_overrides(
+    given: dict[str, Any], minutes: float | None, overrides: Sequence[str] | None, recipe: str | None = None
+) -> list[str]:
+    """What the flags mean as overrides, before those of --set, which win.
+
+    With a `recipe`, the learning rate is that of its stages that train more than the maps: the maps alone learn with
+    rates a hundred times as high."""
+    if "steps" in given and minutes is not None:
+        raise T2RError("--steps and --minutes both say how long: give one")
+    made = []
+    for name, value in given.items():
+        stages = [""]
+        if name == "learning_rate" and recipe is not None:
+            from t2r.training.recipe import load_recipe
+
+            plan = load_recipe(recipe, overrides or ())
+            stages = [f"{stage.name}." for stage in plan.stages if stage.train != "maps"] or stages
+        made += [f"{stage}{name}={str(value).lower()}" for stage in stages]
+    return [*made, *(overrides or ())]

@@ -1,0 +1,99 @@
+"""A conversation: each turn is answered from the state that the turns before have left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from t2r.attention.cache import T2RCache
+from t2r.data.chat import render
+from t2r.data.text import check_unicode
+from t2r.errors import T2RError
+from t2r.generation.state import check_vocabulary
+from t2r.generation.text import Stream, check_lengths, checked_options, special_tokens
+from t2r.model.modeling import T2RModel
+
+
+class Conversation:
+    """A conversation with a language model.
+
+    With a chat template, turns are its messages; otherwise they are lines of one text. A swapped model keeps its state
+    from turn to turn and reads only what is new. An ordinary model reads all of the text again.
+
+    Args:
+        state: what was read before, by a swapped model.
+        seed: of sampling.
+        options: of `model.generate`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        state: T2RCache | None = None,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        if model.config.is_encoder_decoder:
+            raise T2RError("a conversation needs a language model: give texts to translate as arguments or by a pipe")
+        self.model, self.tokenizer, self.state = model, tokenizer, state
+        self.options = checked_options(model, options)
+        if any((self.options.get(name) or 1) > 1 for name in ("num_beams", "num_return_sequences")):
+            raise T2RError("a conversation has one answer at a time: leave out num_beams and num_return_sequences")
+        self.messages: list[dict[str, str]] = []
+        self.text = ""
+        """All that was said, as the model has read it."""
+        self.unread: list[int] = []
+        """Tokens that were generated and are not yet in the state."""
+        self.templated = bool(tokenizer.chat_template) and state is None
+        if seed is not None:
+            torch.manual_seed(seed)
+
+    def say(self, line: str, on_text: Callable[[str], None] | None = None) -> str:
+        """Say something and return the answer; `on_text` is called with each bit of it."""
+        check_unicode(line, "the message")
+        begins = not self.text and self.state is None
+        new = self.added(line)
+        ids = self.tokenizer(new, add_special_tokens=begins and not self.templated, verbose=False).input_ids
+        check_vocabulary(self.model, ids)
+        answer = self.answer([*self.unread, *ids], on_text)
+        self.messages.append({"role": "assistant", "content": answer})
+        return answer
+
+    def added(self, line: str) -> str:
+        """The text that this turn adds."""
+        if not self.templated:
+            new = f"\n{line}" if self.text else line
+            self.text += new
+            return new
+        self.messages.append({"role": "user", "content": line})
+        whole = render(self.tokenizer, self.messages, "the message", prompt=True)
+        if not whole.startswith(self.text):  # a template that rewrites earlier turns: all of it is read again
+            self.state, self.unread, self.text = None, [], ""
+        new, self.text = whole[len(self.text) :], whole
+        return new
+
+    def answer(self, ids: list[int], on_text: Callable[[str], None] | None) -> str:
+        stops, pad = special_tokens(self.model, self.tokenizer)
+        options: dict[str, Any] = {"pad_token_id": pad, "return_dict_in_generate": True, **self.options}
+        if on_text is not None:
+            options["streamer"] = Stream(self.tokenizer, on_text)
+        given = torch.tensor([ids], device=self.model.device)
+        check_lengths(self.model, [ids], self.options["max_new_tokens"])
+        if self.state is None:
+            out = self.model.generate(given, attention_mask=torch.ones_like(given), **options)
+        else:
+            out = self.model.continue_from(self.state, given, **options)
+        written = out.sequences[0, given.shape[1] :].tolist()
+        if isinstance(self.model, T2RModel):
+            self.state, self.unread = out.past_key_values, written[-1:]  # the last token was never an input
+        else:
+            self.unread = [*ids, *written]
+        said = str(self.tokenizer.decode([t for t in written if t not in stops], skip_special_tokens=True))
+        # Beyond a template's own marks: what the model wrote, its end included, is what it has read.
+        self.text += str(self.tokenizer.decode(written, skip_special_tokens=False))
+        return said

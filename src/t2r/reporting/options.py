@@ -1,0 +1,47 @@
+"""The tables of options in docs/recipes.md, from where the options are defined.
+
+Run `python -m t2r.reporting.options docs/recipes.md` to bring the page up to date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from t2r.options import Option, SwapOptions, options_of
+from t2r.training.stage import Stage
+
+GROUPS = {"stage": Stage, "swap": SwapOptions}
+TABLE = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(group: type) -> str:
+    """Every option of a group, a row each."""
+    rows = [("option", "default", "allowed", "meaning"), ("---",) * 4]
+    rows += [
+        (f"`{name}`", default(option), "" if option.choices else allowed(option), option.help)
+        for name, option in options_of(group).items()
+    ]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def default(option: Option) -> str:
+    if isinstance(option.default, bool):
+        return f"`{str(option.default).lower()}`"
+    words = option.default_words
+    return words if option.default is None or option.required else f"`{words}`"
+
+
+def allowed(option: Option) -> str:
+    return "" if option.type in (bool, str) else option.allowed
+
+
+def page(text: str) -> str:
+    """The same page with its tables up to date."""
+    return TABLE.sub(lambda found: f"{found[1]}{table(GROUPS[found[2]])}{found[3]}", text)
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,308 @@
+"""Whatever a user gives that is wrong is one line on stderr, exit code 2, and nothing half-written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
+
+import t2r
+from families import tiny
+from t2r import cli
+from t2r.storage import json_text
+
+TEXT = "the old man and the sea went out with a boat to catch fish but he came home with none . " * 40
+LONG = "x" * 5000
+
+
+def words(size: int = 97) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    many = " ".join(f"w{i}" for i in range(size - 24)) if size > 97 else ""
+    core.train_from_iterator([TEXT * 9, many], trainers.WordLevelTrainer(special_tokens=["<pad>", "</s>", "<unk>"]))
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def edit(folder: Path, **fields: object) -> None:
+    """Change what config.json says."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def shard(folder: Path, index: object) -> None:
+    """A checkpoint of one shard, with this index."""
+    shutil.move(folder / "model.safetensors", folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index if isinstance(index, str) else json.dumps(index))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """Good models, and one for everything that can be wrong with one."""
+    root = tmp_path_factory.mktemp("made")
+    for name in ("gpt2", "llama", "marian"):
+        tiny(name, torch.float32).save_pretrained(root / name)
+        words().save_pretrained(root / name)
+    t2r.swap(tiny("gpt2", torch.float32), feature_size=6).save_pretrained(root / "rnn")
+    words().save_pretrained(root / "rnn")
+
+    def copy(name: str, source: str = "gpt2") -> Path:
+        shutil.copytree(root / source, root / name)
+        return root / name
+
+    for name, source in (("nan", "gpt2"), ("nan-rnn", "rnn"), ("loud", "llama")):
+        path = copy(name, source) / "model.safetensors"
+        weights = load_file(path)
+        key = next(key for key in weights if key.endswith(("mlp.c_proj.weight", "norm.weight")))
+        weights[key] = weights[key] * 1e30 if name == "loud" else weights[key].fill_(float("nan"))
+        save_file(weights, path, metadata={"format": "pt"})
+
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=0)
+    GPT2ForSequenceClassification(config).save_pretrained(root / "classifier")
+    bert = BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    BertForMaskedLM(bert).save_pretrained(root / "bert")
+    GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2).save_pretrained(root / "other")
+    t2r_config = json.loads((root / "rnn" / "config.json").read_text())
+    for name, fields in {
+        "no-heads": {"n_head": 0},
+        "text-heads": {"n_head": "many"},
+        "odd-type": {"model_type": ["gpt2"]},
+    }.items():
+        edit(copy(name), **fields)
+    for name, base in {
+        "base-list": ["gpt2"],
+        "base-untyped": {},
+        "base-odd": t2r_config["base_config"] | {"n_layer": "x"},
+        "base-unknown": {"model_type": "gpt99"},
+    }.items():
+        edit(copy(name, "rnn"), base_config=base)
+    edit(copy("bad-option", "rnn"), feature_size=-3)
+    for name, text in {"list": "[]", "number": "3", "deep": "[" * 100_000, "cut": '{"model_type": "gp'}.items():
+        (copy(f"config-{name}") / "config.json").write_text(text)
+    (copy("config-bytes") / "config.json").write_bytes(b"\xff\xfe\x00")
+    keys = list(load_file(root / "gpt2" / "model.safetensors"))
+    shard(copy("index-outside"), {"weight_map": dict.fromkeys(keys, "../gpt2/model.safetensors")})
+    shard(copy("index-absolute"), {"weight_map": dict.fromkeys(keys, str(root / "gpt2" / "model.safetensors"))})
+    shard(copy("index-pickle"), {"weight_map": dict.fromkeys(keys, "part.bin")})
+    shard(copy("index-list"), {"weight_map": keys})
+    shard(copy("index-cut"), '{"weight_map": {')
+    shard(copy("index-missing"), {"weight_map": dict.fromkeys(keys, "gone.safetensors")})
+    words(200).save_pretrained(copy("many-words"))
+    for name, template in {"syntax": "{% if", "call": "{{ messages.nothing() }}", "type": "{{ 1 + 'a' }}"}.items():
+        broken = words()
+        broken.chat_template = template
+        broken.save_pretrained(copy(f"template-{name}"))
+
+    (root / "text.txt").write_text(TEXT)
+    (root / "words.txt").write_text(" ".join(f"w{i}" for i in range(150)))
+    (root / "surrogate.jsonl").write_text('{"text": "fine"}\n{"text": "half \\ud83d"}\n')
+    (root / "deep.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n")
+    (root / "digits.jsonl").write_text('{"text": ' + "9" * 5000 + "}\n")
+    (root / "recipe-keys.yaml").write_text("stages: [{name: a, objective: task, steps: 3}]\n3: 4\n")
+    (root / "recipe-date.yaml").write_text("stages: [{name: a, objective: task, steps: 2024-01-01}]\n")
+    (root / "recipe-deep.yaml").write_text("[" * 10_000)
+    os.symlink(root / "loop", root / "loop")
+    os.symlink(root / "loop", root / "loop.yaml")
+    os.mkfifo(root / "pipe")
+    with socket.socket(socket.AF_UNIX) as bound:
+        before = os.getcwd()
+        os.chdir(root)  # a socket's path must be short
+        bound.bind("socket")
+        os.chdir(before)
+    return root
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*arguments: object, stdin: str | bytes = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["t2r", *map(str, arguments)])
+        raw = stdin if isinstance(stdin, bytes) else stdin.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        return exit.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+CONVERT = "convert {m}/gpt2 {o} --train {m}/text.txt"
+PRETRAIN = "pretrain gpt2-tiny {o} --train {m}/text.txt"
+EVALUATE = "evaluate {m}/llama --text {m}/text.txt --no-generation"
+
+CASES = [
+    # Options, refused before anything is loaded.
+    (f"{CONVERT} --set distill.betas=[2,2]", "betas must be a list of 2 numbers, at least 0 and below 1"),
+    (f"{CONVERT} --set epsilon=0", "epsilon must be a number, above 0"),
+    (f"{CONVERT} --set weight_decay=-1", "weight_decay must be a number, at least 0"),
+    (f"{CONVERT} --set device_tokens=-4", "device_tokens must be a whole number, at least 1"),
+    (f"{CONVERT} --set warmup_steps=-5", "warmup_steps must be a whole number, at least 0"),
+    (f"{CONVERT} --set momentum=5", "momentum must be a number, at least 0 and below 1"),
+    (f"{CONVERT} --set period=0", "period must be a whole number, at least 1"),
+    (f"{CONVERT} --set kl_weight=-1", "kl_weight must be a number, at least 0"),
+    (f"{CONVERT} --set steps=1e30", "steps must be a whole number, at least 1 and at most 1,000,000,000"),
+    (f"{CONVERT} --set shrink=.nan", "shrink must be a number, above 0 and at most 1; got nan"),
+    (f"{CONVERT} --minutes inf", "minutes must be a number, above 0 and at most 525,600; got inf"),
+    (f"{CONVERT} --minutes nan", "got nan"),
+    (f"{CONVERT} --steps 0", "steps must be a whole number, at least 1"),
+    (f"{CONVERT} --learning-rate -1", "learning_rate must be a number, above 0"),
+    (f"{CONVERT} --seed {2**70}", "seed must be a whole number, at least 0 and at most 4,294,967,295"),
+    (f"{CONVERT} --seed -1", "seed must be a whole number, at least 0"),
+    (f"{CONVERT} --limit 0", "limit must be a whole number, at least 1"),
+    (f"{CONVERT} --teacher-tokens 0", "teacher_tokens must be a whole number, at least 1"),
+    (f"{CONVERT} --save-steps 0", "save_steps must be a whole number, at least 1"),
+    (f"{CONVERT} --device meta", "no device 'meta' here"),
+    (f"{CONVERT} --softmax-layers 3-1", "such as 1,5,9 or 0-3,7"),
+    (f"{CONVERT} --softmax-layers -1", "such as 1,5,9 or 0-3,7"),
+    ("swap {m}/gpt2 {o} --cross-feature-size -1", "cross_feature_size must be a whole number, at least 1; got -1"),
+    ("swap {m}/gpt2 {o} --softmax-every 0", "softmax_every must be a whole number, at least 1"),
+    ("generate {m}/gpt2 the --do-sample --top-p 2", "top_p must be a number, above 0 and at most 1; got 2.0"),
+    ("generate {m}/gpt2 the --do-sample --temperature nan", "temperature must be a number, above 0; got nan"),
+    ("generate {m}/gpt2 the --top-k -1", "top_k must be a whole number, at least 0"),
+    ("generate {m}/gpt2 the --repetition-penalty 0", "repetition_penalty must be a number, above 0"),
+    (f"generate {{m}}/gpt2 the --seed {2**70}", "seed must be a whole number"),
+    ("generate {m}/gpt2 the --device meta", "no device 'meta' here"),
+    ("bench ops --device meta --length 8", "no device 'meta' here"),
+    (f"{EVALUATE} --window 1", "window must be a whole number, at least 2"),
+    (f"{EVALUATE} --stride 0", "stride must be a whole number, at least 1"),
+    (f"{EVALUATE} --stride 600", "a stride of 600 must be less than the window of"),
+    (f"{PRETRAIN} --model-set n_head=0", "this configuration makes no model"),
+    (f"{PRETRAIN} --model-set n_embd=-8", "this configuration makes no model"),
+    # Recipes.
+    (f"{CONVERT} --recipe {{m}}/recipe-keys.yaml", "no field 3"),
+    (f"{CONVERT} --recipe {{m}}/recipe-date.yaml", "steps must be a whole number"),
+    (f"{CONVERT} --recipe {{m}}/recipe-deep.yaml", "is not YAML"),
+    # Texts.
+    ("evaluate {m}/llama --text {m}/surrogate.jsonl", "surrogate.jsonl:2: the text is not valid Unicode (U+D83D"),
+    ("evaluate {m}/llama --text {m}/deep.jsonl", "deep.jsonl:1: not JSON that can be read"),
+    ("evaluate {m}/llama --text {m}/digits.jsonl", "digits.jsonl:1: not JSON that can be read"),
+    ("evaluate {m}/llama --text {m}/pipe", "is a device or a pipe"),
+    ("evaluate {m}/llama --text ~nobody-here/x", "there is no file ~nobody-here/x"),
+    # Models.
+    *((f"{command}", "weights that are not finite numbers") for command in (
+        "swap {m}/nan {o}", "generate {m}/nan the", "generate {m}/nan-rnn the", "merge {m}/nan-rnn {o} --force",
+        "evaluate {m}/nan --text {m}/text.txt", "convert {m}/nan {o} --train {m}/text.txt",
+    )),
+    *((f"{command}", "GPT2ForSequenceClassification, which does not generate text") for command in (
+        "swap {m}/classifier {o}", "inspect {m}/classifier", "convert {m}/classifier {o} --train {m}/text.txt",
+    )),
+    (f"{EVALUATE} --teacher {{m}}/marian", "is an encoder-decoder"),
+    (f"{EVALUATE} --teacher {{m}}/bert", "BertForMaskedLM, which does not generate text"),
+    (f"{EVALUATE} --teacher {{m}}/other", "over one vocabulary, and these differ"),
+    ("generate {m}/many-words --file {m}/words.txt", "the model's vocabulary ends at 96"),
+    ("evaluate {m}/many-words --text {m}/words.txt --window 8", "vocabulary ends at 96"),
+    ("generate {m}/template-syntax --chat the", "the chat template refuses"),
+    ("generate {m}/template-call --chat the", "the chat template refuses"),
+    ("generate {m}/template-type --chat the", "the chat template refuses"),
+    ("generate {m}/no-heads the", "cannot be loaded"),
+    ("generate {m}/text-heads the", "cannot be loaded"),
+    ("inspect {m}/no-heads", "makes no model (ZeroDivisionError"),
+    ("inspect {m}/odd-type", "config.json of"),
+    *((f"inspect {{m}}/config-{name}", "") for name in ("list", "number", "deep", "cut", "bytes")),
+    ("inspect {m}/base-list", "base_config names no model_type"),
+    ("inspect {m}/base-untyped", "base_config names no model_type"),
+    ("inspect {m}/base-odd", "base_config is damaged"),
+    ("inspect {m}/base-unknown", "base_config is damaged"),
+    ("inspect {m}/bad-option", "feature_size must be a whole number, at least 1; got -3"),
+    ("swap {m}/index-outside {o}", "names '../gpt2/model.safetensors', which is not a safetensors file of that folder"),
+    ("swap {m}/index-absolute {o}", "which is not a safetensors file of that folder"),
+    ("swap {m}/index-pickle {o}", "which is not a safetensors file of that folder"),
+    ("swap {m}/index-list {o}", "holds no weight_map"),
+    ("swap {m}/index-cut {o}", "holds no weight_map"),
+    ("swap {m}/index-missing {o}", "cannot be loaded"),
+    # Paths.
+    ("swap {m}/gpt2 {m}/pipe", "is a device, a pipe or a socket"),
+    ("swap {m}/gpt2 {m}/socket", "is a device, a pipe or a socket"),
+    ("swap {m}/gpt2 /dev/null", "is a device, a pipe or a socket"),
+    ("swap {m}/gpt2 /dev/null --overwrite", "is a device, a pipe or a socket"),
+    ("convert {m}/gpt2 /dev/null --train {m}/text.txt", "is a device, a pipe or a socket"),
+    ("pretrain gpt2-tiny {m}/pipe --train {m}/text.txt", "is a device, a pipe or a socket"),
+    ("swap {m}/gpt2 {m}/loop", "symbolic links"),
+    ("swap {m}/loop {o}", "symbolic links"),
+    ("inspect {m}/loop", "symbolic links"),
+    ("evaluate {m}/llama --text {m}/loop", "symbolic links"),
+    (f"{CONVERT} --recipe {{m}}/loop.yaml", "symbolic links"),
+    ("pretrain {m}/loop {o} --train {m}/text.txt", "symbolic links"),
+    ("generate {m}/gpt2 --file {m}/loop", "cannot be read"),
+    ("generate {m}/rnn the --save-state {m}/loop", "symbolic links"),
+    (f"swap {LONG} {{o}}", "too long"),
+    (f"swap {{m}}/gpt2 {{o}}/{LONG}", "too long"),
+    (f"evaluate {{m}}/llama --text {LONG}", "too long"),
+    (f"merge {LONG} {{o}}", "too long"),
+    ("merge {m}/loop {o}", "symbolic links"),
+    (f"{CONVERT} --recipe {LONG}.yaml", "too long"),
+    (f"pretrain {LONG} {{o}} --train {{m}}/text.txt", "too long"),
+    ("generate {m}/rnn the --save-state {m}/nowhere/state", "there is no folder"),
+    ("generate {m}/rnn --file {m}/text.txt --save-state {o}", "beyond the 64 positions"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "says"), CASES, ids=[command[:80] for command, _ in CASES])
+def test_a_mistake_is_one_line(run, made, tmp_path, command, says):
+    before = sorted(os.listdir(made))
+    code, stdout, stderr = run(*(word.format(m=made, o=tmp_path / "out") for word in command.split()))
+    assert code == 2, stderr
+    assert says in stderr
+    lines = [line for line in stderr.splitlines() if not line.startswith("t2r: note: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("t2r: ")
+    assert stdout == ""
+    assert os.listdir(tmp_path) == []
+    assert sorted(os.listdir(made)) == before
+
+
+def test_devices_are_left_alone(made):
+    assert Path("/dev/null").is_char_device()
+    assert (made / "pipe").is_fifo()
+    assert (made / "socket").is_socket()
+
+
+def test_standard_input_that_is_not_utf8(run, made):
+    code, _, stderr = run("generate", made / "gpt2", stdin=b"the old \xff man")
+    assert code == 2
+    assert stderr == "t2r: the standard input is not UTF-8: 0xff at byte 8\n"
+
+
+def test_arguments_that_are_not_utf8():
+    command = [sys.executable.encode(), b"-m", b"t2r", b"generate", b"gpt2", b"caf\xe9"]
+    done = subprocess.run(command, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr == b"t2r: argument 3 is not UTF-8: 'caf\\udce9'\n"
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_an_empty_folder_can_become_a_model(run, made, tmp_path, slash):
+    (tmp_path / "out").mkdir()
+    assert run("swap", made / "gpt2", f"{tmp_path}/out{slash}", "-q") == (0, "", "")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_json_has_no_nan(run, made):
+    assert json_text({"a": [float("nan"), (1.0, float("-inf"))]}) == '{"a": [null, [1.0, null]]}'
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    arguments = ("--text", made / "text.txt", "--no-generation", "--limit", 2, "--json")
+    code, stdout, _ = run("evaluate", made / "loud", *arguments)
+    assert code == 0
+    (result,) = json.loads(stdout, parse_constant=refuse)
+    assert result["perplexity"] is None
+
+
+def test_a_word_of_three_megabytes(run, made, tmp_path):
+    (tmp_path / "word.txt").write_text("a" * 3_000_000 + " " + TEXT)
+    arguments = ("--text", tmp_path / "word.txt", "--no-generation", "--limit", 1, "--json")
+    assert run("evaluate", made / "llama", *arguments)[0] == 0
