@@ -25,6 +25,7 @@ EXTRAS = {name: lines for name, lines in PROJECT["optional-dependencies"].items(
 
 # What t2r does not import itself.
 FOR_OTHERS = {
+    "jinja2": "transformers renders chat templates with it",
     "protobuf": "transformers reads SentencePiece models with it",
     "sacremoses": "transformers tokenizes for Marian and FSMT with it",
     "sentencepiece": "transformers tokenizes for Marian, T5 and mBART with it",
