@@ -16,10 +16,11 @@ from t2r.ops.triton.math import SIZES, bounds, chunk, dot, tile, visible
 def division(
     g, out, dens, totals, inverse, g_dens,
     g_b, g_h, g_t, out_b, out_h, out_t, heads, time, value,
-    SIGNED: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    SIGNED: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """1 / denominator, by which the gradient of the numerator is g, and the gradient of the denominator. The bound is a
     constant: where it acts the denominator has none."""
+    value = value * ALIGN
     b = (tl.program_id(0) // heads).to(tl.int64)
     h = (tl.program_id(0) % heads).to(tl.int64)
     t = tl.program_id(1) * BT + tl.arange(0, BT)
@@ -48,9 +49,10 @@ def chunk_gradients(
     q_b, q_h, q_t, g_b, g_h, g_t,
     key_heads, group, time, feature, value, chunks, slot,
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr,
-    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """What the queries of chunk c do to the state before it, into slot c."""
+    feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     value_blocks = (value + BV - 1) // BV
     f_block = tl.program_id(1) // value_blocks
@@ -89,12 +91,13 @@ def feature_gradients(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t,
     key_heads, group, time, feature, value, chunks, state_slot, slot,
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr,
-    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, and the chunk's part of the gradient of the decay, `d_decay [batch, chunks, key_heads, feature]`.
 
     With x = feature times its gradient, a pair within the chunk changes with the rate by the distance between query and
     key; what a query finds in the state by its clock; what a key leaves in the state by what is left of the chunk."""
+    feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
@@ -183,9 +186,10 @@ def value_gradients(
     q_b, q_h, q_t, k_b, k_h, k_t, g_b, g_h, g_t, dv_b, dv_h, dv_t,
     key_heads, group, time, feature, value, chunks, slot,
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr,
-    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """dv: from the queries of the chunk, and through the state after it."""
+    feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)

@@ -21,10 +21,11 @@ def chunk_states(
     k_b, k_h, k_t, v_b, v_h, v_t,
     key_heads, time, feature, value, chunks, slot,
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr, HOW: tl.constexpr,
-    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """What chunk c adds to the state, as seen from its end, into slot c + 1; and by how much it ages the state before
     it, or -1 if a document starts in it, into `elapsed [batch, chunks]`."""
+    feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     value_blocks = (value + BV - 1) // BV
     f_block = tl.program_id(1) // value_blocks
@@ -62,11 +63,12 @@ def scan(
     states, s_first, z_first, a_first, s_last, z_last, a_last, decay, elapsed,
     key_heads, feature, value, chunks, slot,
     HAS_FIRST: tl.constexpr, SIGNED: tl.constexpr, AGES: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
-    BY_ROWS: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+    BY_ROWS: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Turn what each chunk adds into the states before each, or in reverse into the gradients of those. `BC` chunks are
     loaded at a time: one load per step through time would be bound by its latency. Elements of a slot are independent.
     `BY_ROWS` is the same without associative_scan, which the interpreter runs element by element."""
+    feature, value = feature * ALIGN, value * ALIGN
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
@@ -131,10 +133,11 @@ def outputs(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     heads, group, time, feature, value, chunks, slot,
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr, NORMALIZED: tl.constexpr,
-    HOW: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+    HOW: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """What the queries of a chunk find in it and in the state before it. Decays are taken from the middle of the chunk,
     where the powers of either side have the most room (see `t2r.ops.chunks`)."""
+    feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     b = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,15 @@ class Plan(NamedTuple):
         return block(self.value, 64 if self.how == "tf32x3" else 128)
 
     @property
+    def align(self) -> int:
+        """What divides both sizes. Kernels get them in units of it, and so know how wide their loads may be."""
+        return math.gcd(self.feature, self.value, 16)
+
+    @property
+    def units(self) -> tuple[int, int]:
+        return self.feature // self.align, self.value // self.align
+
+    @property
     def slot(self) -> int:
         return self.feature * (self.value + 1)
 
@@ -71,6 +81,7 @@ class Plan(NamedTuple):
             "BT": self.size,
             "BF": self.rows,
             "BV": self.columns,
+            "ALIGN": self.align,
             "num_warps": MANY_WARPS if self.how == "tf32x3" else WARPS,
             "num_stages": 1,
         }
@@ -129,9 +140,10 @@ def _scan(
         states,
         begin.s, begin.z, begin.z if begin.z_abs is None else begin.z_abs,
         last.s, last.z, last.z if last.z_abs is None else last.z_abs,
-        shared.decay, elapsed, plan.key_heads, plan.feature, plan.value, plan.chunks, slot,
+        shared.decay, elapsed, plan.key_heads, *plan.units, plan.chunks, slot,
         HAS_FIRST=first is not None, SIGNED=signed, AGES=plan.flags["DECAY"] or plan.flags["PACKED"],
-        DECAY=plan.flags["DECAY"], REVERSE=reverse, BY_ROWS=INTERPRETED, BC=SCANNED, BE=width, num_warps=4,
+        DECAY=plan.flags["DECAY"], REVERSE=reverse, BY_ROWS=INTERPRETED, BC=SCANNED, BE=width,
+        ALIGN=plan.align, num_warps=4,
     )  # fmt: skip
     return last
 
@@ -143,7 +155,7 @@ def _states(plan: Plan, k: Tensor, v: Tensor, first: State | None, shared: _Shar
     elapsed = states.new_empty(plan.batch, plan.chunks)
     fore.chunk_states[(plan.batch * plan.key_heads, plan.row_blocks * plan.column_blocks, plan.chunks)](
         k, v, *shared, states, elapsed, *_strides(k, v),
-        plan.key_heads, plan.time, plan.feature, plan.value, plan.chunks, plan.state_slot,
+        plan.key_heads, plan.time, *plan.units, plan.chunks, plan.state_slot,
         SIGNED=plan.signed, **plan.flags, **plan.blocks,
     )  # fmt: skip
     return states, elapsed, _scan(plan, states, plan.state_slot, first, shared, elapsed, reverse=False)
@@ -165,7 +177,7 @@ def _forward(
         states, _, last = _states(plan, k, v, first, shared)
         fore.outputs[(plan.batch * plan.heads, plan.column_blocks, plan.chunks)](
             q, k, v, *shared, states, out, dens, totals, *_strides(q, k, v, out),
-            plan.heads, plan.group, plan.time, plan.feature, plan.value, plan.chunks, plan.state_slot,
+            plan.heads, plan.group, plan.time, *plan.units, plan.chunks, plan.state_slot,
             SIGNED=signed, NORMALIZED=normalized, **plan.flags, **plan.blocks,
         )  # fmt: skip
     return out, dens, totals, last.s, last.z, dens.new_empty(0) if last.z_abs is None else last.z_abs
@@ -183,15 +195,15 @@ def _backward(
     shared = _shared(q, decay, mask, starts)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     rows, columns = plan.row_blocks, plan.column_blocks
-    sizes = (plan.key_heads, plan.group, plan.time, plan.feature, plan.value, plan.chunks)
+    sizes = (plan.key_heads, plan.group, plan.time, *plan.units, plan.chunks)
     normal = {"NORMALIZED": normalized, **plan.flags, **plan.blocks}
     with on_device(q):
         inverse = dens
         if normalized:
             inverse, g_den = torch.empty_like(dens), torch.empty_like(dens)
             back.division[(plan.batch * plan.heads, plan.chunks)](
-                g, out, dens, totals, inverse, g_den, *_strides(g, out), plan.heads, plan.time, plan.value,
-                SIGNED=signed, BT=plan.size, BV=plan.columns, num_warps=4,
+                g, out, dens, totals, inverse, g_den, *_strides(g, out), plan.heads, plan.time, plan.units[1],
+                SIGNED=signed, BT=plan.size, BV=plan.columns, ALIGN=plan.align, num_warps=4,
             )  # fmt: skip
         g_den = torch.zeros_like(dens) if g_den is None else g_den.contiguous()
         first = None if s is None or z is None else State(s, z, z_abs)
