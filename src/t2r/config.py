@@ -73,6 +73,11 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
         else:
             super().__setattr__(name, value)
 
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Nothing: the base configuration has done this. transformers 5.17 would write a `rope_theta` into the
+        parameters of gemma3, which are kept by type of layer, and then refuse to save them."""
+        return kwargs
+
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
         """Tools that ask a configuration for sizes mean the base model's."""
         if self.base_config is None:

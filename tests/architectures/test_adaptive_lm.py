@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -380,34 +378,6 @@ def test_saving_and_loading_keeps_what_is_tied(fields, tmp_path):
         projections = [outer.projections[i].weight is inner.projections[i + 1].weight for i in range(tails)]
         assert words == [config.tie_word_embeddings] * (tails + 1)
         assert projections == [config.tie_adaptive_projections] * tails
-
-
-@pytest.mark.parametrize("module", ["config", "models.adaptive_lm.modeling"])
-def test_any_part_can_be_imported_first(module):
-    """Each makes transformers load its Auto classes, and these make us register, while that part is half imported."""
-    code = f"""
-import t2r.{module}
-from transformers import AutoConfig, AutoModelForCausalLM
-print(type(AutoConfig.for_model("t2r")).__name__)
-print(AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model("adaptive_lm"))].__name__)
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["T2RConfig", "AdaptiveLMForCausalLM"]
-
-
-def test_the_auto_classes_know_it_after_an_import_of_t2r():
-    """The configurations already before there is any model, and at no cost to the import."""
-    code = """
-import sys
-import t2r
-assert "transformers" not in sys.modules
-from transformers import AutoConfig
-for name in ("t2r", "adaptive_lm"):
-    print(type(AutoConfig.for_model(name)).__name__)
-assert "t2r.architectures.adaptive_lm.modeling" not in sys.modules
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["T2RConfig", "AdaptiveLMConfig"]
 
 
 def test_it_returns_what_it_is_asked_for():

@@ -155,3 +155,37 @@ def test_what_it_cannot_hold_is_said():
         swapped("t5", softmax_layers=[0]).make_static_cache(rows=2, max_length=8)
     with pytest.raises(T2RError, match="sliding window"):
         swapped("mistral", softmax_layers=[0]).make_static_cache(rows=2, max_length=8)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("kind", ["forgets", "kept"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+@torch.no_grad()
+def test_a_step_is_captured_as_a_cuda_graph(model_type, kind):
+    """Eager steps wait for nothing, and replays of one captured step are those steps."""
+    model = swapped(model_type, torch.float32, **KINDS[kind]).cuda()
+    tokens = torch.randint(3, VOCABULARY, (2, 8), device="cuda")
+    eager, cache = (model.make_static_cache(rows=2, max_length=16) for _ in range(2))
+    model(tokens[:, :1], past_key_values=eager, **eager.step_inputs())  # compiles kernels, which may wait
+    eager.reset()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = decode(model, eager, tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    token, stream = tokens[:, :1].clone(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(token, past_key_values=cache, **cache.step_inputs())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model(token, past_key_values=cache, **cache.step_inputs()).logits
+    cache.reset()
+    for t in range(8):
+        token.copy_(tokens[:, t : t + 1])
+        graph.replay()
+        torch.testing.assert_close(logits[:, 0], expected[:, t])
+    assert cache.lengths.tolist() == [8, 8]

@@ -534,9 +534,13 @@ def test_the_forward_compiles_to_one_graph(model_type):
     torch._dynamo.reset()
     model = swapped(model_type, torch.float32)
     inputs = batch(model_type, padding="right")
-    expected = model(**inputs, use_cache=False).logits
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    actual = compiled(**inputs, use_cache=False).logits
+    # What differs between families is Python, and that is traced by any backend. The graphs of two are also traced
+    # down to operations, with their gradients, which takes four times as long.
+    whole = model_type in ("llama", "marian")
+    with torch.set_grad_enabled(whole):
+        expected = model(**inputs, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if whole else "eager")
+        actual = compiled(**inputs, use_cache=False).logits
     assert torch.allclose(actual, expected, atol=1e-4)
 
 

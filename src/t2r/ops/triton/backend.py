@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import torch
 from torch import Tensor
 
@@ -12,10 +9,7 @@ from t2r.ops.chunked import two_products
 from t2r.ops.common import State, Sums, normalize
 from t2r.ops.contract import Abilities, Backend
 from t2r.ops.reference import look as read_state
-
-INSTALLED = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's interpreter runs kernels on a CPU, slowly: for tests. Triton reads the variable when kernels are defined."""
+from t2r.ops.triton.presence import INSTALLED, INTERPRETED
 
 
 class Triton(Backend):

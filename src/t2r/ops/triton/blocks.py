@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from t2r.ops.triton.backend import INTERPRETED
+from t2r.ops.triton.presence import INTERPRETED
 
 
 def block(size: int, largest: int) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 from t2r.ops.common import State, Sums, _counts, safe_denominator
 from t2r.ops.triton import backward as back
 from t2r.ops.triton import forward as fore
-from t2r.ops.triton.backend import INTERPRETED
 from t2r.ops.triton.blocks import block, inner, on_device, precision
+from t2r.ops.triton.presence import INTERPRETED
 
 CHUNK = 16 if INTERPRETED else 64
 """Tokens of a chunk. At most 128: seen from the middle, the fastest decay is then a factor of exp(64) at either end."""
