@@ -23,7 +23,8 @@ GUARD = "this folder holds a t2r model: import t2r, and load it with an Auto cla
 whatever its `model_type`, and would build softmax attention; with this it fails in these words. The weights' dtype
 is `T2RConfig.dtype`."""
 
-OF_GENERATION = {name for name in GenerationConfig().to_dict() if not name.endswith("_token_id")} - {"use_cache"}
+TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
+OF_GENERATION = set(GenerationConfig().to_dict()) - TOKENS - {"use_cache"}
 """Names of generation options. FSMT's configuration has some, which transformers refuses in any that it saves."""
 
 
