@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from t2r import compat
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
@@ -160,7 +161,7 @@ def calibrate(
     times = []
     for _ in range(4):
         started = time.perf_counter()
-        inputs = trainer._prepare_inputs(batch)
+        inputs = compat.prepared_inputs(trainer, batch)
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(trainer.learner, inputs)
         loss.backward()
