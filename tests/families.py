@@ -48,7 +48,9 @@ ADAPTIVE_LM = {k: v for k, v in DECODER.items() if k not in ("num_key_value_head
     "softmax_dropout": 0.0,
 }
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
+GPTJ = GPT2 | {"rotary_dim": 4}
 GPT_NEOX = {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
+FALCON = GPT_NEOX | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48}
 OPT = TOKENS | {
     "hidden_size": 32,
     "ffn_dim": 48,
@@ -82,7 +84,6 @@ class Row(NamedTuple):
     config_class: str
     fields: dict[str, Any]
     seq2seq: bool = False
-    lora: tuple[str, ...] = ("q_proj", "v_proj")  # where an adapter attaches
     dtype: torch.dtype = torch.float64  # in which the base model itself is right
     call: Mapping[str, Any] = {}  # and how it must be called to be so
     generates: bool = True  # false: it cannot be trusted to generate, and is not compared with
@@ -91,6 +92,9 @@ class Row(NamedTuple):
 FAMILIES = {
     "adaptive_lm": Row("AdaptiveLMForCausalLM", "AdaptiveLMConfig", ADAPTIVE_LM),
     "bart": Row("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, seq2seq=True),
+    "blenderbot": Row("BlenderbotForConditionalGeneration", "BlenderbotConfig", SEQ2SEQ, seq2seq=True),
+    "blenderbot-small": Row("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", SEQ2SEQ, seq2seq=True),
+    "falcon": Row("FalconForCausalLM", "FalconConfig", FALCON),
     # With a cache, as it is by default, it reads several tokens at once without a causal mask; without, only float32.
     # Older ones, whose positions know nothing of a cache, do not even read one token after another rightly.
     "fsmt": Row(
@@ -106,22 +110,28 @@ FAMILIES = {
     # Its softmax is always in float32, where the float64 of a masked score is minus infinity: padding becomes NaN.
     "gemma2": Row("Gemma2ForCausalLM", "Gemma2Config", GEMMA2, dtype=torch.float32),
     "gemma3_text": Row("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA | {"sliding_window_pattern": 2}),
-    "gpt2": Row("GPT2LMHeadModel", "GPT2Config", GPT2, lora=("c_attn",)),
-    "gpt_neox": Row("GPTNeoXForCausalLM", "GPTNeoXConfig", GPT_NEOX, lora=("query_key_value",)),
+    "gpt2": Row("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "gpt_neox": Row("GPTNeoXForCausalLM", "GPTNeoXConfig", GPT_NEOX),
+    # Its scores are always computed in float32.
+    "gptj": Row("GPTJForCausalLM", "GPTJConfig", GPTJ, dtype=torch.float32),
     "granite": Row("GraniteForCausalLM", "GraniteConfig", GRANITE),
     "llama": Row("LlamaForCausalLM", "LlamaConfig", DECODER),
     "m2m_100": Row("M2M100ForConditionalGeneration", "M2M100Config", SEQ2SEQ, seq2seq=True),
     "marian": Row("MarianMTModel", "MarianConfig", SEQ2SEQ, seq2seq=True),
     "mbart": Row("MBartForConditionalGeneration", "MBartConfig", SEQ2SEQ, seq2seq=True),
     "mistral": Row("MistralForCausalLM", "MistralConfig", DECODER | {"sliding_window": 5}),
+    "mt5": Row("MT5ForConditionalGeneration", "MT5Config", T5, seq2seq=True),
     "olmo": Row("OlmoForCausalLM", "OlmoConfig", DECODER | {"clip_qkv": 2.0}),
     "olmo2": Row("Olmo2ForCausalLM", "Olmo2Config", DECODER),
     "opt": Row("OPTForCausalLM", "OPTConfig", OPT),
     "pegasus": Row("PegasusForConditionalGeneration", "PegasusConfig", SEQ2SEQ, seq2seq=True),
     "phi": Row("PhiForCausalLM", "PhiConfig", DECODER),
+    "plbart": Row("PLBartForConditionalGeneration", "PLBartConfig", SEQ2SEQ, seq2seq=True),
     "qwen2": Row("Qwen2ForCausalLM", "Qwen2Config", DECODER),
     "qwen3": Row("Qwen3ForCausalLM", "Qwen3Config", DECODER | {"head_dim": 8}),
-    "t5": Row("T5ForConditionalGeneration", "T5Config", T5, seq2seq=True, lora=("q", "v")),
+    "stablelm": Row("StableLmForCausalLM", "StableLmConfig", DECODER),
+    "t5": Row("T5ForConditionalGeneration", "T5Config", T5, seq2seq=True),
+    "umt5": Row("UMT5ForConditionalGeneration", "UMT5Config", T5, seq2seq=True),
 }
 
 

@@ -8,6 +8,7 @@ import torch
 
 import t2r
 from families import tiny
+from repository import example
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -25,6 +26,7 @@ def test_examples_in_the_readme_run(code, tmp_path):
 def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):
     """As it stands there, with fewer steps: whole, it takes minutes."""
     (code,) = DEMO
+    example("teacher/model.safetensors")
     convert, given = t2r.convert, {}
 
     def shorter(*args, overrides, **options):

@@ -14,6 +14,7 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from repository import example
 from t2r.surgery.adapters import family_of
 from t2r.training.preset import load_preset
 
@@ -23,6 +24,7 @@ FOLDER = EXAMPLES / "teacher"
 
 @pytest.fixture(scope="module")
 def teacher():
+    example("teacher/model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(FOLDER)
 
@@ -73,7 +75,7 @@ def test_it_writes_english(teacher, text):
     options = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 150}
     prompts = [tokenizer(start, return_tensors="pt") for start in ("She opened the letter, and", "The old man looked")]
     written = " ".join(tokenizer.decode(model.generate(**prompt, **options)[0]) for prompt in prompts)
-    with lzma.open(EXAMPLES / "novels" / "train.txt.xz", "rt", encoding="utf-8") as file:
+    with lzma.open(example("novels/train.txt.xz"), "rt", encoding="utf-8") as file:
         known = set(re.findall(r"[a-z]+", (file.read() + text).lower()))
     words = re.findall(r"[a-z]+", written.lower())
     assert len(words) > 120

@@ -5,6 +5,8 @@ Each has a test in `tests/test_compat.py`, which runs on the oldest and the newe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -118,3 +120,46 @@ def announce_to_pipelines(class_name: str, seq2seq: bool) -> None:
     """Make `pipeline()` know a class of model by its name. It would print that the model is not supported."""
     names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     names.setdefault(class_name, class_name)
+
+
+# --- Trainer ------------------------------------------------------------------------------------------------
+
+
+class TrainerHooks:
+    """Private methods of Trainer around its checkpoints, answered by methods of ours with names of their own."""
+
+    args: Any
+
+    def save_checkpoint(self, save: Callable[[], None]) -> None:
+        """Write a checkpoint by calling `save`."""
+        raise NotImplementedError
+
+    def save_weights(self, folder: Path) -> bool:
+        """Write what a checkpoint needs of the model. False: leave it to Trainer."""
+        raise NotImplementedError
+
+    def load_weights(self, folder: Path) -> bool:
+        """Read what `save_weights` wrote. False: leave it to Trainer."""
+        raise NotImplementedError
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        save = super()._save_checkpoint  # type: ignore[misc]
+        self.save_checkpoint(lambda: save(*args, **kwargs))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if not self.save_weights(Path(output_dir or str(self.args.output_dir))):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.load_weights(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+
+def use_one_gpu(arguments: Any) -> None:
+    """Without a launcher, train on one GPU: DataParallel on all of them would multiply the batch."""
+    arguments._n_gpu = min(1, arguments.n_gpu)
+
+
+def prepared_inputs(trainer: Any, batch: Any) -> Any:
+    """A batch as Trainer hands it to the model: on its device."""
+    return trainer._prepare_inputs(batch)

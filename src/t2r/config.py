@@ -23,7 +23,8 @@ GUARD = "this folder holds a t2r model: import t2r, and load it with an Auto cla
 whatever its `model_type`, and would build softmax attention; with this it fails in these words. The weights' dtype
 is `T2RConfig.dtype`."""
 
-OF_GENERATION = {name for name in GenerationConfig().to_dict() if not name.endswith("_token_id")} - {"use_cache"}
+TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
+OF_GENERATION = set(GenerationConfig().to_dict()) - TOKENS - {"use_cache"}
 """Names of generation options. FSMT's configuration has some, which transformers refuses in any that it saves."""
 
 
@@ -72,6 +73,11 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
             setattr(base, name, value)
         else:
             super().__setattr__(name, value)
+
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Nothing: the base configuration has done this. transformers 5.17 would write a `rope_theta` into the
+        parameters of gemma3, which are kept by type of layer, and then refuse to save them."""
+        return kwargs
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
         """Tools that ask a configuration for sizes mean the base model's."""

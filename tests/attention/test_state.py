@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 import t2r
 from families import EOS, VOCABULARY, batch, is_seq2seq, tiny
+from processes import same_threads
 from t2r.attention.cache import FORMAT, RecurrentLayer, cache_bytes
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
@@ -105,7 +105,7 @@ def test_another_process_resumes_and_finds_the_same_tokens(tmp_path):
         save_file({k: v.contiguous() for k, v in (inputs | written).items()}, tmp_path / f"{name}.tokens")
     subprocess.run(
         [sys.executable, "-c", RESUME, str(tmp_path), *MODELS],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=same_threads(),
         check=True,
     )
     found = load_file(tmp_path / "found")

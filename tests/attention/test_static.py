@@ -9,7 +9,7 @@ from families import FAMILIES, PAD, VOCABULARY, batch, is_seq2seq, tiny
 from t2r import T2RError
 
 LANGUAGE_MODELS = sorted(name for name in FAMILIES if not is_seq2seq(name))
-WINDOWED = ("gemma2", "gemma3_text", "mistral")
+WINDOWED = [name for name in LANGUAGE_MODELS if "sliding_window" in FAMILIES[name].fields]
 FORGETS = {"decay": True, "rotary": False, "activation": "softmax", "shared": False, "feature_size": 8}
 KINDS = {"pure": {}, "forgets": FORGETS, "kept": {"softmax_layers": [1]}, "signed": {"feature_map": "rfa"}}
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from rich.console import Console
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 import t2r
 from families import POSITIONS, tiny
@@ -128,5 +129,7 @@ def test_what_cannot_be_measured_is_refused():
         decoding.run({"a": tiny("bart", torch.float32)}, [8])
     with pytest.raises(T2RError, match="one dtype on one device"):
         decoding.run({"a": model, "b": tiny("gpt2", torch.float64)}, [8])
+    config = OpenAIGPTConfig(vocab_size=97, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    without_cache = {"a": OpenAIGPTLMHeadModel(config).eval()}
     with pytest.raises(T2RError, match="has no cache"):
-        decoding.run({"a": tiny("openai-gpt", torch.float32)}, [8], **SHORT)
+        decoding.run(without_cache, [8], **SHORT)

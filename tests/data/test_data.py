@@ -494,6 +494,28 @@ def test_datasets(tmp_path, tokenizer, monkeypatch):
         tokenize_corpus("datasets:nowhere", tokenizer)
 
 
+def test_datasets_for_real(tmp_path, tokenizer, monkeypatch):
+    """Parquet files in a folder, as the hub holds them: rows of text and of messages, a split, and a slice of it."""
+    datasets = pytest.importorskip("datasets", reason="needs the datasets extra")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    for split, texts in (("train", ["the cat", "sat"]), ("validation", ["on a mat"])):
+        rows = datasets.Dataset.from_dict({"text": texts})
+        rows.to_parquet(tmp_path / "plain" / f"{split}.parquet")
+    chats = [[user("the"), assistant("cat")]]
+    datasets.Dataset.from_dict({"messages": chats}).to_parquet(tmp_path / "chats" / "train.parquet")
+
+    def read(name):
+        source = f"datasets:{tmp_path}/{name}"
+        return tokenizer.decode(tokenize_corpus(source, tokenizer, cache_dir=tmp_path / "cache", progress=False).tokens)
+
+    assert read("plain") == f"the cat{EOS}sat{EOS}"
+    assert read("plain::train[1:]") == f"sat{EOS}"
+    assert read("plain::validation") == f"on a mat{EOS}"
+    assert "cat" in read("chats")
+    with pytest.raises(T2RError, match=r"cannot load datasets:.*/plain::test: Unknown split"):
+        read("plain::test")
+
+
 # Blocks
 
 

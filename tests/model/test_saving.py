@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import t2r
 from families import POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
+from processes import same_threads
 from t2r.attention.recurrence import recurrent_sites
 from t2r.config import FORMAT
 from t2r.feature_maps import FEATURE_MAPS
@@ -286,7 +286,7 @@ def test_a_new_process_loads_it(first, tmp_path):
         pickle.dump((model, ids, model(ids).logits.detach()), file)
     script = "import pickle, sys, torch\nfrom safetensors.torch import load_file\n"
     script += f"options, remote = {{}}, {{'trust_remote_code': True}}\n{first}\n{textwrap.dedent(LOADS)}"
-    environment = os.environ | {"HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = same_threads(HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
     done = subprocess.run(
         [sys.executable, "-c", script, str(FIXTURES / "format-1"), str(tmp_path / "model")],
         env=environment,

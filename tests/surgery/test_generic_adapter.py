@@ -10,6 +10,7 @@ import transformers
 
 import t2r
 from families import DECODER, TOKENS, VOCABULARY
+from t2r.attention import interface
 from t2r.attention.recurrence import recurrent_sites
 from t2r.surgery.adapters import FAMILIES, family_of
 
@@ -93,7 +94,7 @@ def test_a_model_that_is_not_understood_is_left_as_it_was(model_type):
 
 def test_a_state_that_does_not_reach_the_layers_is_seen(monkeypatch):
     """A stock forward that calls its cache by another name would start every token from nothing."""
-    monkeypatch.setattr(t2r.attention.recurrence.InterfaceAttention, "cache_arguments", ("another_name",))
+    monkeypatch.setattr(interface.InterfaceAttention, "cache_arguments", ("another_name",))
     with pytest.raises(t2r.T2RError, match="'starcoder2' cannot be swapped: an attempt failed"):
         t2r.swap(build(*UNDERSTOOD["starcoder2"]))
 

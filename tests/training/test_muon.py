@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import t2r
 from families import tiny
+from repository import example
 from t2r.attention.recurrence import recurrent_sites
 from t2r.training.muon import Muon, orthogonal
 from t2r.training.objectives import transferring
@@ -140,6 +141,7 @@ def test_it_goes_on_where_it_was():
 def test_it_fits_maps_of_small_heads_in_fewer_steps():
     """The reason why it is here: the demo's teacher, each optimizer at the best of the rates that were tried (3e-2 to
     7e-2, and 3e-2 to 1.2e-1)."""
+    example("teacher/model.safetensors")
     base = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
     with lzma.open(TEACHER.parent / "novels" / "valid.txt.xz", "rt", encoding="utf-8") as file:
         ids = AutoTokenizer.from_pretrained(TEACHER)(file.read(100_000), return_tensors="pt").input_ids[0]

@@ -418,7 +418,7 @@ def test_noise_is_in_what_is_read_not_in_the_labels(tmp_path, monkeypatch, objec
 
 def test_noise_is_a_share():
     for share in (-0.1, 1.0):
-        with pytest.raises(T2RError, match="noise is a share"):
+        with pytest.raises(T2RError, match="noise must be a number, at least 0 and below 1"):
             stage(noise=share)
 
 

@@ -127,7 +127,11 @@ def number_documents(position_ids: Tensor, batch: int) -> Tensor:
     return (pad((position_ids.diff(dim=1) != 1).long(), (1, 0)).cumsum(1) + 1).expand(batch, -1)
 
 
-def refuse_full_mask(mask: Tensor | None) -> None:
+def refuse_full_mask(mask: Any) -> None:
+    if isinstance(mask, dict):  # one for each kind of layer, as `generate` prepares them for a static cache
+        for part in mask.values():
+            refuse_full_mask(part)
+        return
     if mask is not None and mask.dim() != 2:
         raise T2RError(
             f"a {mask.dim()}-D attention mask says more than which tokens are padding; a recurrence reads from left "

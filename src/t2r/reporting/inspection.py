@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
+from t2r import compat
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, make_feature_map
@@ -141,7 +142,7 @@ def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
 def empty_twin(base_class: Any, model: Any) -> Any:
     """The base model of another, without weights."""
     with torch.device("meta"):
-        return base_class._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+        return compat.build_from_config(base_class, copy.deepcopy(model.config), dtype=model.dtype)
 
 
 def report(model: Any, swapped: bool) -> Inspection:

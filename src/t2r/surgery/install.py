@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from t2r import compat
-from t2r.attention.interface import NAME, InterfaceAttention
+from t2r.attention.interface import NAME
 from t2r.attention.projection import ProjectionAttention
 from t2r.attention.recurrence import Recurrence
 from t2r.config import T2RConfig
@@ -32,7 +32,8 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     chosen = [site for site in sites if site.layer not in kept]
     if not chosen:
         raise T2RError("every layer is kept as softmax attention: nothing would be swapped")
-    if not config.rotary and family.positions == "rotary" and not all(takes_rotation(s.module) for s in chosen):
+    rotated_by_stock = family.positions == "rotary" and family.recurrent is None
+    if not config.rotary and rotated_by_stock and not all(takes_rotation(s.module) for s in chosen):
         raise T2RError(
             f"the attention of {family.model_type} does not say how it rotates queries and keys: "
             "rotary=False cannot be done here"
@@ -40,8 +41,8 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     maps = [make_map(family, site, config, index) for index, site in enumerate(chosen)]
     for site, feature_map in zip(chosen, maps, strict=True):
         operate(site.module, family.recurrent_class(site.module), feature_map)
-        if isinstance(site.module, InterfaceAttention):
-            site.module.rotary = config.rotary
+        if hasattr(site.module, "rotary"):  # of the recurrent classes for families that rotate
+            site.module.rotary = config.rotary  # type: ignore[assignment]
         if config.merged:
             assert isinstance(site.module, ProjectionAttention)
             site.module.become_merged()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
+from t2r import compat
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.vocabulary import check_tokenizer
 from t2r.errors import T2RError
@@ -157,7 +158,7 @@ def check_model(preset: Preset, given: Iterable[str]) -> None:
     if model_type not in CONFIG_MAPPING:
         raise T2RError(f"{where}: transformers knows no model_type {model_type!r}")
     config: Any = CONFIG_MAPPING[model_type]
-    if config not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
+    if not compat.is_causal_language_model(config) or config.is_encoder_decoder:
         raise T2RError(f"{where}: {model_type} is not a plain language model")
     known = {f.name for f in fields(config)} | set(config.attribute_map) | {"model_type"}
     if unknown := sorted(str(name) for name in given if name not in known):

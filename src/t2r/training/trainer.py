@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import (
 )
 from transformers.integrations import TensorBoardCallback
 
+from t2r import compat
 from t2r.errors import T2RError
 from t2r.storage import writing
 from t2r.tasks import Task
@@ -63,7 +65,7 @@ class Settings:
     progress: bool = True
 
 
-class StageTrainer(Trainer):
+class StageTrainer(compat.TrainerHooks, Trainer):
     """Trains one stage. `teacher` is what a distillation is measured against."""
 
     def __init__(
@@ -104,7 +106,7 @@ class StageTrainer(Trainer):
             dataloader_pin_memory=torch.cuda.is_available(),
             ddp_find_unused_parameters=False,
         )
-        arguments._n_gpu = min(1, arguments.n_gpu)  # without a launcher, one: DataParallel would multiply the batch
+        compat.use_one_gpu(arguments)
         learner = Learner(model, stage, task, teacher, compiled=settings.compiled)
         callbacks: list[TrainerCallback] = [Watch()]
         if settings.save_steps is None:
@@ -165,7 +167,7 @@ class StageTrainer(Trainer):
 
     # --- Checkpoints ----------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, save: Callable[[], None]) -> None:
         if not all(p.isfinite().all() for p in self.learner.student.parameters() if p.requires_grad):
             raise T2RError(
                 f"the weights are not finite at step {self.state.global_step}: lower the learning rate; "
@@ -173,16 +175,14 @@ class StageTrainer(Trainer):
             )
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         with writing(folder):
-            super()._save_checkpoint(*args, **kwargs)
+            save()
             self.accelerator.wait_for_everyone()  # each process has saved its random state
             if self.is_world_process_zero():
                 seal(folder)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def save_weights(self, folder: Path) -> bool:
         if self.is_fsdp_enabled:
-            super()._save(output_dir, state_dict)
-            return
-        folder = Path(output_dir or str(self.args.output_dir))
+            return False
         folder.mkdir(parents=True, exist_ok=True)
         # Buffers are copied: several may be one tensor.
         tensors = {
@@ -190,14 +190,15 @@ class StageTrainer(Trainer):
             for name, x in self.changing().items()
         }
         save_file(tensors, folder / LEARNED)
+        return True
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def load_weights(self, folder: Path) -> bool:
         if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        saved = load_file(Path(resume_from_checkpoint) / LEARNED)
+            return False
+        saved = load_file(folder / LEARNED)
         for name, x in self.changing().items():
             x.data.copy_(saved[name])
+        return True
 
     def changing(self) -> dict[str, Tensor]:
         """The parameters that learn, tied ones once, and the buffers that are part of the model's state."""

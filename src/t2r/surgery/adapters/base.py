@@ -56,6 +56,9 @@ class Family:
         """Can the feature map be folded into the projections? Not where something stands between the two."""
         return self.recurrent is not None
 
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise `T2RError` for a model of this family that cannot be swapped."""
+
     def sites(self, model: PreTrainedModel) -> Iterator[Site]:
         names = {id(module): name for name, module in model.named_modules()}
         for i, layer in enumerate(self.decoder_layers(model)):

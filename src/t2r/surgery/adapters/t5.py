@@ -12,7 +12,7 @@ from t2r.attention.projection import Affine, ProjectionAttention
 from t2r.surgery.adapters.base import Family, Shape, Site
 
 
-class T5Recurrence(ProjectionAttention):
+class T5Projections(ProjectionAttention):
     q: Any
     k: Any
     v: Any
@@ -20,8 +20,6 @@ class T5Recurrence(ProjectionAttention):
     key_value_proj_dim: int
     has_relative_attention_bias: bool
     compute_bias: Any
-    feeds_softmax: bool = False
-    """A softmax layer above was kept: it takes the bias that the first layer alone can compute."""
 
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
@@ -44,6 +42,20 @@ class T5Recurrence(ProjectionAttention):
     def output(self, attended: Tensor) -> Tensor:
         return self.o(attended)
 
+    def bias(self, hidden_states: Tensor, past_key_values: Any) -> Tensor:
+        """The bias on the scores of these tokens and all before."""
+        past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        new = hidden_states.shape[1]
+        bias: Tensor = self.compute_bias(new, past + new, hidden_states.device, past_seen_tokens=past)
+        return bias
+
+
+class T5Recurrence(T5Projections):
+    """The first layer computes the bias, and all layers above take it."""
+
+    feeds_softmax: bool = False
+    """A softmax layer above was kept: it takes the bias that the first layer alone can compute."""
+
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
@@ -55,14 +67,14 @@ class T5Recurrence(ProjectionAttention):
     ) -> tuple[Tensor, Tensor | None, None]:
         wanted = self.has_relative_attention_bias and (self.exact or self.feeds_softmax)
         if wanted and position_bias is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
-            new = hidden_states.shape[1]
-            position_bias = self.compute_bias(new, past + new, hidden_states.device, past_seen_tokens=past)
+            position_bias = self.bias(hidden_states, past_key_values)
         out, _ = super().forward(hidden_states, past_key_values, mask, key_value_states, position_bias=position_bias)
         return out, position_bias, None
 
 
-class T5Family(Family):
+class RelativeBiasFamily(Family):
+    """T5 and its descendants: the same projections, and positions as a bias on the scores."""
+
     dropouts = ("dropout_rate",)
 
     def shape(self, module: Any) -> Shape:
@@ -70,23 +82,36 @@ class T5Family(Family):
 
     def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
         for site in swapped:
-            site.module.feeds_softmax = bool(kept)  # type: ignore[assignment]
+            module: Any = site.module
+            module.feeds_softmax = bool(kept)
+            if not kept:
+                freeze_bias(module)
 
     def notices(self, model: PreTrainedModel, swapped: Sequence[Site]) -> Iterator[str]:
         yield from super().notices(model, swapped)
         count = sum(not site.cross for site in swapped)
         yield (
-            f"T5 knows positions only by a bias on its attention scores: the {count} recurrent layers of the decoder "
+            f"{self.model_type} knows positions only by a bias on its attention scores: the {count} recurrent layers of the decoder "
             "have no scores and lose it (their order of reading is all that is left); the encoder, cross attention "
             "and layers kept as softmax attention are as before"
         )
 
 
-FAMILY = T5Family(
-    "t5",
-    layers="decoder.block",
-    self_attention="layer.0.SelfAttention",
-    cross_attention="layer.1.EncDecAttention",
-    recurrent=T5Recurrence,
-    positions="relative",
-)
+def freeze_bias(module: Any) -> None:
+    """Nothing reads the bias of a recurrent layer: a parameter that gets no gradient stops distributed training."""
+    if module.has_relative_attention_bias:
+        module.relative_attention_bias.requires_grad_(False)
+
+
+def t5_like(model_type: str, recurrent: type[T5Projections], family: type[Family] = RelativeBiasFamily) -> Family:
+    return family(
+        model_type,
+        layers="decoder.block",
+        self_attention="layer.0.SelfAttention",
+        cross_attention="layer.1.EncDecAttention",
+        recurrent=recurrent,
+        positions="relative",
+    )
+
+
+FAMILY = t5_like("t5", T5Recurrence)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 
 from t2r.surgery.adapters import FAMILIES, Family, family
+from t2r.surgery.adapters.registry import module_of
 
 POSITIONS = {
     "learned": "learned: as many as its table has",
@@ -67,7 +67,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 def description(found: Family) -> str:
     """The first sentence of its file."""
-    text = import_module(f"t2r.surgery.adapters.{found.model_type}").__doc__ or ""
+    text = module_of(found.model_type).__doc__ or ""
     return text.split(". ")[0].strip().rstrip(".")
 
 

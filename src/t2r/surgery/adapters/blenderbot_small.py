@@ -1,0 +1,12 @@
+"""Blenderbot Small: the 90M Blenderbot, with its norms after each layer."""
+
+from t2r.surgery.adapters.bart import BartRecurrence
+from t2r.surgery.adapters.base import Family
+
+FAMILY = Family(
+    "blenderbot-small",
+    layers="decoder.layers",
+    cross_attention="encoder_attn",
+    recurrent=BartRecurrence,
+    positions="learned",
+)

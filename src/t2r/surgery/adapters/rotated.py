@@ -1,0 +1,75 @@
+"""Rotary positions without transformers' attention interface (GPT-J, Falcon): the projections and the rotation are done
+here, one after the other, and the map sees queries and keys after both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from t2r.attention.cache import adopt
+from t2r.attention.projection import ProjectionAttention
+from t2r.attention.recurrence import Inputs, mode_of
+from t2r.attention.softmax import softmax_attention
+from t2r.surgery.adapters.base import Family, Site, change_class
+
+
+class RotatedAttention(ProjectionAttention):
+    """Self attention whose queries and keys are rotated by position between their projection and the map."""
+
+    head_dim: int
+    rotary: bool = True
+    """Whether the map sees queries and keys after their rotation. Exact attention is always rotated."""
+
+    @property
+    def scaling(self) -> float:  # type: ignore[override]
+        return self.head_dim**-0.5
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
+        """Queries and keys as the stock module rotates them; `positions` are what it is given of them."""
+        raise NotImplementedError
+
+    def attend_rotated(self, x: Tensor, mask: Tensor | None, cache: Any, positions: Any) -> Tensor:
+        """`[batch, time, hidden]`, before dropout on the residual stream."""
+        layer = adopt(cache, self.layer_idx, recurrent=not self.exact)
+        q, k, v = self.project(x)
+        if self.exact:
+            out = self.rotated_exactly(q, k, v, mask, layer, positions)
+        else:
+            if self.rotary:
+                q, k = self.rotate(q, k, positions)
+            out = self.attend(q, k, v, mask, layer, self.scaling)
+        return self.output(out.transpose(1, 2).flatten(2))
+
+    def rotated_exactly(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, positions: Any
+    ) -> Tensor:
+        rotated_q, rotated_k = self.rotate(q, k, positions)
+        if layer is not None:
+            rotated_k, v = layer.update(rotated_k, v)
+        dropout = self.softmax_dropout if self.training else 0.0
+        out = softmax_attention(rotated_q, rotated_k, v, mask, self.scaling, True, dropout)
+        mode = mode_of(self)
+        if mode is not None and mode.observer is not None:
+            seen = (rotated_q, rotated_k) if self.rotary else (q, k)
+            mode.observer(self, Inputs(*seen, v, mask, self.scaling, True), out)
+        return out
+
+
+class RotatedFamily(Family):
+    @property
+    def merges(self) -> bool:
+        return False
+
+    def softmax_dropout(self, module: Any) -> float:
+        """The dropout of the stock module's attention weights."""
+        return 0.0
+
+    def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
+        # The stock attention needs a full mask, and a swapped model makes none.
+        for site in kept:
+            module: Any = site.module
+            change_class(module, self.recurrent_class(module))
+            module.keep_softmax(self.softmax_dropout(module))
