@@ -323,13 +323,13 @@ def test_the_teacher_writes(world, tmp_path, monkeypatch):
         return corpus
 
     monkeypatch.setattr(language_modeling, "tokenize_corpus", tokenize)
-    run(world, tmp_path / "out", train="teacher", teacher_tokens=100)
+    run(world, tmp_path / "out", train="teacher", teacher_tokens=400)
     written = list((tmp_path / "cache" / "teacher").glob("*.jsonl"))
     assert len(written) == 1  # it stays when the run folder goes
     assert asked["add_eos"] is False
     assert len(asked["corpus"]) >= 100
     asked.clear()
-    run(world, tmp_path / "list", train=["teacher"], teacher_tokens=100)
+    run(world, tmp_path / "list", train=["teacher"], teacher_tokens=400)
     assert asked["add_eos"] is False
     asked.clear()
     run(world, tmp_path / "text")
