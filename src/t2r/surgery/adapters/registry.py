@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from t2r.errors import T2RError
 from t2r.surgery.adapters.base import Family
 
-# model_type -> the module of that name here (a hyphen is an underscore there), which defines FAMILY. Imported when it is
-# needed.
+# model_type -> the module of that name here (a hyphen is an underscore there), which defines FAMILY. Imported when
+# it is needed.
 FAMILIES = (
     "adaptive_lm",
     "bart",
