@@ -631,11 +631,11 @@ def test_an_interrupted_teacher_goes_on(tmp_path, tokenizer, model, monkeypatch,
     real = teacher.sample
     calls = []
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         calls.append(args[-1])
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(teacher, "sample", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -87,8 +87,8 @@ class Row(NamedTuple):
     one_head: Callable[[Any, Tensor, int, bool], Tensor]
     default_size: int  # for heads of 64
     sizes: tuple[int, ...] = (2, 4, 32, 64, 1024)  # that heads of 64 may have
-    options: dict[str, Any] = {}
-    variants: dict[str, dict[str, Any]] = {}  # ways to configure it that compute something else
+    options: Mapping[str, Any] = {}
+    variants: Mapping[str, dict[str, Any]] = {}  # ways to configure it that compute something else
     float32: bool = False  # features of a half-precision model are in full precision
     draws: bool = False  # its parameters start at random, each head's apart
     draws_not: tuple[str, ...] = ()  # variants that do not

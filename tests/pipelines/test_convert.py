@@ -384,8 +384,6 @@ def test_minutes(world, tmp_path):
     assert all(stage.steps is None and stage.tokens is None for stage in plan.stages)
     with pytest.raises(T2RError, match="minutes can be shared only"):
         within(load_recipe("distill-lm", ["transfer.epochs=1"]), 8)
-    results = run(world, tmp_path / "out", minutes=1e-6)
-    assert [log[-1]["epoch"] for log in results["log"].values()]
 
 
 def test_halving_leaves_rotary_frequencies_alone():
@@ -509,7 +507,7 @@ def test_damage_is_noticed_and_gone_round(world, tmp_path, monkeypatch, caplog, 
     assert_same(tmp_path / "out", tmp_path / "straight")
     assert resumed["stages"] == straight["stages"]
     if what == "checkpoint":
-        assert "goes on from step 3" in caplog.text or "checkpoint-4 is damaged" in caplog.text
+        assert "going on from step 3 of distill" in caplog.text or "checkpoint-4 is damaged" in caplog.text
 
 
 def stop_at(stage):

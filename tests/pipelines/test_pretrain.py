@@ -28,12 +28,12 @@ from t2r.model.modeling import T2RModel
 from t2r.pipelines.pretrain import make_model, pretrain, summary
 from t2r.tasks import LanguageModeling
 from t2r.training import session as sessions
-from t2r.training import stages
 from t2r.training.learner import Learner
 from t2r.training.preset import load_preset
 from t2r.training.recipe import Stage, load_recipe
 from t2r.training.run import Run
 from t2r.training.stages import run_stage
+from t2r.training.timing import Cost, Speeds
 from t2r.training.trainer import Settings, StageTrainer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "to", "it", "in", "rain", "or", "sun"]
@@ -363,9 +363,10 @@ def test_how_long_it_will_take(world, tmp_path, caplog, monkeypatch, budget):
     def stop(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stages, "calibrate", lambda *args: 2.0)
+    speeds = Speeds({"pretrain": Cost(0.0, 2.0)}, 0.0)
+    monkeypatch.setattr(sessions, "time_all", lambda *args: speeds)
     monkeypatch.setattr(StageTrainer, "train", stop)
-    options = {"minutes": 2.01} if budget == "minutes" else {"overrides": (*SHORT[:2], budget)}
+    options = {"minutes": 2.3} if budget == "minutes" else {"overrides": (*SHORT[:2], budget)}
     with caplog.at_level(logging.INFO, "t2r"), pytest.raises(KeyboardInterrupt):
         run(world, tmp_path / "out", **options)
     assert "in about 2.0 minutes" in caplog.text

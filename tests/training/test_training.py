@@ -19,7 +19,7 @@ from t2r.errors import T2RError
 from t2r.model.logits import AT_ONCE
 from t2r.tasks import LanguageModeling, language_modeling
 from t2r.tasks.base import exchanged
-from t2r.training import learner, objectives, stages
+from t2r.training import budget, learner, objectives, stages, timing
 from t2r.training import trainer as trainers
 from t2r.training.checkpoints import last_checkpoint, seal
 from t2r.training.objectives import distillation_loss, transferring
@@ -28,6 +28,7 @@ from t2r.training.recipe import Stage
 from t2r.training.run import Run, load_weights, save_weights
 from t2r.training.sensitivity import most_sensitive
 from t2r.training.stages import run_stage
+from t2r.training.timing import Cost
 from t2r.training.trainer import Settings, StageTrainer, batch_shape
 
 LENGTH = 16
@@ -502,8 +503,8 @@ def test_budgets(tmp_path, budget, steps):
 
 def test_calibration_changes_nothing(tmp_path, monkeypatch):
     """Minutes become steps; then training is what it is for so many steps."""
-    module = stages
-    monkeypatch.setattr(module, "calibrate", lambda *args, real=module.calibrate: real(*args) * 0 + 20)
+    monkeypatch.setattr(stages, "time_stage", lambda *args, real=timing.time_stage: real(*args) and Cost(0.0, 20.0))
+    monkeypatch.setattr(budget, "WANTED_STEPS", 1)
     timed, _ = train(tmp_path / "a", pair()[0], stage(minutes=1))
     counted, _ = train(tmp_path / "b", pair()[0], stage(steps=3))
     for x, y in zip(timed.parameters(), counted.parameters(), strict=True):

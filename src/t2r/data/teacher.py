@@ -11,21 +11,28 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from t2r.data import fingerprint
 from t2r.data.blocks import BLOCK_SIZE, check_block_size
 from t2r.data.corpus import TokenCorpus
+from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 
 CONTINUED = 48
@@ -67,12 +74,14 @@ def write_corpus(
         length: tokens of a sample.
         continues: the corpus from which samples start.
         batch_size: samples at a time; by default 64, on an accelerator as many as have their keys and values in a
-            quarter of its memory, up to 4,096. Part of the settings, because the random numbers depend on it.
+            quarter of its memory, up to 4,096, and no more than are asked for. Part of the settings, because the random
+            numbers depend on it.
         temperature: of the sampling.
         top_p: of the sampling. With both at 1, the teacher's own distribution.
     """
     check_block_size(length, getattr(model.config.get_text_config(), "max_position_embeddings", None))
-    batch_size = fitting_batch(model, length) if batch_size is None else batch_size
+    if batch_size is None:
+        batch_size = min(fitting_batch(model, length), max(1, math.ceil(tokens / length)))
     if tokens < 1 or batch_size < 1:
         raise T2RError(f"tokens ({tokens}) and batch_size ({batch_size}) must be at least 1")
     if temperature <= 0 or not 0 < top_p <= 1:
@@ -87,15 +96,6 @@ def write_corpus(
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    config = GenerationConfig(
-        do_sample=True,
-        max_length=length,
-        temperature=temperature,
-        top_k=0,
-        top_p=top_p,
-        pad_token_id=tokenizer.pad_token_id or 0,  # never used, but asked for
-    )
-
     def start() -> Tensor:
         if continues is None:
             return first_tokens(tokenizer, batch_size)
@@ -103,18 +103,21 @@ def write_corpus(
 
     partial = path.with_suffix(".partial")
     done = resume(partial, batch_size)
-    columns = (TextColumn("the teacher writes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    size = batch_size * length
     with (
         partial.open("a", encoding="utf-8", newline="\n") as file,
-        generating(model, config),
-        Progress(*columns, console=Console(stderr=True), disable=not progress) as bar,
+        generating(model, sampling(tokenizer, length, temperature, top_p)),
+        progress_bar("the teacher writes", batches * size, "tokens", done=done * size, shown=progress) as report,
     ):
-        task = bar.add_task("", total=batches, completed=done)
         for number in range(done, batches):
-            for text in sample(model, tokenizer, start, f"{seed}/{number}"):
+
+            def written(count: int, before: int = number * size) -> None:
+                report(before + count)
+
+            for text in sample(model, tokenizer, start, f"{seed}/{number}", report=written):
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             file.flush()
-            bar.advance(task)
+            report((number + 1) * size)
         os.fsync(file.fileno())
     partial.replace(path)
     return path
@@ -135,6 +138,19 @@ def resume(partial: Path, batch_size: int) -> int:
     return done
 
 
+def sampling(
+    tokenizer: PreTrainedTokenizerBase, length: int, temperature: float = 1.0, top_p: float = 1.0
+) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=True,
+        max_length=length,
+        temperature=temperature,
+        top_k=0,
+        top_p=top_p,
+        pad_token_id=tokenizer.pad_token_id or 0,  # never used, but asked for
+    )
+
+
 @contextmanager
 def generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
     """The model in evaluation mode with this configuration alone.
@@ -152,6 +168,17 @@ def generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[Non
         model.train(training)
 
 
+class Counter(StoppingCriteria):
+    """Never stops; reports the number of tokens written so far. The first tokens of samples count too."""
+
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self.report = report
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        self.report(input_ids.numel())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 def fitting_batch(model: PreTrainedModel, length: int) -> int:
     """How many samples to write at a time. A power of two that model and machine decide on, and not the memory that
     happens to be free: the same command writes the same corpus."""
@@ -167,19 +194,74 @@ def fitting_batch(model: PreTrainedModel, length: int) -> int:
 
 
 def sample(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, start: Callable[[], Tensor], seed: str
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    start: Callable[[], Tensor],
+    seed: str,
+    *,
+    report: Callable[[int], None] = lambda tokens: None,
 ) -> list[str]:
-    """A batch of texts, which depends on the seed alone; the caller's random numbers stay as they are."""
+    """A batch of texts, which depends on the seed alone; the caller's random numbers stay as they are.
+
+    `report` is called with the number of tokens after each step."""
     device = model.device
     accelerator = device.type != "cpu"
     devices, kind = ([device.index or 0], device.type) if accelerator else ([], "cuda")
     with torch.random.fork_rng(devices, device_type=kind):
         torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
         given = start().to(device)
-        out = model.generate(given, attention_mask=torch.ones_like(given))  # type: ignore[operator]
+        criteria = StoppingCriteriaList([Counter(report)])
+        mask = torch.ones_like(given)
+        out = model.generate(given, attention_mask=mask, stopping_criteria=criteria)  # type: ignore[operator]
     texts = tokenizer.batch_decode(out.cpu(), clean_up_tokenization_spaces=False)
     # A sample may start or stop in the middle of a character.
     return [text.strip("\ufffd") for text in texts]
+
+
+class WritingSpeed(NamedTuple):
+    """Seconds in which a teacher writes one token of each of `n` samples at a time: `fixed + n * row`."""
+
+    fixed: float
+    row: float
+    rows: int
+    """As many samples at a time as it writes when it is asked for much."""
+
+    def seconds(self, tokens: int, length: int) -> float:
+        """For so many tokens in samples of this length, as `write_corpus` writes them."""
+        rows = min(self.rows, max(1, math.ceil(tokens / length)))
+        return math.ceil(tokens / (rows * length)) * length * (self.fixed + rows * self.row)
+
+    def tokens(self, seconds: float, length: int) -> int:
+        """How many are written in so many seconds: whole batches, or as many samples at a time as there is time for."""
+        batches = int(seconds / (length * (self.fixed + self.rows * self.row)))
+        if batches:
+            return batches * self.rows * length
+        return max(0, int((seconds / length - self.fixed) / self.row)) * length
+
+
+LONGER = 1.25
+"""By what a step takes longer in the middle of a sample than at its start, where it is timed."""
+
+
+def writing_speed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int) -> WritingSpeed:
+    """Time the first few tokens of samples, for a few samples at a time and for many."""
+    many = fitting_batch(model, length)
+    few = max(1, many // 8)
+    seconds = []
+    with generating(model, sampling(tokenizer, min(5, length))):
+        for rows in (few, many):
+            times: list[float] = []
+            sample(
+                model,
+                tokenizer,
+                lambda rows=rows: first_tokens(tokenizer, rows),  # type: ignore[misc]
+                "speed",
+                report=lambda _, times=times: times.append(time.perf_counter()),  # type: ignore[misc]
+            )
+            steps = sorted(after - before for before, after in pairwise(times)) or [1e-3]
+            seconds.append(steps[len(steps) // 2] * LONGER)
+    row = max((seconds[1] - seconds[0]) / max(1, many - few), 1e-9)
+    return WritingSpeed(max(0.0, seconds[1] - many * row), row, many)
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from t2r.attention.recurrence import exact_attention
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
+from t2r.data.teacher import writing_speed
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
+from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
 from t2r.tasks import LanguageModeling
@@ -58,6 +61,7 @@ def convert(
     save_steps: int | None = None,
     report_to: str = "none",
     overwrite: bool = False,
+    restart: bool = False,
     progress: bool = True,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -72,7 +76,9 @@ def convert(
             continues excerpts of them, so that there is more of their kind.
         valid: a text to measure perplexity on, before and after.
         recipe: the name of a shipped recipe or a YAML file; `overrides` are `stage.field=value`.
-        minutes: time for all stages together, shared in proportion to their tokens or steps.
+        minutes: time for all of it, loading and measuring included. What is left for the stages is shared in proportion
+            to their tokens or steps; where it is short, the teacher writes less, fewer windows are measured, and a step
+            has fewer tokens. None: as long as it takes.
         softmax_layers: layers to keep, or `auto:N`: the N that matter most, measured after the first stage.
         merged: fold the maps into the projections at the end. None: if it can be done and pays.
         seed: of the maps, the order of the text, dropout, and what the teacher writes.
@@ -81,9 +87,11 @@ def convert(
         gradient_checkpointing: less memory for activations, which are computed twice.
         limit: evaluate on so many windows only.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
+        restart: begin anew, where otherwise an unfinished run would go on.
         options: of the swap, over the recipe's own. A `feature_map` comes with its own defaults of
             `feature_size`, `init`, `activation`, `key_weights` and `shared`.
     """
+    began = time.monotonic()
     # What will be done, and everything that can be refused at once.
     check_options(options)
     check_report_to(report_to)
@@ -127,7 +135,7 @@ def convert(
         "softmax_layers": softmax_layers,
     }
 
-    with Session(out, plan, task, settings, place, facts) as session:
+    with Session(out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=restart) as session:
         teacher = copy.deepcopy(base).eval().requires_grad_(False)
         if settings.bf16:
             halve(teacher)
@@ -136,7 +144,12 @@ def convert(
         session.plan = plan = trainable(plan, student)
         if merged:
             mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
-        session.prepare(student, teacher)
+        session.prepare(
+            student,
+            teacher,
+            writer=lambda length: writing_speed(teacher, tokens, length),
+            scans=auto is not None,
+        )
 
         results: dict[str, Any] = {"task": task.name, "stages": {}}
         with exact_attention(student):  # the teacher's own attention, in the precision in which students are measured
@@ -154,7 +167,7 @@ def convert(
         if merged or (merged is None and merges(student)):
             merge(student, force=bool(merged))
         results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
-        session.save(student, tokens, results, compared=True, overwrite=overwrite)
+        session.save(student, tokens, results, compared=True, overwrite=overwrite, state=state_lines(student))
     return results
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from t2r.errors import T2RError
 from t2r.hub import choose_device, explained, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
+from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.tasks import LanguageModeling
 from t2r.tasks.language_modeling import max_positions
@@ -57,6 +59,7 @@ def pretrain(
     save_steps: int | None = None,
     report_to: str = "none",
     overwrite: bool = False,
+    restart: bool = False,
     progress: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
@@ -70,7 +73,9 @@ def pretrain(
         valid: a text to measure perplexity on, before and after.
         recipe: in place of the preset's own: a shipped recipe or a YAML file; `overrides` are `stage.field=value`.
         model_overrides: `field=value` of the model's configuration.
-        minutes: time for all stages together, shared in proportion to their tokens or steps.
+        minutes: time for all of it, loading and measuring included. What is left for the stages is shared in proportion
+            to their tokens or steps; where it is short, the teacher writes less, fewer windows are measured, and a step
+            has fewer tokens. None: as long as it takes.
         tokenizer: in place of the preset's own, which is trained on the text: one, or the folder of one.
         seed: of the weights, the order of the text, and dropout. The weights are the same on every machine.
         bf16: train in bfloat16. None: on a GPU.
@@ -78,8 +83,10 @@ def pretrain(
         gradient_checkpointing: less memory for activations, which are computed twice.
         limit: evaluate on so many windows only.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
+        restart: begin anew, where otherwise an unfinished run would go on.
         options: of the swap. With none of them the attention stays softmax, as it does with `feature_map="softmax"`.
     """
+    began = time.monotonic()
     # What will be done, and everything that can be refused at once.
     check_options(options)
     check_report_to(report_to)
@@ -120,9 +127,9 @@ def pretrain(
     )
     task.check(model, sizes)
 
-    with Session(out, plan, task, settings, place, facts) as session:
-        session.prepare(model)
+    with Session(out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=restart) as session:
         model.to(place)  # type: ignore[arg-type]
+        session.prepare(model)
         results: dict[str, Any] = {
             "task": task.name,
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -140,7 +147,8 @@ def pretrain(
         model.eval()
         done = dataclasses.replace(preset, recipe=plan.to_dict(), swap=chosen)  # with all that was changed on the way
         files = {"README.md": model_card(model, preset, chosen, results), "preset.yaml": as_yaml(done.to_dict())}
-        session.save(model, tokens, results, compared=False, overwrite=overwrite, files=files)
+        state = state_lines(model) if isinstance(model, T2RModel) else ()
+        session.save(model, tokens, results, compared=False, overwrite=overwrite, files=files, state=state)
     return results
 
 

@@ -308,6 +308,17 @@ def summary(inspection: Inspection) -> list[str]:
     return lines
 
 
+def state_lines(model: PreTrainedModel) -> list[str]:
+    """What a swapped model carries from token to token: its effective feature sizes, and bytes."""
+    found = inspect_model(model)
+    sizes = sorted({site.feature_size for site in found.sites if site.feature_size is not None})
+    recurrent = sum(site.recurrent for site in found.sites)
+    return [
+        f"feature size: {', '.join(map(str, sizes))} ({recurrent} of {len(found.sites)} attention modules recurrent)",
+        f"state of a sequence: {found.state_bytes:,} bytes in {found.dtype}",
+    ]
+
+
 def tokens(number: int) -> str:
     return f"{number // 1024}K" if number >= 1024 else str(number)
 

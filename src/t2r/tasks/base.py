@@ -15,12 +15,14 @@ from transformers import PreTrainedModel
 class Task(ABC):
     """Where the data comes from, how it is batched, which positions are scored against which labels, and the metric.
 
-    The session calls, in this order: `check` with the model, `prepare`, `dataset` for each stage, then for every batch
-    `collate`, `inputs`, `teacher_inputs` and `labels`, and between the stages `measure`.
+    The session calls, in this order: `check` with the model, `read`, `prepare`, `dataset` for each stage, then for
+    every batch `collate`, `inputs`, `teacher_inputs` and `labels`, and between the stages `measure`.
     """
 
     name: ClassVar[str]
     """In results.json."""
+    pipeline_tag: ClassVar[str] = "text-generation"
+    """In the model card: what the hub lists such a model under."""
 
     # --- Data -----------------------------------------------------------------------------------------------
 
@@ -31,6 +33,28 @@ class Task(ABC):
     @abstractmethod
     def check(self, model: PreTrainedModel, block_sizes: Iterable[int]) -> None:
         """Refuse a model that cannot do this task, or cannot read blocks of these sizes."""
+
+    def read(self) -> None:  # noqa: B027  (most tasks have nothing to do)
+        """Read the data that is there before anything is timed or written, so that bad data is refused first."""
+
+    @property
+    def asked_of_teacher(self) -> int:
+        """How many tokens the teacher is to write."""
+        return 0
+
+    def example(self, rows: int, length: int) -> dict[str, Tensor]:
+        """A batch to time a step with: so many items of `length` tokens, or of as many as they have."""
+        items: Any = self.dataset(length)
+        return self.collate([items[i % len(items)] for i in range(rows)])
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are to train on, so far."""
+        return 0
+
+    def told_data(self) -> str:
+        """What was trained on, in words, for the model card."""
+        return ""
 
     @abstractmethod
     def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
@@ -66,6 +90,15 @@ class Task(ABC):
         """The inputs with this share of the tokens exchanged at random for others of the batch."""
 
     # --- Measuring and telling ------------------------------------------------------------------------------
+
+    def windows(self, model: PreTrainedModel) -> tuple[int, int]:
+        """How many windows one measurement reads, and the tokens of each."""
+        return 0, 0
+
+    def restrict(  # noqa: B027
+        self, *, teacher_tokens: int | None = None, windows: int | None = None
+    ) -> None:
+        """Let the teacher write no more than this, and measure on so many windows only: there is no time for more."""
 
     @abstractmethod
     def measure(self, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> dict[str, Any] | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import ConcatDataset, Dataset
@@ -13,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data import Blocks, TokenCorpus, check_block_size, tokenize_corpus, write_corpus
 from t2r.data.blocks import IGNORED
+from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation import Text, encode, perplexity, read_text
 from t2r.evaluation.perplexity import WINDOW
@@ -84,12 +87,29 @@ class LanguageModeling(Task):
         if self.valid is not None:
             self.text = encode(self.tokenizer, read_text(self.valid, self.tokenizer))
 
-    def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
-        """The tokens of the texts, and of what the teacher writes. Both stay in the cache."""
+    def read(self) -> None:
+        """The tokens of the texts, which stay in the cache."""
         texts = [source for source in self.sources if source != TEACHER]
         with self.caching():
             self.corpora = [tokenize_corpus(texts, self.tokenizer, progress=self.progress)] if texts else []
-            if texts != self.sources:
+
+    @property
+    def asked_of_teacher(self) -> int:
+        return self.teacher_tokens if TEACHER in self.sources else 0
+
+    def example(self, rows: int, length: int) -> dict[str, Tensor]:
+        """Of the text, or before there is any, of random tokens."""
+        if self.corpora or self.vocabulary is None:
+            return {name: x[:, :length] for name, x in super().example(rows, length).items()}
+        ids = torch.randint(self.vocabulary, (rows, length))
+        return {"input_ids": ids, "labels": ids}
+
+    def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
+        """The tokens of the texts, and of what the teacher writes. Both stay in the cache."""
+        if not self.corpora:
+            self.read()
+        if TEACHER in self.sources:
+            with self.caching():
                 self.corpora.append(self.written_by(teacher, longest))
         for corpus in self.corpora:
             if self.vocabulary is not None:
@@ -116,6 +136,10 @@ class LanguageModeling(Task):
         """How many there are to train on."""
         return sum(map(len, self.corpora))
 
+    def told_data(self) -> str:
+        names = ["text that the base model wrote" if s == TEACHER else f"`{Path(s).name}`" for s in self.sources]
+        return f"{', '.join(names)}: {self.tokens:,} tokens"
+
     def dataset(self, block_size: int) -> Dataset[Any]:
         return ConcatDataset([Blocks(corpus, block_size, documents=self.documents) for corpus in self.corpora])
 
@@ -130,11 +154,35 @@ class LanguageModeling(Task):
 
     # --- Measuring and telling ------------------------------------------------------------------------------
 
+    def window(self, model: PreTrainedModel) -> int:
+        return min(WINDOW, self.longest or WINDOW, max_positions(model) or WINDOW)
+
+    def windows(self, model: PreTrainedModel) -> tuple[int, int]:
+        window = self.window(model)
+        if self.text is None or len(self.text.token_ids) < window:
+            return 0, window
+        count = (len(self.text.token_ids) - window) // (window // 2) + 1
+        return min(count, self.limit or count), window
+
+    def restrict(self, *, teacher_tokens: int | None = None, windows: int | None = None) -> None:
+        self.teacher_tokens = self.teacher_tokens if teacher_tokens is None else teacher_tokens
+        self.limit = self.limit if windows is None else windows
+
     def measure(self, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> dict[str, Any] | None:
         if self.text is None:
             return None
-        window = min(WINDOW, self.longest or WINDOW, max_positions(model) or WINDOW)
-        result = perplexity(model, self.text, window=window, stride=window // 2, limit=self.limit, teacher=teacher)
+        window = self.window(model)
+        count, _ = self.windows(model)
+        with progress_bar("measuring", count, "windows", shown=self.progress) as report:
+            result = perplexity(
+                model,
+                self.text,
+                window=window,
+                stride=window // 2,
+                limit=self.limit,
+                teacher=teacher,
+                progress=lambda done, _: report(done),
+            )
         return {
             "perplexity": result.perplexity,
             "word_perplexity": result.word_perplexity,

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -45,15 +46,38 @@ class Run:
 
     As a context manager it also holds a lock on the folder, which the system releases when the process ends, however it
     ends. Another process that wants the same folder is refused.
+
+    Args:
+        folder: where it is.
+        plan: what makes this run this run.
+        restart: forget what is there. It is removed when the lock is taken.
+        began: when the work began, by `time.monotonic`.
     """
 
-    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, plan: dict[str, Any], *, restart: bool = False, began: float | None = None
+    ) -> None:
         self.folder = folder
         self.plan = plan
         self.facts: dict[str, Any] = {"plan": plan}
         self.lock: IO[bytes] | None = None
         self.version: int | None = None
-        self.read()
+        self.restart = restart
+        self.began = time.monotonic() if began is None else began
+        self.before = 0.0
+        if not restart:
+            self.read()
+
+    @property
+    def begun(self) -> bool:
+        """Is there anything that the same command would go on with?"""
+        return (self.folder / FACTS).exists()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has worked, in all processes that worked on it one after the other. What was not recorded when
+        a process was killed is missing."""
+        return self.before + time.monotonic() - self.began
 
     # --- The lock -------------------------------------------------------------------------------------------
 
@@ -68,7 +92,9 @@ class Run:
         if error is not None:
             raise T2RError(error)
         try:
-            if self.version != version(self.folder / FACTS):  # another process wrote it before the lock was taken
+            if self.restart:
+                self.clear()
+            elif self.version != version(self.folder / FACTS):  # another process wrote it before the lock was taken
                 self.read()
         except BaseException:
             self.release_lock()
@@ -99,6 +125,17 @@ class Run:
             else:
                 lock.close()
 
+    def clear(self) -> None:
+        """Remove what the folder holds, but for the lock."""
+        if processes.is_main():
+            with writing(self.folder):
+                for path in self.folder.iterdir():
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    elif path.name != LOCK:
+                        path.unlink()
+        processes.wait()
+
     def release_lock(self) -> None:
         if self.lock is None:
             return
@@ -126,6 +163,7 @@ class Run:
                 logger.warning("%s is damaged (%s): its copy is used, if there is one", path, error)
                 continue
             self.facts = facts
+            self.before = float(facts.pop("seconds", 0.0))
             self.check("plan", self.plan)
             return
 
@@ -135,14 +173,14 @@ class Run:
         if old != new:
             raise T2RError(
                 f"{self.folder} holds an unfinished run with other options ({difference(old, new)}): "
-                "repeat its command to go on, or remove the folder to start anew"
+                "repeat its command to go on, or say --restart to begin anew"
             )
 
     def write(self) -> None:
         if processes.is_main():
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(self.facts, indent=1)
+                text = json.dumps(self.facts | {"seconds": round(self.seconds, 1)}, indent=1)
                 write_text(self.folder / FACTS, text)
                 write_text(self.folder / BACKUP, text)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from t2r.attention.recurrence import exact_attention, recurrent_sites
+from t2r.data.progress import progress_bar
 from t2r.model.logits import Readout, evaluating
 from t2r.tasks import Task
 
@@ -38,21 +37,19 @@ def most_sensitive(
     batches = [task.collate(chosen[i : i + ROWS]) for i in range(0, len(chosen), ROWS)]
     batches = [{name: x.to(model.device) for name, x in batch.items()} for batch in batches]
     layers = sorted({site.layer_idx for site in recurrent_sites(model)})
-    columns = (TextColumn("measuring each layer alone"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         evaluating(model),
-        Progress(*columns, console=Console(stderr=True), disable=not progress) as bar,
+        progress_bar("each layer is measured alone", len(layers) + 1, "layers", shown=progress) as report,
     ):
-        shown = bar.add_task("", total=len(layers) + 1)
         with exact_attention(model):
             exact = remember("exact", lambda: loss_of(model, task, batches))
-        bar.advance(shown)
+        report(1)
         costs = []
         for layer in layers:
             with exact_attention(model, recurrent_layers=[layer]):
                 loss = remember(str(layer), lambda: loss_of(model, task, batches))
             costs.append((layer, loss - exact))
-            bar.advance(shown)
+            report(1 + len(costs))
     return sorted(costs, key=lambda cost: -cost[1])
 
 

@@ -21,13 +21,21 @@ from t2r.tasks import TASKS, Task
 from t2r.tasks.language_modeling import LanguageModeling
 from t2r.training import processes
 from t2r.training.arithmetic import fast_sums
+from t2r.training.budget import Schedule, Work, decide, in_minutes, steps_of
+from t2r.training.card import completed, training_section
+from t2r.training.preparation import check_checkpointing
 from t2r.training.recipe import Recipe, Stage
 from t2r.training.run import Run, run_folder
-from t2r.training.sensitivity import most_sensitive
-from t2r.training.stages import check_checkpointing, run_stage
+from t2r.training.sensitivity import BLOCKS, most_sensitive
+from t2r.training.stages import run_stage
+from t2r.training.telling import plan_lines
+from t2r.training.timing import Speeds, scanned_layers, time_all
 from t2r.training.trainer import Settings
 
 logger = logging.getLogger(__name__)
+
+WORTH_TIMING = 50
+"""Without a stage of so many steps, nobody is told how long it will take: to find out would take as long."""
 
 
 class Session:
@@ -43,6 +51,9 @@ class Session:
         settings: how it is trained.
         place: the device.
         facts: what else makes this run this run: a resumed one must have the same.
+        minutes: the time for all of it; the stages of the plan then have minutes of their own, which are shares of it.
+        began: when the work began, by `time.monotonic`. None: now.
+        restart: remove what is left of an unfinished run.
     """
 
     def __init__(
@@ -53,10 +64,20 @@ class Session:
         settings: Settings,
         place: torch.device,
         facts: dict[str, Any],
+        *,
+        minutes: float | None = None,
+        began: float | None = None,
+        restart: bool = False,
     ) -> None:
         self.out, self.plan, self.task, self.settings, self.place = out, plan, task, settings, place
+        self.minutes = minutes
+        self.compared = False
+        self.schedule: Schedule | None = None
+        self.speeds: Speeds | None = None
         known = {"recipe": plan.to_dict(), "seed": settings.seed, "bf16": settings.bf16}
-        self.run = Run(run_folder(out), facts | task.describe() | known)
+        if minutes is not None:
+            known["minutes"] = minutes
+        self.run = Run(run_folder(out), facts | task.describe() | known, restart=restart, began=began)
 
     def __enter__(self) -> Self:
         self.run.__enter__()
@@ -65,18 +86,99 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and processes.is_main() and self.run.begun:
+            self.run.write()  # how long it has worked
+            logger.warning("stopped: the same command goes on from here, with --restart it begins anew")
         self.run.__exit__(kind, error, trace)
 
-    def prepare(self, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> None:
-        """Make the data. After this nothing is refused, and the run begins."""
+    def prepare(
+        self, model: PreTrainedModel, teacher: PreTrainedModel | None = None, *, writer: Any = None, scans: bool = False
+    ) -> None:
+        """Time this machine, tell the plan, and make the data. After this nothing is refused, and the run begins.
+
+        Args:
+            writer: times the teacher's writing, for samples of a length.
+            scans: the layers that matter most will be looked for.
+        """
         if self.settings.gradient_checkpointing:
             check_checkpointing(model)
+        self.compared = teacher is not None
         sizes = {stage.block_size for stage in self.plan.stages}
+        self.task.read()
+        if not self.task.asked_of_teacher:
+            for size in sizes:
+                self.task.dataset(size)
+        if self.run.begun:
+            logger.info("going on with the unfinished run in %s", self.run.folder)
+        work = self.work(model, scans)
+        if "schedule" not in self.run.facts:
+            made = self.arrange(work, model, teacher, writer)
+            if made is not None:
+                self.run.remember("speeds", made[0].to_dict)
+            self.run.remember("schedule", lambda: None if made is None else made[1].to_dict())
+        if (known := self.run.facts["schedule"]) is not None:
+            self.schedule = Schedule.from_dict(known)
+            self.speeds = Speeds.from_dict(self.run.facts["speeds"])
+            self.restrict(work, self.schedule)
+        for line in plan_lines(work, self.schedule, model, teacher, self.settings, self.place, self.minutes):
+            logger.info("%s", line)
         names = self.task.prepare(teacher, max(sizes))
         for size in sizes:
             self.task.dataset(size)
         self.run.remember("corpus", lambda: names)
         self.run.check("corpus", names)
+
+    def work(self, model: PreTrainedModel, scans: bool) -> Work:
+        """All that is asked for."""
+        windows, window = self.task.windows(model)
+        count = len(self.plan.stages)
+        return Work(
+            self.plan,
+            teacher_tokens=self.task.asked_of_teacher,
+            tokens=self.task.tokens,
+            windows=windows,
+            window=window,
+            reads=(3 + 2 * count if self.compared else 1 + count),  # to compare, the teacher reads too
+            passes=scanned_layers(model) if scans else 0,
+            scanned=BLOCKS,
+        )
+
+    def arrange(
+        self, work: Work, model: PreTrainedModel, teacher: PreTrainedModel | None, writer: Any
+    ) -> tuple[Speeds, Schedule] | None:
+        """What fits into the time there is. None: it is so little that timing it would not pay."""
+        stages = self.plan.stages
+        timed = self.minutes is not None or any(stage.minutes is not None for stage in stages)
+        if not timed and all(steps_of(s, work.tokens + work.teacher_tokens) < WORTH_TIMING for s in stages):
+            return None
+        write = None if writer is None or not work.teacher_tokens else lambda: writer(work.length)
+        with fast_sums(self.place):
+            speeds = time_all(model, teacher, self.plan, self.task, self.settings, write)
+        total = None if self.minutes is None else 60 * self.minutes
+        schedule = decide(work, speeds, total, processes.agreed(self.run.seconds))
+        for words in schedule.shrunk:
+            logger.warning("%s, to end in %s", words, in_minutes(total or 0.0))
+        return speeds, schedule
+
+    def restrict(self, work: Work, schedule: Schedule) -> None:
+        """Have the task do as much as the schedule says."""
+        self.task.restrict(
+            teacher_tokens=schedule.teacher_tokens if schedule.teacher_tokens < work.teacher_tokens else None,
+            windows=schedule.windows if schedule.windows < work.windows else None,
+        )
+
+    def seconds_for(self, stage: Stage) -> float | None:
+        """The stage's share of the time that is left for training. None: it says itself how long it is."""
+        if self.minutes is None or self.schedule is None:
+            return None
+        index = self.plan.stages.index(stage)
+        later = self.plan.stages[index:]
+        once = self.schedule.measuring / (3 + 2 * len(self.plan.stages) if self.compared else 1 + len(self.plan.stages))
+        others = len(later) * once * (2 if self.compared else 1) + self.schedule.saving
+        if index == 0:
+            others += self.schedule.scanning
+        left = max(0.0, 60 * self.minutes - self.run.seconds - others)
+        return left * (stage.minutes or 0.0) / sum(each.minutes or 0.0 for each in later)
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> Any:
         """The task's metrics now, once: on resuming they are what they were."""
@@ -88,7 +190,9 @@ class Session:
     def train(self, model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel | None = None) -> PreTrainedModel:
         """Run a stage, or take its result if it is finished."""
         with fast_sums(self.place):
-            return run_stage(self.run, model, stage, self.task, teacher, self.settings)
+            return run_stage(
+                self.run, model, stage, self.task, teacher, self.settings, self.speeds, self.seconds_for(stage)
+            )
 
     def most_sensitive(self, model: PreTrainedModel, block_size: int) -> list[list[Any]]:
         """Layers and what making each alone recurrent costs, the most costly first. Each is measured once."""
@@ -96,6 +200,7 @@ class Session:
             model,
             self.task,
             block_size,
+            self.schedule.scanned or BLOCKS if self.schedule else BLOCKS,
             remember=lambda name, measure: self.run.remember(f"sensitivity.{name}", measure),
             progress=self.settings.progress and processes.is_main(),
         )
@@ -104,6 +209,14 @@ class Session:
     def logs(self) -> dict[str, Any]:
         """The losses of each stage."""
         return {stage.name: self.run.facts[f"{stage.name}.log"] for stage in self.plan.stages}
+
+    def read_tokens(self) -> dict[str, int]:
+        """How many tokens each stage has read."""
+        facts = self.run.facts
+        return {
+            stage.name: facts[f"{stage.name}.steps"] * facts.get(f"{stage.name}.batch_tokens", stage.batch_tokens)
+            for stage in self.plan.stages
+        }
 
     def save(
         self,
@@ -114,11 +227,13 @@ class Session:
         compared: bool,
         overwrite: bool,
         files: dict[str, str] | None = None,
+        state: Sequence[str] = (),
     ) -> None:
         """All of it in one folder, whole or not at all; the run folder goes.
 
-        A table of the results is added to the model card; `files` are more texts by name, written before the model is
-        saved."""
+        The text, the tokens that were read and a table of the results are added to the model card; `state` are lines on
+        what the model carries from token to token; `files` are more texts by name, written before the model is saved.
+        """
         if processes.is_main():
             with whole_folder(self.out, overwrite=overwrite) as folder:
                 for name, text in (files or {}).items():
@@ -127,8 +242,11 @@ class Session:
                 tokenizer.save_pretrained(folder)
                 (folder / "recipe.yaml").write_text(as_yaml(self.plan.to_dict()), encoding="utf-8")
                 (folder / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
-                with (folder / "README.md").open("a", encoding="utf-8") as card:
-                    card.write(results_section(self.plan, *table_of(results, compared=compared)))
+                card = folder / "README.md"
+                text = completed(card.read_text(encoding="utf-8"), {"pipeline_tag": self.task.pipeline_tag})
+                text += training_section(self.task.told_data(), self.read_tokens(), state)
+                text += results_section(self.plan, *table_of(results, compared=compared))
+                card.write_text(text, encoding="utf-8")
         self.run.remove()
         processes.wait()
 

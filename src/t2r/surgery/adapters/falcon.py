@@ -101,7 +101,7 @@ class PackedModel(FalconModel):
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=x,
             past_key_values=past_key_values,
-            hidden_states=(*states, x) if hidden else None,
+            hidden_states=(*states, x) if hidden else None,  # type: ignore[arg-type]
         )
 
 

@@ -1,0 +1,24 @@
+"""What training adds to a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import yaml
+
+
+def completed(card: str, metadata: Mapping[str, str]) -> str:
+    """A card whose head also says this, unless it says something else already."""
+    _, head, body = card.split("---\n", 2) if card.startswith("---\n") else ("", "", f"\n{card}")
+    known = yaml.safe_load(head) or {}
+    return f"---\n{yaml.safe_dump(dict(metadata) | known, sort_keys=False)}---\n{body}"
+
+
+def training_section(data: str, read: Mapping[str, int], state: Sequence[str]) -> str:
+    """The text, how much of it each stage has read, and what the model carries from token to token."""
+    lines = ["", "## Training", ""]
+    if data:
+        lines.append(f"- text: {data}")
+    lines += [f"- {stage}: {tokens:,} tokens read" for stage, tokens in read.items()]
+    lines += [f"- {line}" for line in state]
+    return "\n".join([*lines, ""])

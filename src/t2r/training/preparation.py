@@ -1,0 +1,74 @@
+"""A model made ready for a stage, and as it was when the stage is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from t2r.attention.recurrence import recurrent_sites
+from t2r.errors import T2RError
+from t2r.surgery.adapters import family_of
+from t2r.training.recipe import Stage
+from t2r.training.trainer import Settings
+
+
+@contextmanager
+def prepared(
+    trained: Any, model: PreTrainedModel, teacher: PreTrainedModel | None, stage: Stage, settings: Settings
+) -> Iterator[None]:
+    """Layers compiled and checkpointed as the settings say. However the stage ends, they are as before, and all
+    parameters can learn again."""
+    fused = [model] if teacher is None else [model, teacher]
+    recomputes = settings.gradient_checkpointing and stage.objective != "transfer"  # which has gradients in maps alone
+    try:
+        if recomputes:
+            check_checkpointing(model)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if settings.compiled and stage.objective != "transfer":
+            for part in fused:
+                compile_layers(part)
+        yield
+    finally:
+        for part in fused:
+            compile_layers(part, undo=True)
+        if recomputes:
+            model.gradient_checkpointing_disable()
+        model.requires_grad_(True)
+
+
+def check_checkpointing(model: PreTrainedModel) -> None:
+    """Refuse gradient checkpointing where the model has none."""
+    if not model.supports_gradient_checkpointing:
+        raise T2RError(f"{model.config.model_type} has no gradient checkpointing: train it without")
+
+
+def compile_layers(model: PreTrainedModel, undo: bool = False) -> None:
+    try:
+        layers = family_of(model).decoder_layers(model)
+    except T2RError:  # a model of which we know nothing trains as it is
+        return
+    for layer in layers:
+        if undo:
+            layer._compiled_call_impl = None
+        else:
+            layer.compile(dynamic=False)
+
+
+def with_lora(model: PreTrainedModel, stage: Stage, seed: int) -> Any:
+    """The model with low-rank adapters on its linear layers, the maps trained in full."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise T2RError("train: lora needs the peft extra: pip install 't2r[peft]'") from error
+    config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, target_modules="all-linear")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config)
+    for site in recurrent_sites(adapted):
+        if site.feature_map.trainable:
+            site.feature_map.requires_grad_(True)
+    return adapted

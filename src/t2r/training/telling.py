@@ -1,0 +1,74 @@
+"""The plan, in words, before it is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from t2r.training.budget import Schedule, Work, duration, in_minutes, steps_of
+from t2r.training.memory import states_of, weight_bytes
+from t2r.training.optimizers import trained_by
+from t2r.training.recipe import Stage
+from t2r.training.trainer import Settings
+
+
+def plan_lines(
+    work: Work,
+    schedule: Schedule | None,
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    settings: Settings,
+    place: torch.device,
+    given: float | None,
+) -> Iterator[str]:
+    """A line for each phase, and one for all. Without a schedule it is not known how long they take."""
+    parameters = sum(p.numel() for p in model.parameters())
+    precision = "bfloat16" if settings.bf16 else "float32"
+    yield f"plan: {parameters / 1e6:.1f}M parameters, recipe {work.plan.name}, on {place} in {precision}"
+    if work.teacher_tokens:
+        tokens = work.teacher_tokens if schedule is None else schedule.teacher_tokens
+        yield f"plan: the teacher writes {tokens:,} tokens" + about(None if schedule is None else schedule.writing)
+    for stage in work.plan.stages:
+        if schedule is None:
+            steps, batch, seconds = steps_of(stage, work.tokens + work.teacher_tokens), stage.batch_tokens, None
+        else:
+            planned = schedule.stages[stage.name]
+            steps, batch, seconds = planned.steps, planned.batch_tokens, planned.seconds
+        gigabytes = stage_bytes(model, stage, teacher) / 1e9
+        yield (
+            f"plan: {stage.name} ({stage.objective}, trains {stage.train}): {steps:,} steps of {batch:,} tokens, "
+            f"{steps * batch:,} in all{about(seconds)}; weights, gradients and optimizer {gigabytes:.2f} GB"
+        )
+    if work.passes:
+        layers = work.passes - 1
+        yield f"plan: each of {layers} layers is measured alone" + about(
+            None if schedule is None else schedule.scanning
+        )
+    if work.windows:
+        windows = work.windows if schedule is None else schedule.windows
+        times = len(work.plan.stages) + (2 if teacher is not None else 1)
+        yield f"plan: {times} measurements on {windows:,} windows of {work.window} tokens" + about(
+            None if schedule is None else schedule.measuring
+        )
+    if schedule is not None:
+        of = "" if given is None else f", of {in_minutes(60 * given)}"
+        yield f"plan: about {duration(schedule.seconds)} in all{of}; {duration(schedule.before)} of them until now"
+
+
+def about(seconds: float | None) -> str:
+    return "" if seconds is None else f": about {duration(seconds)}"
+
+
+def stage_bytes(model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel | None) -> int:
+    """Weights, gradients and optimizer of a stage. LoRA's adapters, a few per cent, are left out."""
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    chosen = "maps" if stage.train == "lora" else stage.train
+    learning = trained_by(model, Stage("memory", "task", chosen, steps=1))
+    of_teacher, bytes_ = 0, 4
+    if teacher is not None and stage.objective == "distill":
+        of_teacher = sum(p.numel() for p in teacher.parameters())
+        bytes_ = teacher.dtype.itemsize
+    trained = sum(size for key, size in sizes.items() if key in learning)
+    return weight_bytes(sum(sizes.values()), trained, teacher=of_teacher, teacher_bytes=bytes_, states=states_of(stage))

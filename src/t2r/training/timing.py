@@ -1,0 +1,205 @@
+"""How fast this machine is: small slices of the work are timed, and no weight changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from t2r.attention.recurrence import recurrent_sites
+from t2r.data.progress import progress_bar
+from t2r.data.teacher import WritingSpeed
+from t2r.errors import T2RError
+from t2r.model.logits import evaluating
+from t2r.tasks import Task
+from t2r.training import processes
+from t2r.training.learner import Learner
+from t2r.training.optimizers import choose_trained, make_optimizer
+from t2r.training.preparation import prepared, with_lora
+from t2r.training.recipe import Recipe, Stage
+from t2r.training.trainer import Settings, batch_shape
+
+SLICE = 128
+"""Tokens of the first slice that is timed."""
+ENOUGH = 0.3
+"""Seconds that a slice must take to stand for the whole. One that takes less is followed by a larger one."""
+TOO_LONG = 3.0
+"""A slice that takes so many seconds is not repeated to warm up."""
+OVERHEAD = 1.1
+"""What logging, data and Python add to a step."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a training step: so many for each token, and so many for the optimizer."""
+
+    token: float
+    step: float
+
+    def of(self, tokens: int) -> float:
+        return self.token * tokens + self.step
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was timed, in seconds: a step of each stage, a token that is only read, and the teacher's writing."""
+
+    stages: dict[str, Cost]
+    reading: float
+    writing: WritingSpeed | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        stages = {name: Cost(**cost) for name, cost in values["stages"].items()}
+        written = values["writing"]
+        return cls(stages, values["reading"], None if written is None else WritingSpeed(*written))
+
+
+def time_all(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    plan: Recipe,
+    task: Task,
+    settings: Settings,
+    write: Callable[[], WritingSpeed] | None,
+) -> Speeds:
+    """Time a slice of everything that will be done. Every process does; the main one's numbers count."""
+    shown = settings.progress and processes.is_main()
+    parts = len(plan.stages) + 1 + (write is not None)
+    try:
+        with progress_bar("timing this machine", parts, "parts", shown=shown) as report, undisturbed(model):
+            stages = {}
+            for stage in plan.stages:
+                stages[stage.name] = time_stage(model, stage, task, teacher, settings)
+                report(len(stages))
+            reading = time_reading(model, plan.stages[0], task)
+            report(len(stages) + 1)
+            writing = None if write is None else write()
+            report(parts)
+    except torch.OutOfMemoryError as error:
+        raise T2RError(
+            "there is not enough memory for a step of training: use gradient_checkpointing, fewer device_tokens, or "
+            "train less of the model"
+        ) from error
+    return Speeds.from_dict(processes.agreed(Speeds(stages, reading, writing).to_dict()))
+
+
+class undisturbed:
+    """Random numbers, the mode of the model and which parameters learn are afterwards as before."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        device = self.model.device
+        devices, kind = ([device.index or 0], device.type) if device.type != "cpu" else ([], "cuda")
+        self.random = torch.random.fork_rng(devices, device_type=kind)
+        self.random.__enter__()
+        self.training = self.model.training
+        self.learn = [(p, p.requires_grad) for p in self.model.parameters()]
+
+    def __exit__(self, *error: Any) -> None:
+        self.random.__exit__(*error)
+        self.model.train(self.training)
+        self.model.zero_grad(set_to_none=True)
+        for parameter, learns in self.learn:
+            parameter.requires_grad_(learns)
+
+
+def time_stage(
+    model: PreTrainedModel, stage: Stage, task: Task, teacher: PreTrainedModel | None, settings: Settings
+) -> Cost:
+    """Seconds of forward, backward and optimizer in this stage."""
+    teacher = teacher if stage.objective == "distill" else None
+    trained: Any = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
+    try:
+        with prepared(trained, model, teacher, stage, settings):
+            choose_trained(trained, stage)
+            learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
+
+            def step(batch: dict[str, Any]) -> None:
+                with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
+                    loss, _ = learner(batch)
+                loss.backward()
+
+            rows, _ = batch_shape(stage)
+            # What is compiled is compiled for one shape.
+            sizes = [(rows, stage.block_size)] if settings.compiled else slices(rows, stage.block_size)
+            token = time_slices(step, task, model.device, sizes)
+            return Cost(token * OVERHEAD / processes.count(), time_optimizer(trained, stage))
+    finally:
+        if stage.train == "lora":
+            trained.unload()
+
+
+def time_optimizer(model: Any, stage: Stage) -> float:
+    """Seconds of one step of the optimizer, with the gradients that are there and a learning rate of 0."""
+    optimizer = make_optimizer(model, stage)
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not all(bool(gradient.isfinite().all()) for gradient in gradients):  # 0 times infinity would be a weight
+        return 0.0
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()  # makes its state
+    return timed(lambda: optimizer.step(), next(model.parameters()).device)
+
+
+def time_reading(model: PreTrainedModel, stage: Stage, task: Task) -> float:
+    """Seconds in which a token is read and predicted."""
+
+    def read(batch: dict[str, Any]) -> None:
+        model(**task.inputs(batch), use_cache=False)
+
+    rows, _ = batch_shape(stage)
+    with evaluating(model), torch.no_grad():
+        return time_slices(read, task, model.device, slices(rows, stage.block_size))
+
+
+def slices(rows: int, block_size: int) -> Iterator[tuple[int, int]]:
+    """Rows and lengths of slices, ever larger, up to a whole batch of one device."""
+    if block_size > SLICE:
+        yield 1, SLICE
+    count = 1
+    while count < rows:
+        yield count, block_size
+        count *= 4
+    yield rows, block_size
+
+
+def time_slices(work: Callable[[dict[str, Any]], None], task: Task, device: torch.device, sizes: Any) -> float:
+    """Seconds for each token, by the first slice that takes long enough to tell."""
+    token, warm = 0.0, False
+    for rows, length in sizes:
+        batch = {name: x.to(device) for name, x in task.example(rows, length).items()}
+        tokens = task.labels(batch).numel()
+        seconds = timed(lambda batch=batch: work(batch), device)  # type: ignore[misc]
+        if not warm and seconds < TOO_LONG:
+            seconds, warm = timed(lambda batch=batch: work(batch), device), True  # type: ignore[misc]
+        token = seconds / tokens
+        if seconds >= ENOUGH:
+            break
+    return token
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    def finish() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    finish()
+    started = time.perf_counter()
+    work()
+    finish()
+    return time.perf_counter() - started
+
+
+def scanned_layers(model: PreTrainedModel) -> int:
+    """How often a scan of the layers reads its text: once for each, and once without any."""
+    return 1 + len({site.layer_idx for site in recurrent_sites(model)})
