@@ -139,7 +139,8 @@ FAMILIES = {
     "qwen3": Row("Qwen3ForCausalLM", "Qwen3Config", DECODER | {"head_dim": 8}),
     "stablelm": Row("StableLmForCausalLM", "StableLmConfig", DECODER),
     "t5": Row("T5ForConditionalGeneration", "T5Config", T5, seq2seq=True),
-    "umt5": Row("UMT5ForConditionalGeneration", "UMT5Config", T5, seq2seq=True),
+    # In transformers 5.17 the fused attention of its decoder is not causal; the eager one always is.
+    "umt5": Row("UMT5ForConditionalGeneration", "UMT5Config", T5 | {"attn_implementation": "eager"}, seq2seq=True),
 }
 
 
