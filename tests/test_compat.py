@@ -37,7 +37,9 @@ def test_private_names_are_used_at_the_boundary_only():
         name = str(path.relative_to(PACKAGE))
         if name == "compat.py" or name in DEFINES:
             continue
-        found += [f"{name}: {word}" for word in PRIVATE if re.search(rf"(?<![A-Za-z]){re.escape(word)}", path.read_text())]
+        found += [
+            f"{name}: {word}" for word in PRIVATE if re.search(rf"(?<![A-Za-z]){re.escape(word)}", path.read_text())
+        ]
     assert not found
 
 
@@ -143,7 +145,6 @@ def test_a_trainer_asks_how_to_save_and_load_its_checkpoints(tmp_path):
         compat.use_one_gpu(arguments)
         assert arguments.n_gpu <= 1
         trainer = Asked(tiny("gpt2", torch.float32), arguments, train_dataset=rows)
-        assert compat.prepared_inputs(trainer, rows[0])["input_ids"].device.type == "cpu"
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1") if steps == 2 else None)
     assert asked == [
         "checkpoint",
