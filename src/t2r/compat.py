@@ -158,8 +158,3 @@ class TrainerHooks:
 def use_one_gpu(arguments: Any) -> None:
     """Without a launcher, train on one GPU: DataParallel on all of them would multiply the batch."""
     arguments._n_gpu = min(1, arguments.n_gpu)
-
-
-def prepared_inputs(trainer: Any, batch: Any) -> Any:
-    """A batch as Trainer hands it to the model: on its device."""
-    return trainer._prepare_inputs(batch)

@@ -284,7 +284,7 @@ class RunOptions:
     )
     minutes: float | None = option(
         None,
-        help="Time for all stages together, shared as the recipe does.",
+        help="Time for all of it: loading, what the teacher writes, training, measuring.",
         above=0,
         maximum=525_600,
         unset="the recipe's budget",

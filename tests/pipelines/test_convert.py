@@ -2,9 +2,11 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,10 +29,12 @@ import t2r
 from families import tiny
 from processes import kill_after_checkpoint, same_threads
 from t2r.data import TokenCorpus, tokenize_corpus
+from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
 from t2r.evaluation import encode, perplexity, read_text
 from t2r.pipelines import convert as module
 from t2r.pipelines.convert import convert, summary
+from t2r.reporting.inspection import inspect_model
 from t2r.tasks import language_modeling
 from t2r.training import session as sessions
 from t2r.training.arithmetic import halve, without_denormals
@@ -38,6 +42,7 @@ from t2r.training.plan import within
 from t2r.training.recipe import load_recipe
 from t2r.training.run import Run
 from t2r.training.session import finite, table_of
+from t2r.training.timing import Cost, Speeds
 
 EOS, BLOCK = "<eos>", 16
 CHAT = (
@@ -384,6 +389,97 @@ def test_minutes(world, tmp_path):
     assert all(stage.steps is None and stage.tokens is None for stage in plan.stages)
     with pytest.raises(T2RError, match="minutes can be shared only"):
         within(load_recipe("distill-lm", ["transfer.epochs=1"]), 8)
+
+
+SPEEDS = Speeds({"transfer": Cost(1e-4, 1e-3), "distill": Cost(2e-4, 2e-3)}, 1e-6, WritingSpeed(1e-3, 1e-4, 64))
+"""Of a machine on which a minute is long, and a conversion of tiny models short."""
+
+
+def slow(factor):
+    stages = {name: Cost(cost.token * factor, cost.step * factor) for name, cost in SPEEDS.stages.items()}
+    return Speeds(stages, SPEEDS.reading * factor, WritingSpeed(1e-3 * factor, 1e-4 * factor, 64))
+
+
+def test_minutes_are_for_all_of_it(world, tmp_path):
+    """Timed for real: it ends in about the time it was given, and not at once."""
+    started = time.monotonic()
+    results = run(world, tmp_path / "out", minutes=0.1, valid=str(world / "valid.txt"), softmax_layers="auto:1")
+    assert 1.5 < time.monotonic() - started < 30  # on a busy machine
+    assert all(log[-1]["step"] >= 5 for log in results["log"].values())
+
+
+def test_too_few_minutes_are_refused_before_they_are_spent(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(sessions, "time_all", lambda *args: slow(1e3))
+    monkeypatch.setattr(language_modeling, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
+    with pytest.raises(T2RError, match=r"0.5 minutes are too few on this machine.*give about [\d.]+ minutes"):
+        run(world, tmp_path / "out", minutes=0.5, train="teacher")
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_what_was_decided_is_remembered(world, tmp_path, monkeypatch, caplog):
+    """Also in the middle of the teacher's writing: a resumed run asks for the same text, and times nothing."""
+    monkeypatch.setattr(sessions, "time_all", lambda *args: slow(20))
+    asked = []
+
+    def write(*args, real=language_modeling.write_corpus, **options):
+        asked.append(options["tokens"])
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    monkeypatch.setattr(language_modeling, "write_corpus", write)
+    options = {"minutes": 1.0, "train": "teacher", "teacher_tokens": 10**6, "valid": str(world / "valid.txt")}
+    with caplog.at_level("INFO", "t2r"), pytest.raises(KeyboardInterrupt):
+        run(world, tmp_path / "out", **options)
+    assert f"the teacher writes {asked[0]:,} tokens instead of 1,000,000, to end in 1 minutes" in caplog.text
+    assert "plan: transfer (transfer, trains maps): " in caplog.text
+    assert "plan: 4 measurements on" in caplog.text
+    assert "of 1 minutes" in caplog.text
+    assert "stopped: the same command goes on from here" in caplog.text
+    monkeypatch.setattr(sessions, "time_all", None)
+    # The time is nearly over: what is left is shared among the stages.
+    monkeypatch.setattr(Run, "seconds", property(lambda self: 50.0))
+    caplog.clear()
+    with caplog.at_level("INFO", "t2r"):
+        results = run(world, tmp_path / "out", **options)
+    assert asked[0] == asked[1] < 10**6
+    assert "going on with the unfinished run in" in caplog.text
+    assert all(1 <= log[-1]["step"] < 200 for log in results["log"].values())
+
+
+def test_a_restart_begins_anew(world, tmp_path, monkeypatch):
+    run_until(monkeypatch, "transfer", world, tmp_path / "out")
+    other = (*SHORT, "transfer.steps=3")
+    with pytest.raises(T2RError, match="say --restart to begin anew"):
+        run(world, tmp_path / "out", overrides=other)
+    results = run(world, tmp_path / "out", overrides=other, restart=True)
+    assert results["log"]["transfer"][-1]["step"] == 3
+    assert not (tmp_path / "out.run").exists()
+
+
+def test_a_restart_waits_for_nobody(world, tmp_path, monkeypatch):
+    """The folder of a run that another process works on is not cleared."""
+    run_until(monkeypatch, "transfer", world, tmp_path / "out")
+    facts = json.loads((tmp_path / "out.run" / "run.json").read_text())
+    with Run(tmp_path / "out.run", facts["plan"]):
+        with pytest.raises(T2RError, match="another process is working in"):
+            run(world, tmp_path / "out", restart=True)
+        assert (tmp_path / "out.run" / "transfer.safetensors").exists()
+
+
+def test_the_card_says_what_it_was_trained_on(world, tmp_path):
+    run(world, tmp_path / "out", valid=str(world / "valid.txt"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    _, head, body = card.split("---\n", 2)
+    metadata = yaml.safe_load(head)
+    assert metadata["pipeline_tag"] == "text-generation"
+    assert metadata["library_name"] == "t2r"
+    assert re.search(r"- text: `train.txt`: [\d,]+ tokens", body)
+    assert f"- distill: {4 * 4 * BLOCK} tokens read" in body
+    found = inspect_model(str(tmp_path / "out"))
+    assert f"- state of a sequence: {found.state_bytes:,} bytes" in body
+    assert f"- feature size: {found.sites[0].feature_size} (2 of 2" in body
+    assert "| after distill |" in body
 
 
 def test_halving_leaves_rotary_frequencies_alone():

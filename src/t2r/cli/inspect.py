@@ -1,7 +1,9 @@
 """t2r inspect"""
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from t2r.cli.common import RUN, AsJson, Dtype, Model, Revision, TrustRemoteCode, calm, print_json, show, swap_options
 from t2r.storage import kind_of
@@ -11,6 +13,9 @@ from t2r.storage import kind_of
 def inspect(
     model: Model,
     options: dict[str, Any],
+    recipe: Annotated[
+        str | None, typer.Option(help="Show what convert would do with this recipe, such as distill-lm.")
+    ] = None,
     revision: Revision = None,
     dtype: Dtype = RUN["dtype"].default,
     trust_remote_code: TrustRemoteCode = False,
@@ -31,11 +36,19 @@ def inspect(
         return
     from t2r.reporting import inspection
 
+    plan = None
+    if recipe is not None:
+        from t2r.training.plan import over
+        from t2r.training.recipe import load_recipe
+
+        plan = load_recipe(recipe)
+        options = over(plan.swap, options)
     with calm(as_json):
         found = inspection.inspect_model(
             model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **options
         )
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(found) | ({} if plan is None else {"recipe": plan.to_dict()}))
     else:
         show(inspection.tables(found))
+        show(["", *plan.told()] if plan is not None else [])

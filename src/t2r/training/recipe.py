@@ -34,6 +34,17 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"stages": [dataclasses.asdict(stage) for stage in self.stages]}
 
+    def told(self) -> list[str]:
+        """The stages in words, a line each."""
+        lines = [f"recipe {self.name}:"]
+        for stage in self.stages:
+            name = next(name for name in BUDGETS if getattr(stage, name) is not None)
+            lines.append(
+                f"{stage.name}: {stage.objective}, trains {stage.train}, {getattr(stage, name):,} {name} in batches of "
+                f"{stage.batch_tokens:,} tokens, learning rate {stage.learning_rate:g} ({stage.optimizer})"
+            )
+        return lines
+
     def for_positions(self, positions: int | None) -> Recipe:
         """The same for a model with so many positions (None: without a limit). Larger blocks shrink, with a notice."""
         if positions is None:

@@ -131,17 +131,21 @@ class Session:
     def work(self, model: PreTrainedModel, scans: bool) -> Work:
         """All that is asked for."""
         windows, window = self.task.windows(model)
-        count = len(self.plan.stages)
         return Work(
             self.plan,
             teacher_tokens=self.task.asked_of_teacher,
             tokens=self.task.tokens,
             windows=windows,
             window=window,
-            reads=(3 + 2 * count if self.compared else 1 + count),  # to compare, the teacher reads too
+            reads=self.reads(),
             passes=scanned_layers(model) if scans else 0,
             scanned=BLOCKS,
         )
+
+    def reads(self) -> int:
+        """How often the windows are read: before training and after each stage; to compare, by the teacher too."""
+        count = len(self.plan.stages)
+        return 3 + 2 * count if self.compared else 1 + count
 
     def arrange(
         self, work: Work, model: PreTrainedModel, teacher: PreTrainedModel | None, writer: Any
@@ -157,7 +161,7 @@ class Session:
         total = None if self.minutes is None else 60 * self.minutes
         schedule = decide(work, speeds, total, processes.agreed(self.run.seconds))
         for words in schedule.shrunk:
-            logger.warning("%s, to end in %s", words, in_minutes(total or 0.0))
+            logger.warning("%s, to end in %s", words, "its time" if total is None else in_minutes(total))
         return speeds, schedule
 
     def restrict(self, work: Work, schedule: Schedule) -> None:
@@ -173,8 +177,8 @@ class Session:
             return None
         index = self.plan.stages.index(stage)
         later = self.plan.stages[index:]
-        once = self.schedule.measuring / (3 + 2 * len(self.plan.stages) if self.compared else 1 + len(self.plan.stages))
-        others = len(later) * once * (2 if self.compared else 1) + self.schedule.saving
+        measuring = self.schedule.measuring / self.reads() * len(later) * (2 if self.compared else 1)
+        others = measuring + self.schedule.saving
         if index == 0:
             others += self.schedule.scanning
         left = max(0.0, 60 * self.minutes - self.run.seconds - others)

@@ -96,11 +96,12 @@ def budgeted(
     """The steps of a stage and the tokens of each, for a text of so many tokens."""
     if stage.minutes is None:
         return steps_of(stage, tokens), stage.batch_tokens
+    told = speeds is not None  # whoever timed it has said what had to be made less
     if speeds is None:
         speeds = Speeds({stage.name: time_stage(model, stage, task, teacher, settings)}, 0.0)
     made = plan_stage(stage, speeds, seconds, tokens)
-    if made.batch_tokens < stage.batch_tokens:
-        logger.warning("%s: so many steps fit into its time", smaller_batch(stage, made.batch_tokens))
+    if made.batch_tokens < stage.batch_tokens and not told:
+        logger.warning("%s, to fit into its minutes", smaller_batch(stage, made.batch_tokens))
     return max(1, made.steps), made.batch_tokens
 
 

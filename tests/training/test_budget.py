@@ -1,0 +1,213 @@
+"""A budget is for all of it: what is decided from what was timed, and that timing changes nothing."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from families import tiny
+from t2r.data.teacher import WritingSpeed
+from t2r.errors import T2RError
+from t2r.training import budget
+from t2r.training.budget import (
+    FEWEST_STEPS,
+    MEASURING,
+    SCANNING,
+    WANTED_STEPS,
+    WRITING,
+    Schedule,
+    Work,
+    arrange,
+    decide,
+    plan_stage,
+    steps_of,
+    with_batch,
+)
+from t2r.training.plan import within
+from t2r.training.recipe import Recipe, Stage
+from t2r.training.run import Run
+from t2r.training.timing import Cost, Speeds, slices, time_optimizer, time_slices
+
+PLAN = Recipe(
+    "toy",
+    (
+        Stage("transfer", "transfer", "maps", steps=100, block_size=512, batch_tokens=8192),
+        Stage("distill", "distill", steps=300, block_size=512, batch_tokens=16384),
+    ),
+)
+LAPTOP = Speeds({"transfer": Cost(0.001, 0.1), "distill": Cost(0.003, 0.5)}, 0.001, WritingSpeed(0.02, 0.01, 64))
+"""A model of some 100M parameters on two cores."""
+
+
+def work(minutes=None, **fields):
+    asked = {"teacher_tokens": 10_000_000, "windows": 900, "window": 512, "reads": 7, "passes": 31}
+    return Work(within(PLAN, minutes), **(asked | fields))
+
+
+@pytest.mark.parametrize("minutes", [30, 60, 600])
+def test_all_of_it_fits(minutes):
+    total = 60 * minutes
+    found = decide(work(minutes), LAPTOP, total, 40.0)
+    assert 0.8 * total < found.seconds <= total
+    assert found.writing <= WRITING * total
+    assert found.measuring <= MEASURING * total
+    assert found.scanning <= SCANNING * total
+    assert all(stage.steps >= WANTED_STEPS for stage in found.stages.values())
+    first, second = (found.stages[name].seconds for name in ("transfer", "distill"))
+    assert second / first == pytest.approx(3, rel=0.2)  # as their steps
+    assert Schedule.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert Speeds.from_dict(json.loads(json.dumps(LAPTOP.to_dict()))) == LAPTOP
+
+
+def test_what_is_short_is_made_less_and_said():
+    found = decide(work(30), LAPTOP, 1800, 40.0)
+    words = "\n".join(found.shrunk)
+    assert f"the teacher writes {found.teacher_tokens:,} tokens instead of 10,000,000" in words
+    assert f"{found.windows} windows of 900 are measured" in words
+    assert found.stages["distill"].batch_tokens < 16384
+    assert f"a step of distill has {found.stages['distill'].batch_tokens:,} tokens instead of 16,384" in words
+    plenty = decide(work(10**5), LAPTOP, 60 * 10**5, 40.0)
+    assert plenty.shrunk == []
+    assert (plenty.teacher_tokens, plenty.windows, plenty.scanned) == (10_000_000, 900, 16)
+
+
+@pytest.mark.parametrize("minutes", [0.001, 0.5, 3])
+def test_a_budget_that_converts_nothing_is_refused_with_one_that_does(minutes):
+    with pytest.raises(T2RError, match="are too few on this machine") as error:
+        decide(work(minutes), LAPTOP, 60 * minutes, 20.0)
+    enough = float(str(error.value).split("give about ")[1].split(" ")[0])
+    assert enough > minutes
+    found = decide(work(enough), LAPTOP, 60 * enough, 20.0)
+    assert min(stage.steps for stage in found.stages.values()) >= FEWEST_STEPS
+
+
+def test_without_a_budget_nothing_is_made_less():
+    found = decide(work(), LAPTOP, None, 40.0)
+    assert found.shrunk == []
+    assert [stage.steps for stage in found.stages.values()] == [100, 300]
+    assert found.stages["distill"].seconds == pytest.approx(300 * (16384 * 0.003 + 0.5))
+    assert found.windows == 900
+
+
+def test_a_batch_follows_the_machine():
+    stage = dataclasses.replace(PLAN.stages[1], steps=None, minutes=10)
+    found = plan_stage(stage, LAPTOP, None, 0)
+    assert found.batch_tokens == 8192  # 25 seconds a step: 23 of them
+    assert found.steps == int(600 / LAPTOP.stages["distill"].of(8192))
+    slow = Speeds({"distill": Cost(1.0, 0.0)}, 0.0)
+    least = plan_stage(stage, slow, None, 0)
+    assert (least.batch_tokens, least.steps) == (512, 1)
+    assert with_batch(stage, 512).batch_tokens == 512
+    fast = plan_stage(stage, Speeds({"distill": Cost(1e-6, 0.0)}, 0.0), None, 0)
+    assert fast.batch_tokens == 16384
+
+
+def test_several_processes_share_a_smaller_batch(monkeypatch):
+    monkeypatch.setattr(budget.processes, "count", lambda: 3)
+    assert [budget.halved(blocks) for blocks in (12, 9, 6, 3)] == [6, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"), [({"steps": 7}, 7), ({"tokens": 8192 * 3 + 1}, 3), ({"epochs": 2.0}, 24), ({"tokens": 1}, 1)]
+)
+def test_steps_of_a_stage(fields, steps):
+    made = Stage("a", "task", batch_tokens=8192, **fields)
+    assert steps_of(made, 100_000) == steps
+
+
+def test_the_time_of_writing():
+    speed = WritingSpeed(0.02, 0.01, 64)
+    batch = 512 * (0.02 + 0.64)
+    assert speed.seconds(64 * 512, 512) == pytest.approx(batch)
+    assert speed.seconds(64 * 512 + 1, 512) == pytest.approx(2 * batch)
+    assert speed.seconds(512, 512) == pytest.approx(512 * 0.03)
+    assert speed.tokens(2.5 * batch, 512) == 2 * 64 * 512
+    few = speed.tokens(0.5 * batch, 512)
+    assert 0 < few < 64 * 512
+    assert speed.seconds(few, 512) <= 0.5 * batch
+    assert speed.tokens(0.0, 512) == 0
+
+
+def test_the_least_that_a_teacher_writes_counts():
+    """However short the time is, there is some text; it is the training then that has too little time."""
+    found = arrange(work(1), LAPTOP, 60, 0.0)
+    assert found.teacher_tokens == 16 * 512
+    assert not found.enough
+
+
+# --- Timing ---------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only when work is done."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Counted:
+    """A task whose batches are as large as they are asked for."""
+
+    def example(self, rows, length):
+        return {"labels": torch.zeros(rows, length, dtype=torch.long)}
+
+    def labels(self, batch):
+        return batch["labels"]
+
+
+@pytest.mark.parametrize(
+    ("token", "sizes"),
+    [
+        (1.0, [(1, 128)]),  # so slow that it is not even repeated
+        (0.01, [(1, 128)] * 2),
+        (1e-3, [(1, 128), (1, 128), (1, 512)]),
+        (1e-9, [(1, 128), (1, 128), (1, 512), (4, 512), (16, 512)]),
+    ],
+)
+def test_a_slice_is_as_large_as_it_must_be(monkeypatch, token, sizes):
+    clock, seen = Clock(), []
+    monkeypatch.setattr("t2r.training.timing.time.perf_counter", clock)
+
+    def step(batch):
+        seen.append(tuple(batch["labels"].shape))
+        clock.now += batch["labels"].numel() * token
+
+    assert time_slices(step, Counted(), torch.device("cpu"), slices(16, 512)) == pytest.approx(token)
+    assert seen == sizes
+
+
+def test_slices_end_with_the_batch():
+    assert list(slices(6, 64)) == [(1, 64), (4, 64), (6, 64)]
+    assert list(slices(1, 512)) == [(1, 128), (1, 512)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "muon", "nag"])
+def test_timing_the_optimizer_changes_no_weight(optimizer):
+    model = tiny("gpt2", torch.float32)
+    stage = Stage("a", "task", steps=1, optimizer=optimizer, weight_decay=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert time_optimizer(model, stage) > 0
+    assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
+    next(model.parameters()).grad.fill_(math.inf)
+    time_optimizer(model, stage)
+    assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
+
+
+def test_a_run_knows_how_long_it_has_worked(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("t2r.training.run.time.monotonic", clock)
+    run = Run(tmp_path / "run", {}, began=-10.0)
+    clock.now = 5.0
+    assert run.seconds == 15.0
+    run.remember("a", lambda: 1)
+    clock.now = 100.0
+    again = Run(tmp_path / "run", {}, began=98.0)
+    assert again.seconds == 17.0
+    assert again.facts == {"plan": {}, "a": 1}
