@@ -50,7 +50,7 @@ ADAPTIVE_LM = {k: v for k, v in DECODER.items() if k not in ("num_key_value_head
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
 GPTJ = GPT2 | {"rotary_dim": 4}
 GPT_NEOX = {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
-FALCON = GPT_NEOX | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48}
+FALCON = GPT_NEOX | {"multi_query": True, "ffn_hidden_size": 48}  # its other layouts: tests/surgery/test_adapters.py
 OPT = TOKENS | {
     "hidden_size": 32,
     "ffn_dim": 48,
@@ -71,6 +71,12 @@ T5 = TOKENS | {
 FSMT = SEQ2SEQ | {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "num_beams": 1}
 GEMMA = DECODER | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 9}
 GEMMA2 = GEMMA | {"attn_logit_softcapping": 2.0, "attn_implementation": "eager"}  # older ones would not cap
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA3 = {
+    "text_config": GEMMA | {"sliding_window_pattern": 2},
+    "vision_config": VISION | {"image_size": 8, "patch_size": 4},
+    "mm_tokens_per_image": 4,
+} | {name: value for name, value in TOKENS.items() if name != "vocab_size"}
 GRANITE = DECODER | {
     "attention_multiplier": 0.2,
     "embedding_multiplier": 2.0,
@@ -109,6 +115,7 @@ FAMILIES = {
     "gemma": Row("GemmaForCausalLM", "GemmaConfig", DECODER | {"head_dim": 16}),
     # Its softmax is always in float32, where the float64 of a masked score is minus infinity: padding becomes NaN.
     "gemma2": Row("Gemma2ForCausalLM", "Gemma2Config", GEMMA2, dtype=torch.float32),
+    "gemma3": Row("Gemma3ForConditionalGeneration", "Gemma3Config", GEMMA3),
     "gemma3_text": Row("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA | {"sliding_window_pattern": 2}),
     "gpt2": Row("GPT2LMHeadModel", "GPT2Config", GPT2),
     "gpt_neox": Row("GPTNeoXForCausalLM", "GPTNeoXConfig", GPT_NEOX),
@@ -126,12 +133,14 @@ FAMILIES = {
     "opt": Row("OPTForCausalLM", "OPTConfig", OPT),
     "pegasus": Row("PegasusForConditionalGeneration", "PegasusConfig", SEQ2SEQ, seq2seq=True),
     "phi": Row("PhiForCausalLM", "PhiConfig", DECODER),
+    "phi3": Row("Phi3ForCausalLM", "Phi3Config", DECODER | {"sliding_window": 5}),
     "plbart": Row("PLBartForConditionalGeneration", "PLBartConfig", SEQ2SEQ, seq2seq=True),
     "qwen2": Row("Qwen2ForCausalLM", "Qwen2Config", DECODER),
     "qwen3": Row("Qwen3ForCausalLM", "Qwen3Config", DECODER | {"head_dim": 8}),
     "stablelm": Row("StableLmForCausalLM", "StableLmConfig", DECODER),
     "t5": Row("T5ForConditionalGeneration", "T5Config", T5, seq2seq=True),
-    "umt5": Row("UMT5ForConditionalGeneration", "UMT5Config", T5, seq2seq=True),
+    # In transformers 5.17 the fused attention of its decoder is not causal; the eager one always is.
+    "umt5": Row("UMT5ForConditionalGeneration", "UMT5Config", T5 | {"attn_implementation": "eager"}, seq2seq=True),
 }
 
 

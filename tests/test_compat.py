@@ -37,9 +37,8 @@ def test_private_names_are_used_at_the_boundary_only():
         name = str(path.relative_to(PACKAGE))
         if name == "compat.py" or name in DEFINES:
             continue
-        found += [
-            f"{name}: {word}" for word in PRIVATE if re.search(rf"(?<![A-Za-z]){re.escape(word)}", path.read_text())
-        ]
+        text = path.read_text()
+        found += [f"{name}: {word}" for word in PRIVATE if re.search(rf"(?<![A-Za-z]){re.escape(word)}", text)]
     assert not found
 
 

@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from t2r.feature_maps import (
     FeatureMap,
     PerformerMap,
     RfaMap,
-    T2RMap,
     affine,
     identity_like,
     make_feature_map,
@@ -35,21 +34,117 @@ LAYOUTS = {
     "ungrouped": {"num_heads": 6, "num_key_value_heads": 2, "grouped": False},
     "mqa": {"num_heads": 3, "num_key_value_heads": 1},
 }
-# Every map, and every way to configure one that computes something else.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "t2r": {"name": "t2r"},
-    "t2r-odd": {"name": "t2r", "feature_size": 7, "init": "identity"},
-    "t2r-separate": {"name": "t2r", "shared": False},
-    **{f"t2r-{a}": {"name": "t2r", "activation": a} for a in ("elu", "tanh", "cos", "gelu", "softmax")},
-    "t2r-softmax-separate": {"name": "t2r", "activation": "softmax", "init": "identity", "shared": False},
-    "t2r-weights": {"name": "t2r", "activation": "softmax", "shared": False, "key_weights": True},
-    "elu": {"name": "elu"},
-    "rfa": {"name": "rfa", "bank_size": 5},  # fewer draws than some layouts have heads
-    "performer": {"name": "performer"},
-    "hedgehog": {"name": "hedgehog"},
-    "hedgehog-weights": {"name": "hedgehog", "key_weights": True},
-    "hedgehog-separate": {"name": "hedgehog", "shared": False, "feature_size": 6, "init": "paper"},
+# --- Every map: one row each --------------------------------------------------------------------------------
+
+
+# φ of one head, x `[batch, time, head_dim]`, by its definition. `head` counts query maps or key maps.
+
+
+def affine_head(feature_map: Any, x: Tensor, head: int, query: bool) -> tuple[Tensor, Tensor]:
+    """The affine part, and the weight of each key."""
+    part = feature_map.query_map if query and feature_map.query_map is not None else feature_map.key_map
+    y = x @ part.weight[head].T + (0 if part.bias is None else part.bias[head])
+    weighs = feature_map.key_weight is not None and not query
+    return y, (x @ feature_map.key_weight.weight[head].T).exp() if weighs else torch.ones(())
+
+
+def t2r_head(feature_map: Any, x: Tensor, head: int, query: bool) -> Tensor:
+    y, weight = affine_head(feature_map, x, head, query)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": F.relu,
+        "elu": F.elu,
+        "tanh": F.tanh,
+        "cos": torch.cos,
+        "gelu": F.gelu,
+        "softmax": lambda y: y.softmax(-1),
+    }
+    return functions[feature_map.activation](y) * weight
+
+
+def hedgehog_head(feature_map: Any, x: Tensor, head: int, query: bool) -> Tensor:
+    y, weight = affine_head(feature_map, x, head, query)
+    return torch.cat([y, -y], -1).softmax(-1) * weight
+
+
+def elu_head(feature_map: Any, x: Tensor, head: int, query: bool) -> Tensor:
+    return F.elu(x) + 1
+
+
+def rfa_head(feature_map: Any, x: Tensor, head: int, query: bool) -> Tensor:
+    w = feature_map.bank[head % len(feature_map.bank)] * feature_map.sigma[head]
+    u = F.normalize(x, dim=-1) @ w.T
+    return torch.cat([u.sin(), u.cos()], -1) / math.sqrt(len(w))
+
+
+def performer_head(feature_map: Any, x: Tensor, head: int, query: bool) -> Tensor:
+    w = feature_map.vectors[head]
+    x = x * feature_map.head_dim ** (0.25 if query else -0.25)
+    x = torch.where(x.norm(dim=-1, keepdim=True) > 3, 3 * F.normalize(x, dim=-1), x)
+    return torch.exp(x @ w.T - x.norm(dim=-1, keepdim=True) ** 2 / 2) / math.sqrt(len(w))
+
+
+class Row(NamedTuple):
+    one_head: Callable[[Any, Tensor, int, bool], Tensor]
+    default_size: int  # for heads of 64
+    sizes: tuple[int, ...] = (2, 4, 32, 64, 1024)  # that heads of 64 may have
+    options: Mapping[str, Any] = {}
+    variants: Mapping[str, dict[str, Any]] = {}  # ways to configure it that compute something else
+    float32: bool = False  # features of a half-precision model are in full precision
+    draws: bool = False  # its parameters start at random, each head's apart
+    draws_not: tuple[str, ...] = ()  # variants that do not
+    mergeable: bool = False
+
+
+ROWS = {
+    "t2r": Row(
+        t2r_head,
+        32,
+        variants={
+            "t2r-odd": {"feature_size": 7, "init": "identity"},
+            "t2r-separate": {"shared": False},
+            **{f"t2r-{a}": {"activation": a} for a in ("elu", "tanh", "cos", "gelu", "softmax")},
+            "t2r-softmax-separate": {"activation": "softmax", "init": "identity", "shared": False},
+            "t2r-weights": {"activation": "softmax", "shared": False, "key_weights": True},
+        },
+        draws=True,
+        mergeable=True,
+    ),
+    "elu": Row(elu_head, 64, sizes=(64,)),
+    # Fewer draws than some layouts have heads.
+    "rfa": Row(rfa_head, 32, options={"bank_size": 5}, float32=True, draws=True),
+    "performer": Row(performer_head, 128, float32=True, draws=True),
+    "hedgehog": Row(
+        hedgehog_head,
+        128,
+        variants={
+            "hedgehog-weights": {"key_weights": True},
+            "hedgehog-separate": {"shared": False, "feature_size": 6, "init": "paper"},
+        },
+        draws=True,
+        draws_not=("hedgehog", "hedgehog-weights"),  # by default an identity
+        mergeable=True,
+    ),
 }
+VARIANTS: dict[str, dict[str, Any]] = {
+    variant: {"name": name, **row.options, **options}
+    for name, row in ROWS.items()
+    for variant, options in {name: {}, **row.variants}.items()
+}
+
+
+def row_of(variant: str) -> Row:
+    return ROWS[VARIANTS[variant]["name"]]
+
+
+def draws(variant: str) -> bool:
+    return row_of(variant).draws and variant not in row_of(variant).draws_not
+
+
+def test_every_map_has_a_row() -> None:
+    assert set(ROWS) == set(FEATURE_MAPS)
+    assert {name for name, row in ROWS.items() if row.mergeable} == {n for n, c in FEATURE_MAPS.items() if c.mergeable}
+
+
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -82,38 +177,6 @@ def attention(phi_q: Tensor, phi_k: Tensor) -> Tensor:
 # --- One head at a time -----------------------------------------------------------------------------------
 
 
-def one_head(feature_map: FeatureMap, x: Tensor, head: int, query: bool) -> Tensor:
-    """φ of one head, x `[batch, time, head_dim]`, by its definition. `head` counts query maps or key maps."""
-    if isinstance(feature_map, AffineMap):
-        part = feature_map.query_map if query and feature_map.query_map is not None else feature_map.key_map
-        y = x @ part.weight[head].T + (0 if part.bias is None else part.bias[head])
-        weight = torch.ones(())
-        if feature_map.key_weight is not None and not query:
-            weight = (x @ feature_map.key_weight.weight[head].T).exp()
-        if feature_map.name == "hedgehog":
-            return torch.cat([y, -y], -1).softmax(-1) * weight
-        assert isinstance(feature_map, T2RMap)
-        functions: dict[str, Callable[[Tensor], Tensor]] = {
-            "relu": F.relu,
-            "elu": F.elu,
-            "tanh": F.tanh,
-            "cos": torch.cos,
-            "gelu": F.gelu,
-            "softmax": lambda y: y.softmax(-1),
-        }
-        return functions[feature_map.activation](y) * weight
-    if isinstance(feature_map, RfaMap):
-        w = feature_map.bank[head % len(feature_map.bank)] * feature_map.sigma[head]
-        u = F.normalize(x, dim=-1) @ w.T
-        return torch.cat([u.sin(), u.cos()], -1) / math.sqrt(len(w))
-    if isinstance(feature_map, PerformerMap):
-        w = feature_map.vectors[head]
-        x = x * feature_map.head_dim ** (0.25 if query else -0.25)
-        x = torch.where(x.norm(dim=-1, keepdim=True) > 3, 3 * F.normalize(x, dim=-1), x)
-        return torch.exp(x @ w.T - x.norm(dim=-1, keepdim=True) ** 2 / 2) / math.sqrt(len(w))
-    return F.elu(x) + 1
-
-
 @every_layout
 @every_variant
 def test_heads_are_computed_as_if_one_by_one(variant: str, layout: str) -> None:
@@ -124,13 +187,13 @@ def test_heads_are_computed_as_if_one_by_one(variant: str, layout: str) -> None:
     heads, key_heads, size = feature_map.num_heads, feature_map.key_heads, feature_map.feature_size
     assert phi_q.shape == (2, heads, 5, size)
     assert phi_k.shape == (2, key_heads, 7, size)
-    separate = not feature_map.shared
+    separate, one_head = not feature_map.shared, row_of(variant).one_head
     for h in range(heads):
         which = h if separate else h * key_heads // heads
-        torch.testing.assert_close(phi_q[:, h], one_head(feature_map, q[:, h], which, query=True))
+        torch.testing.assert_close(phi_q[:, h], one_head(feature_map, q[:, h], which, True))
     for h in range(key_heads):
         x = k[:, h * feature_map.num_key_value_heads // key_heads]
-        torch.testing.assert_close(phi_k[:, h], one_head(feature_map, x, h, query=False))
+        torch.testing.assert_close(phi_k[:, h], one_head(feature_map, x, h, False))
     torch.testing.assert_close(feature_map.queries(q), phi_q, rtol=0, atol=0)
     torch.testing.assert_close(feature_map.keys(k), phi_k, rtol=0, atol=0)
 
@@ -168,7 +231,7 @@ def test_dtypes(variant: str, dtype: torch.dtype) -> None:
     feature_map = make(variant, "grouped").eval().to(dtype)
     q, k = inputs(feature_map, 3.0, dtype)
     exact = make(variant, "grouped").eval().double()(q.double(), k.double())
-    full = feature_map.name in ("rfa", "performer")
+    full = row_of(variant).float32
     for phi, want in zip(feature_map(q, k), exact, strict=True):
         assert phi.dtype == (torch.promote_types(dtype, torch.float32) if full else dtype)
         assert phi.isfinite().all()
@@ -183,7 +246,7 @@ def test_autocast(variant: str) -> None:
     plain = feature_map(q, k)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         features = feature_map(q, k)
-    full = feature_map.name in ("rfa", "performer")
+    full = row_of(variant).float32
     for phi, want in zip(features, plain, strict=True):
         assert phi.isfinite().all()
         if full:  # autocast must not reach inside
@@ -195,7 +258,6 @@ def test_autocast(variant: str) -> None:
 @every_variant
 def test_sign(variant: str) -> None:
     feature_map = make(variant, "grouped")
-    assert feature_map.signed == (variant in ("rfa", "t2r-elu", "t2r-tanh", "t2r-cos", "t2r-gelu"))
     lowest = min(phi.min().item() for phi in feature_map(*inputs(feature_map, 5.0)))
     assert (lowest < 0) == feature_map.signed
 
@@ -246,7 +308,7 @@ def test_parameter_counts() -> None:
 
 def test_default_sizes() -> None:
     sizes = {name: make_feature_map(name, head_dim=64, num_heads=1).feature_size for name in FEATURE_MAPS}
-    assert sizes == {"t2r": 32, "elu": 64, "rfa": 32, "performer": 128, "hedgehog": 128}
+    assert sizes == {name: row.default_size for name, row in ROWS.items()}
     assert sizes == {name: cls.default_feature_size(64) for name, cls in FEATURE_MAPS.items()}
 
 
@@ -261,8 +323,7 @@ def test_construction_depends_on_the_seed_alone(variant: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert same(first, second)
     if first.state_dict():
-        starts_random = variant not in ("hedgehog", "hedgehog-weights")  # by default an identity, and nothing to draw
-        assert same(first, other) != starts_random
+        assert same(first, other) != draws(variant)
 
 
 @every_variant
@@ -271,7 +332,7 @@ def test_heads_draw_their_own(variant: str) -> None:
     _, k = inputs(feature_map)
     k = k[:, :1].expand(-1, 2, -1, -1)
     first, second = feature_map.keys(k).unbind(1)
-    assert torch.equal(first, second) == (variant in ("elu", "hedgehog", "hedgehog-weights"))
+    assert torch.equal(first, second) != draws(variant)
 
 
 @every_layout
@@ -377,10 +438,6 @@ def test_weights_of_keys_are_bounded(dtype: torch.dtype) -> None:
     for sign in (1, -1):
         total = feature_map.keys(sign * k).float().sum(-1)
         torch.testing.assert_close(total.log(), torch.full_like(total, 8.0 * sign), rtol=0.01, atol=0)
-
-
-def test_only_learned_maps_merge() -> None:
-    assert {name for name, cls in FEATURE_MAPS.items() if cls.mergeable} == {"t2r", "hedgehog"}
 
 
 def test_paper_initialization_is_that_of_a_linear_layer() -> None:
@@ -612,7 +669,7 @@ def test_check_says_what_is_wrong(name: str, feature_size: Any, words: str) -> N
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_check_lets_good_sizes_pass(name: str) -> None:
-    for size in (None, 64) if name == "elu" else (None, 2, 4, 32, 64, 1024):
+    for size in (None, *ROWS[name].sizes):
         FEATURE_MAPS[name].check(64, size)
 
 

@@ -23,6 +23,7 @@ from t2r.attention.recurrence import recurrent_sites
 from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
 from t2r.evaluation import encode, perplexity
+from t2r.feature_maps import FEATURE_MAPS
 from t2r.model.modeling import T2RModel
 from t2r.pipelines.pretrain import make_model, pretrain, summary
 from t2r.tasks import LanguageModeling
@@ -136,7 +137,7 @@ def test_a_preset_that_was_saved_does_it_again(world, tmp_path):
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "three")) is GPT2LMHeadModel
 
 
-@pytest.mark.parametrize("feature_map", ["elu", "rfa", "performer", "t2r", "hedgehog"])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_any_attention(world, tmp_path, feature_map):
     run(world, tmp_path / "out", feature_map=feature_map, model_overrides=(*SMALL, "n_head=2"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

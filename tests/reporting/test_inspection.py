@@ -11,6 +11,7 @@ import torch
 import t2r
 from families import FAMILIES, VOCABULARY, is_seq2seq, tiny
 from t2r.attention.cache import cache_bytes
+from t2r.feature_maps import FEATURE_MAPS
 from t2r.model.merge import merge
 from t2r.model.modeling import T2RModel
 from t2r.reporting import inspection
@@ -49,7 +50,7 @@ def test_bytes_are_those_of_real_caches(model_type, options, short):
         assert found.kv_bytes[LENGTH] == cache_bytes(read(base, model_type))
 
 
-@pytest.mark.parametrize("feature_map", ["t2r", "elu", "rfa", "performer", "hedgehog"])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_state_bytes_of_every_map(feature_map, dtype, short):
     model = t2r.swap(tiny("llama", dtype), feature_map=feature_map)

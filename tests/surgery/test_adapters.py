@@ -1,11 +1,14 @@
 """What a family says when it is swapped, and what only one of them does."""
 
+import copy
 import logging
 
 import pytest
+import torch
+import transformers
 
 import t2r
-from families import batch, tiny
+from families import GPT_NEOX, TOKENS, VOCABULARY, batch, tiny
 
 
 @pytest.fixture
@@ -56,3 +59,70 @@ def test_t5_computes_its_bias_only_for_layers_that_take_it(monkeypatch):
         model(**step, past_key_values=cache)
         computed.append(kept)
     assert computed == [None, (9, 9), (1, 10), [2]]
+
+
+# --- Families with variants ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"multi_query": True},
+        {"multi_query": False, "bias": True},
+        {"multi_query": False, "parallel_attn": False},
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+    ],
+)
+def test_every_layout_of_falcon(variant):
+    torch.manual_seed(0)
+    teacher = transformers.FalconForCausalLM(transformers.FalconConfig(**GPT_NEOX, **variant)).double().eval()
+    for parameter in teacher.parameters():
+        parameter.data.mul_(4)
+    model = t2r.swap(copy.deepcopy(teacher), softmax_layers=[1])
+    inputs = batch("falcon")
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad(), t2r.exact_attention(model):
+        assert (model(**inputs).logits - teacher(**inputs).logits)[real].abs().max() < 1e-9
+
+
+def test_falcon_with_alibi_is_refused():
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**GPT_NEOX, alibi=True))
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(t2r.T2RError, match=r"a bias on the attention scores \(ALiBi\).* rotary positions"):
+        t2r.swap(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_gptj_rotates_whole_heads_where_it_has_no_rotary_dim():
+    fields = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 1, "n_positions": 32, "rotary_dim": 32}
+    torch.manual_seed(0)
+    teacher = transformers.GPTJForCausalLM(transformers.GPTJConfig(**fields)).eval()
+    model, inputs = t2r.swap(copy.deepcopy(teacher)), batch("gptj")
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad(), t2r.exact_attention(model):
+        assert (model(**inputs).logits - teacher(**inputs).logits)[real].abs().max() < 1e-4
+
+
+def test_gemma3_reads_images_from_left_to_right(caplog):
+    """Exact attention is the base model without its mask for images, and generation equals recomputation."""
+    teacher = tiny("gemma3")
+    token = VOCABULARY - 1
+    teacher.config.image_token_id = token
+    torch.nn.init.normal_(teacher.model.multi_modal_projector.mm_input_projection_weight)  # zeros in a fresh model
+    with caplog.at_level(logging.WARNING, "t2r"):
+        model = t2r.swap(copy.deepcopy(teacher), feature_size=8, softmax_layers=[1])
+    assert "the tokens of an image see each other in the base model" in caplog.text
+    ids = torch.randint(3, token, (1, 9), generator=torch.Generator().manual_seed(0))
+    ids[:, 2:6] = token
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 8, 8, dtype=torch.float64)}
+    kinds = {"token_type_ids": (ids == token).long()}  # a processor gives them, with and without images
+    with torch.no_grad():
+        with t2r.exact_attention(model):
+            exact = model(**inputs, **kinds).logits
+        assert (exact - teacher(**inputs).logits).abs().max() < 1e-9
+        assert (exact - teacher(**inputs, **kinds).logits).abs().max() > 1e-3
+        other = inputs | {"pixel_values": inputs["pixel_values"] + 1}
+        assert (model(**inputs).logits - model(**other).logits)[:, -1].abs().max() > 1e-6
+    options = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [0, token]}
+    made = model.generate(**inputs, **kinds, **options)
+    assert torch.equal(made, model.generate(**inputs, **kinds, **options, use_cache=False))

@@ -24,14 +24,27 @@ PADDING["attention_mask"][1, :3] = 0
 UNDERSTOOD = {
     "cohere": ("CohereForCausalLM", "CohereConfig", FULL),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", DECODER | {"sliding_window": 5}),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", DECODER),
     "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", DECODER),
+}
+SEQ2SEQ = TOKENS | {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+SEQ2SEQ |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAVA = {
+    "text_config": DECODER | {"model_type": "llama"},
+    "vision_config": VISION | {"model_type": "clip_vision_model"},
 }
 REFUSED = {
     "bloom": ("BloomForCausalLM", "BloomConfig", TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "interface"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT, "of one size"),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | {"head_dim": 8}, "not the model as it was"),
+    "llava": ("LlavaForConditionalGeneration", "LlavaConfig", LLAVA, "one part of a larger model"),
+    "led": (
+        "LEDForConditionalGeneration",
+        "LEDConfig",
+        SEQ2SEQ | {"attention_window": 4},
+        "encoder-decoder of a family",
+    ),
     "mamba": ("MambaForCausalLM", "MambaConfig", TOKENS | {"hidden_size": 32, "num_hidden_layers": 2}, "interface"),
 }
 understood = pytest.mark.parametrize("model_type", UNDERSTOOD)
@@ -88,8 +101,9 @@ def test_a_model_that_is_not_understood_is_left_as_it_was(model_type):
     assert model.training
     assert model.state_dict().keys() == before.state_dict().keys()
     ids = PADDING["input_ids"]
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
     with torch.no_grad():
-        assert torch.equal(model.eval()(ids).logits, before(ids).logits)
+        assert torch.equal(model.eval()(**inputs).logits, before(**inputs).logits)
 
 
 def test_a_state_that_does_not_reach_the_layers_is_seen(monkeypatch):

@@ -140,9 +140,11 @@ def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
 
 
 def empty_twin(base_class: Any, model: Any) -> Any:
-    """The base model of another, without weights."""
+    """The base model of another, without weights. Its attention is stock: families that are not on the attention
+    interface know no other name for it."""
+    config = copy.deepcopy(model.config)
     with torch.device("meta"):
-        return compat.build_from_config(base_class, copy.deepcopy(model.config), dtype=model.dtype)
+        return compat.build_from_config(base_class, config, dtype=model.dtype, attn_implementation="eager")
 
 
 def report(model: Any, swapped: bool) -> Inspection:

@@ -87,7 +87,7 @@ class Family:
 
     def notices(self, model: PreTrainedModel, swapped: Sequence[Site]) -> Iterator[str]:
         """What a recurrence does not take over, a sentence each."""
-        config: Any = model.config
+        config: Any = model.config.get_text_config(decoder=True)
         dropout = next((getattr(config, n) for n in self.dropouts if getattr(config, n, 0)), 0)
         if dropout:
             yield (

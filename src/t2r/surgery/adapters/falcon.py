@@ -27,6 +27,7 @@ class FalconRecurrence(RotatedAttention):
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # For each key head, the queries that share it, then the key and the value: in all three layouts of Falcon.
+        # Keys are not repeated for each query head, as the stock module does in Falcon 40B, cache and all.
         groups = self.num_heads // self.num_kv_heads
         fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_kv_heads, groups + 2, self.head_dim))
         q, k, v = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
@@ -100,7 +101,7 @@ class PackedModel(FalconModel):
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=x,
             past_key_values=past_key_values,
-            hidden_states=(*states, x) if hidden else None,
+            hidden_states=(*states, x) if hidden else None,  # type: ignore[arg-type]
         )
 
 

@@ -36,10 +36,20 @@ class GenericFamily(Family):
 def discover(model: PreTrainedModel) -> Family:
     """The family of a model that has no file here, or the reason why it cannot be swapped."""
     config: Any = model.config
+    if config.is_encoder_decoder:
+        raise refusal(
+            config.model_type,
+            "it is an encoder-decoder of a family that has no adapter. Its cross attention would become recurrent too, "
+            "and that is done on a module's own projections, which cannot be found by looking; an adapter is one file",
+        )
+    if config.get_text_config(decoder=True) is not config:
+        raise refusal(
+            config.model_type,
+            "its language model is one part of a larger model, and which of its attentions are the language model's "
+            "is not known without an adapter; if transformers has the language model as a model of its own, swap that",
+        )
     if not compat.on_attention_interface(model):
         raise refusal(config.model_type, "it is not on the attention interface of transformers")
-    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
-        raise refusal(config.model_type, "only plain language models can be swapped without knowing more of them")
     if strange := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         raise refusal(config.model_type, f"it has layers of {', '.join(sorted(strange))}")
     found = [(name, m) for name, m in model.base_model.named_modules() if attends(m)]

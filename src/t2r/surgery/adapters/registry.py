@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from t2r.errors import T2RError
 from t2r.surgery.adapters.base import Family
 
-# model_type -> the module of that name here, which defines FAMILY. Imported when it is needed. A hyphen is an underscore
-# in the module's name.
+# model_type -> the module of that name here (a hyphen is an underscore there), which defines FAMILY.
 FAMILIES = (
     "adaptive_lm",
     "bart",
@@ -21,6 +20,7 @@ FAMILIES = (
     "fsmt",
     "gemma",
     "gemma2",
+    "gemma3",
     "gemma3_text",
     "gpt2",
     "gpt_neox",
@@ -37,6 +37,7 @@ FAMILIES = (
     "opt",
     "pegasus",
     "phi",
+    "phi3",
     "plbart",
     "qwen2",
     "qwen3",

@@ -91,9 +91,9 @@ class RelativeBiasFamily(Family):
         yield from super().notices(model, swapped)
         count = sum(not site.cross for site in swapped)
         yield (
-            f"{self.model_type} knows positions only by a bias on its attention scores: the {count} recurrent layers of the decoder "
-            "have no scores and lose it (their order of reading is all that is left); the encoder, cross attention "
-            "and layers kept as softmax attention are as before"
+            f"{self.model_type} knows positions only by a bias on its attention scores: "
+            f"the {count} recurrent layers of the decoder have no scores and lose it (their order of reading is all "
+            "that is left); the encoder, cross attention and layers kept as softmax attention are as before"
         )
 
 
