@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 import sys
 from pathlib import Path
 
