@@ -251,6 +251,17 @@ def test_a_rename_that_fails_puts_the_old_folder_back(run, folders, tmp_path, mo
 # --- inspect ------------------------------------------------------------------------------------------------
 
 
+def test_inspect_shows_what_a_recipe_would_do(run, folders):
+    found = json.loads(run("inspect", folders / "llama", "--recipe", "distill-lm", "--json").stdout)
+    assert (found["options"]["decay"], found["options"]["rotary"]) == (True, False)
+    assert [stage["name"] for stage in found["recipe"]["stages"]] == ["transfer", "distill"]
+    code, stdout, _ = run("inspect", folders / "llama", "--recipe", "distill-lm", "--feature-size", 8)
+    assert code == 0
+    assert "distill: distill, trains all, 40,000,000 tokens in batches of 16,384 tokens" in stdout
+    code, _, stderr = run("inspect", folders / "llama", "--recipe", "none")
+    assert (code, "no recipe 'none'" in stderr) == (2, True)
+
+
 @both
 def test_inspect(run, folders, model_type):
     base = json.loads(run("inspect", folders / model_type, "--feature-size", 8, "--json").stdout)

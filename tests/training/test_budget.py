@@ -1,5 +1,6 @@
 """A budget is for all of it: what is decided from what was timed, and that timing changes nothing."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -7,9 +8,11 @@ import math
 import pytest
 import torch
 
+import t2r
 from families import tiny
 from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
+from t2r.tasks import LanguageModeling
 from t2r.training import budget
 from t2r.training.budget import (
     FEWEST_STEPS,
@@ -28,7 +31,8 @@ from t2r.training.budget import (
 from t2r.training.plan import within
 from t2r.training.recipe import Recipe, Stage
 from t2r.training.run import Run
-from t2r.training.timing import Cost, Speeds, slices, time_optimizer, time_slices
+from t2r.training.timing import Cost, Speeds, slices, time_all, time_optimizer, time_slices
+from t2r.training.trainer import Settings
 
 PLAN = Recipe(
     "toy",
@@ -211,3 +215,33 @@ def test_a_run_knows_how_long_it_has_worked(tmp_path, monkeypatch):
     again = Run(tmp_path / "run", {}, began=98.0)
     assert again.seconds == 17.0
     assert again.facts == {"plan": {}, "a": 1}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("objective", "train"), [("transfer", "maps"), ("distill", "all"), ("distill", "lora")])
+def test_timing_leaves_the_model_as_it_was(objective, train, compiled):
+    base = tiny("llama", torch.float32)
+    teacher = copy.deepcopy(base).requires_grad_(False)
+    student = t2r.swap(base, feature_map="t2r", decay=True)
+    task = LanguageModeling(None, [])
+    task.vocabulary = base.config.vocab_size
+    stage = Stage("only", objective, train, steps=1, block_size=16, batch_tokens=64)
+    next(student.parameters()).requires_grad_(False)
+    before = {name: (x.clone(), x.requires_grad) for name, x in student.named_parameters()}
+    names = [name for name, _ in student.named_modules()]
+    random = torch.get_rng_state()
+    torch.compiler.set_stance("force_eager")  # the way, without the wait
+    try:
+        settings = Settings(progress=False, compiled=compiled)
+        speeds = time_all(student, teacher, Recipe("toy", (stage,)), task, settings, None)
+    finally:
+        torch.compiler.set_stance("default")
+    assert speeds.stages["only"].token > 0
+    assert speeds.reading > 0
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [name for name, _ in student.named_modules()] == names
+    assert all(module._compiled_call_impl is None for module in student.modules())
+    for name, parameter in student.named_parameters():
+        assert torch.equal(parameter, before[name][0]), name
+        assert parameter.requires_grad == before[name][1], name
+        assert parameter.grad is None
