@@ -356,7 +356,7 @@ def test_the_teacher_writes_more_of_a_text(world, tmp_path, monkeypatch):
         return seen["written"]
 
     def stage(run, model, stage, task, *args, real=sessions.run_stage):
-        seen["parts"] = [len(part) for part in task.dataset(stage.block_size).datasets]
+        seen["parts"] = [len(part) for part in task.dataset(stage.block_size).parts]
         return real(run, model, stage, task, *args)
 
     monkeypatch.setattr(language_modeling, "write_corpus", write)
@@ -480,6 +480,43 @@ def test_the_card_says_what_it_was_trained_on(world, tmp_path):
     assert f"- state of a sequence: {found.state_bytes:,} bytes" in body
     assert f"- feature size: {found.sites[0].feature_size} (2 of 2" in body
     assert "| after distill |" in body
+
+
+def test_a_mixture_is_read_and_saved(world, tmp_path, monkeypatch):
+    (tmp_path / "other.txt").write_text(words(900, seed=5))
+    text, other = str(world / "train.txt"), str(tmp_path / "other.txt")
+    results = run(world, tmp_path / "out", train=[f"{text}:75%", f"{other}:25%"])
+    saved = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert saved["mixture"] == results["mixture"]
+    first, second = results["mixture"]
+    assert (first["source"], first["readings"], first["share"]) == (text, None, 75.0)
+    assert first["tokens"] == len(tokenize_corpus(text, AutoTokenizer.from_pretrained(world / "gpt2"), progress=False))
+    assert first["read"].keys() == {"transfer", "distill"}
+    assert first["read"]["distill"] + second["read"]["distill"] == 4 * 4 * BLOCK
+    assert first["share_read"] + second["share_read"] == pytest.approx(100, abs=0.01)
+    assert 50 < first["share_read"] < 95  # 8 steps of a random order
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "`train.txt` (75 % of what is read), `other.txt` (25 % of what is read)" in card
+    assert re.search(r"\| other.txt \| [\d,]+ \| [\d,]+ \| [\d.]+ % \|", card)
+    # A recipe says the same.
+    plan = load_recipe("distill-lm", SHORT).to_dict()
+    plan["train"] = [{"source": text, "share": 75}, {"source": other, "share": "25%"}]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(plan))
+    again = run(world, tmp_path / "again", train=None, recipe=str(tmp_path / "mine.yaml"), overrides=())
+    assert again["mixture"] == results["mixture"]
+    assert_same(tmp_path / "out", tmp_path / "again")
+    kept = yaml.safe_load((tmp_path / "again" / "recipe.yaml").read_text())
+    assert kept["train"] == [{"source": text, "share": 75.0}, {"source": other, "share": 25.0}]
+
+
+def test_no_text_is_one_line(world, tmp_path):
+    for nothing in (None, []):
+        with pytest.raises(T2RError, match=r"^no text was given"):
+            run(world, tmp_path / "out", train=nothing)
+    (tmp_path / "mine.yaml").write_text("train: 3\nstages: [{name: a, objective: task, steps: 1}]")
+    with pytest.raises(T2RError, match=r"mine.yaml: train is a list of sources; got 3"):
+        run(world, tmp_path / "out", train=None, recipe=str(tmp_path / "mine.yaml"), overrides=())
+    assert not (tmp_path / "out.run").exists()
 
 
 def test_halving_leaves_rotary_frequencies_alone():

@@ -416,6 +416,45 @@ def test_noise_is_in_what_is_read_not_in_the_labels(tmp_path, monkeypatch, objec
         assert {tuple(row[:-1]) for row in labels[0].view(4, LENGTH).tolist()} == {row[1:] for row in whole}
 
 
+@pytest.mark.parametrize("begins", [1, 2, 3])
+def test_noise_begins_with_a_reading(tmp_path, monkeypatch, begins):
+    """Four blocks, two in a batch, three epochs: a row is disturbed from its n-th reading on, and not before."""
+    monkeypatch.setattr(
+        language_modeling, "exchanged", lambda ids, share: torch.where(torch.as_tensor(share) > 0, ids.flip(1), ids)
+    )
+    read = []
+    rows, (student, _) = Rows(4), pair()
+    student.base_model.register_forward_pre_hook(lambda m, a, o: read.append(o.get("input_ids", *a)), with_kwargs=True)
+    what = stage("transfer", steps=6, batch_tokens=2 * LENGTH, noise=0.5, noise_from=begins)
+    train(tmp_path, student, what, rows=rows)
+    seen = {}
+    for ids in read:
+        for row in ids.tolist():
+            plain = next(i for i, own in enumerate(rows.ids.tolist()) if sorted(own) == sorted(row))
+            seen.setdefault(plain, []).append(row != rows.ids[plain].tolist())
+    assert len(seen) == 4
+    assert all(noisy == [reading >= begins for reading in (1, 2, 3)] for noisy in seen.values())
+
+
+def test_a_stage_reads_its_order(tmp_path):
+    """Every row once in an epoch, each epoch in another order, the same for the same seed."""
+
+    def reading(folder, seed):
+        read, (student, _) = [], pair()
+        student.base_model.register_forward_pre_hook(
+            lambda m, a, o: read.append(o.get("input_ids", *a)), with_kwargs=True
+        )
+        train(tmp_path / folder, student, stage("transfer", steps=4, device_tokens=2 * LENGTH), seed=seed)
+        return torch.cat(read).tolist()
+
+    one, again, other = reading("a", 1), reading("b", 1), reading("c", 2)
+    assert len(one) == 16  # two epochs of eight rows
+    assert sorted(one[:8]) == sorted(one[8:]) == sorted(Rows().ids.tolist())
+    assert one[:8] != one[8:]
+    assert one == again
+    assert one != other
+
+
 def test_noise_is_a_share():
     for share in (-0.1, 1.0):
         with pytest.raises(T2RError, match="noise must be a number, at least 0 and below 1"):
@@ -591,7 +630,7 @@ def test_a_stage_goes_on_to_the_same_weights(tmp_path, monkeypatch, trained, sav
                 part.p = 0.2
         return student, teacher
 
-    what = stage("distill", steps=6, train=trained, lora_rank=2, device_tokens=2 * LENGTH, noise=0.2)
+    what = stage("distill", steps=6, train=trained, lora_rank=2, device_tokens=2 * LENGTH, noise=0.2, noise_from=2)
     save = {"save_steps": 2, "rows": Rows(10)}
     student, teacher = fresh()
     whole, losses = train(tmp_path / "whole", student, what, teacher, **save)

@@ -134,7 +134,7 @@ class Session:
         return Work(
             self.plan,
             teacher_tokens=self.task.asked_of_teacher,
-            tokens=self.task.tokens,
+            tokens=self.task.epoch_tokens,
             windows=windows,
             window=window,
             reads=self.reads(),
@@ -214,6 +214,12 @@ class Session:
         """The losses of each stage."""
         return {stage.name: self.run.facts[f"{stage.name}.log"] for stage in self.plan.stages}
 
+    def mixture(self) -> list[dict[str, Any]]:
+        """What was read of each source of data, by stage."""
+        facts = self.run.facts
+        names = [stage.name for stage in self.plan.stages]
+        return self.task.mixture({name: facts[f"{name}.read"] for name in names if f"{name}.read" in facts})
+
     def read_tokens(self) -> dict[str, int]:
         """How many tokens each stage has read."""
         facts = self.run.facts
@@ -248,7 +254,7 @@ class Session:
                 (folder / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
                 card = folder / "README.md"
                 text = completed(card.read_text(encoding="utf-8"), {"pipeline_tag": self.task.pipeline_tag})
-                text += training_section(self.task.told_data(), self.read_tokens(), state)
+                text += training_section(self.task.told_data(), results.get("mixture", ()), self.read_tokens(), state)
                 text += results_section(self.plan, *table_of(results, compared=compared))
                 card.write_text(text, encoding="utf-8")
         self.run.remove()

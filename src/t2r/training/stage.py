@@ -111,6 +111,12 @@ class Stage:
         minimum=0,
         below=1,
     )
+    noise_from: int = option(
+        1,
+        help="Noise begins with this reading of a block in this stage; 2: the first reading has none.",
+        minimum=1,
+        maximum=10**6,
+    )
     lora_rank: int = option(16, help="Rank of the adapters.", minimum=1, maximum=10**6)
 
     def __post_init__(self) -> None:

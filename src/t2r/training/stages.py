@@ -12,6 +12,7 @@ from t2r.training.budget import duration, plan_stage, smaller_batch, steps_of, w
 from t2r.training.checkpoints import last_checkpoint
 from t2r.training.memory import held_bytes
 from t2r.training.optimizers import choose_trained
+from t2r.training.order import epoch_items
 from t2r.training.preparation import prepared, with_lora
 from t2r.training.recipe import Stage
 from t2r.training.run import Run
@@ -47,7 +48,7 @@ def run_stage(
     dataset: Any = task.dataset(stage.block_size)
     if f"{stage.name}.steps" not in run.facts:
         steps, batch_tokens = budgeted(
-            stage, len(dataset) * stage.block_size, model, task, teacher, settings, speeds, seconds
+            stage, round(epoch_items(dataset) * stage.block_size), model, task, teacher, settings, speeds, seconds
         )
         run.remember(f"{stage.name}.batch_tokens", lambda: batch_tokens)
         run.remember(f"{stage.name}.steps", lambda: steps)
@@ -67,6 +68,9 @@ def run_stage(
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stage.train == "lora":
         model = trained.merge_and_unload()
+    if hasattr(dataset, "tokens_of_sources"):
+        counts = trainer.order.totals(steps * stage.batch_tokens // stage.block_size)
+        run.remember(f"{stage.name}.read", lambda: dataset.tokens_of_sources(counts))
     run.remember(f"{stage.name}.log", lambda: [e for e in trainer.state.log_history if "loss" in e])
     run.finish(stage.name, model)
     trainer.accelerator.free_memory()
@@ -133,7 +137,7 @@ def announce(stage: Stage, steps: int, model: Any, teacher: Any, dataset: Any, s
         stage.train,
         f"{steps:,}",
         f"{steps * stage.batch_tokens:,}",
-        blocks / len(dataset),
+        blocks / epoch_items(dataset),
         "" if seconds is None else f" in about {duration(seconds)}",
         trained / 1e6,
         parameters / 1e6,

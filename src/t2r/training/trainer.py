@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from t2r.training.capture import CapturedStep
 from t2r.training.checkpoints import last_checkpoint, seal
 from t2r.training.learner import Learner
 from t2r.training.optimizers import choose_trained, make_optimizer
+from t2r.training.order import Order, collate
 from t2r.training.recipe import Stage
 
 LEARNED = "learned.safetensors"
@@ -103,7 +105,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             logging_nan_inf_filter=False,  # a NaN is news
             report_to=[] if settings.report_to == "none" else [settings.report_to],
             seed=settings.seed,
-            data_seed=settings.seed,
+            train_sampling_strategy="sequential",
             remove_unused_columns=False,
             disable_tqdm=not settings.progress,
             dataloader_num_workers=0,
@@ -112,14 +114,17 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         )
         compat.use_one_gpu(arguments)
         learner = Learner(model, stage, task, teacher, compiled=settings.compiled)
+        self.order = Order(
+            task.dataset(stage.block_size), steps * accumulation * rows * processes.count(), settings.seed
+        )
         callbacks: list[TrainerCallback] = [Watch()]
         if settings.save_steps is None:
             callbacks.append(Clock())
         super().__init__(
             model=learner,
             args=arguments,
-            train_dataset=task.dataset(stage.block_size),
-            data_collator=task.collate,
+            train_dataset=self.order,
+            data_collator=partial(collate, rows=task.collate),
             optimizers=(optimizer, scheduler),
             callbacks=callbacks,
         )
