@@ -81,7 +81,7 @@ def evaluate(
     texts = [] if text is None else [text] if isinstance(text, str | Path) else list(text)
     if not texts and not tasks:
         raise T2RError("nothing to measure: give --text FILE, --task NAME, or both")
-    wanted = [window] if window is None or isinstance(window, int) else list(window) or [None]
+    wanted: list[int | None] = [window] if window is None or isinstance(window, int) else [*window] or [None]
     for size in wanted:
         given = {"window": size, "stride": stride, "limit": limit, "dtype": dtype, "device": device, "seed": seed}
         check(RunOptions, given if batch_size is None else given | {"batch_size": batch_size})

@@ -78,9 +78,10 @@ class Variant:
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a model without what the variant changes."""
+        reader: Any = model
         swapped = isinstance(model, T2RModel)
         if self.window is not None:
-            if swapped and not model.kept_layers():
+            if swapped and not reader.kept_layers():
                 raise T2RError(f"{self}: this model has no softmax attention to limit")
             config = model.config.get_text_config()
             if not swapped and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
@@ -156,7 +157,7 @@ class RoundedReadout(Readout):
 
     def _body(self, inputs: Mapping[str, Tensor]) -> Tensor:
         assert self.body is not None
-        return self._in_pieces(inputs, lambda **given: self.body(**given).last_hidden_state)  # type: ignore[misc]
+        return self._in_pieces(inputs, lambda **given: self.body(**given).last_hidden_state)
 
     def _whole(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self._in_pieces(inputs, lambda **given: self.model(**given).logits)
