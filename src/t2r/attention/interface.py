@@ -23,6 +23,9 @@ from t2r.errors import T2RError
 
 NAME = "t2r"
 """The name of the attention implementation of every swapped model."""
+UNMASKED = "t2r_unmasked"
+"""The same for texts without padding or packed documents. transformers makes no mask for it, so that nobody looks for
+padding in a call that is captured as a CUDA graph. It serves models that are not swapped as well."""
 
 
 class Call(NamedTuple):
@@ -124,3 +127,4 @@ def rotation_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)
+AttentionInterface.register(UNMASKED, attention_forward)
