@@ -19,7 +19,7 @@ from t2r.attention.cache import adopt
 from t2r.attention.masks import make_mask
 from t2r.attention.merged import Affine, Mergeable
 from t2r.attention.recurrence import Inputs, Mode, Recurrence, mode_of
-from t2r.attention.softmax import softmax_attention
+from t2r.attention.softmax import SoftmaxWindow, softmax_attention
 from t2r.errors import T2RError
 
 NAME = "t2r"
@@ -131,10 +131,12 @@ def attention_forward(
     position_bias: Tensor | None = None,
     t2r_call: Call | None = None,
     t2r_documents: Tensor | None = None,
+    t2r_window: SoftmaxWindow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of a swapped model: recurrent sites, layers that kept softmax attention, and encoders.
 
+    `t2r_window`, a keyword argument of the model's forward, limits what softmax attention sees in this call.
     transformers builds one mask per model, and ours is two-dimensional (see `make_mask`), so every attention of the
     model comes here."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -154,7 +156,7 @@ def attention_forward(
     if t2r_call is not None and t2r_call.rotation is not None:
         q, k = rotate(module, query, key, *t2r_call.rotation)
     out = softmax_attention(
-        q, k, value, attention_mask, scaling, causal, dropout, sliding_window, softcap, position_bias
+        q, k, value, attention_mask, scaling, causal, dropout, sliding_window, softcap, position_bias, t2r_window
     )
     if t2r_call is not None and t2r_call.mode is not None and t2r_call.mode.observer is not None:
         assert isinstance(module, Recurrence)
