@@ -1,0 +1,6 @@
+"""The generation engine."""
+
+from t2r.generation.engine.engine import Engine
+from t2r.generation.engine.sequences import Event, Sequence
+
+__all__ = ["Engine", "Event", "Sequence"]
