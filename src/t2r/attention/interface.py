@@ -42,11 +42,15 @@ class InterfaceAttention(Recurrence):
     rotary: bool = True
     """Whether the map sees queries and keys after their rotation. Without it the stock forward gets a rotation by
     angles of zero, so that it works for every way to rotate."""
+    direct: bool = False
+    """Nothing stands between projections and map, so that the recurrence needs no stock forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mode = mode_of(self)
         cache = next((kwargs[name] for name in self.cache_arguments if kwargs.get(name) is not None), None)
         layer = adopt(cache, self.layer_idx, recurrent=mode is None)
+        if self.direct and mode is None and "hidden_states" in kwargs:
+            return self.attend_directly(kwargs["hidden_states"], kwargs.get("attention_mask"), layer), None
         rotation = kwargs.get("position_embeddings")
         # An observer sees what the map would see: rotated or not. Exact attention is always rotated.
         if self.rotary or (mode is not None and mode.observer is None):
@@ -54,6 +58,15 @@ class InterfaceAttention(Recurrence):
         if rotation is not None:
             kwargs["position_embeddings"] = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
         return super().forward(*args, **kwargs, t2r_call=Call(layer, mode, rotation))
+
+    def attend_directly(self, x: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
+        """What the stock forward computes with a rotation by zero, without rotating."""
+        stock: Any = self
+        shape = (*x.shape[:-1], -1, stock.head_dim)
+        q, k, v = (p(x).view(shape).transpose(1, 2) for p in (stock.q_proj, stock.k_proj, stock.v_proj))
+        out = self.attend(q, k, v, mask, layer, stock.scaling)
+        attended: Tensor = stock.o_proj(out.transpose(1, 2).flatten(2))
+        return attended
 
 
 def attention_forward(

@@ -176,6 +176,7 @@ class StaticT2RCache(T2RCache):
         super().__init__(layers, model)
         self.lengths = lengths
         self.kept = next((layer for layer in layers if isinstance(layer, StaticSoftmaxLayer)), None)
+        self.counts_by_row = False
 
     @property
     def rows(self) -> int:
@@ -185,6 +186,16 @@ class StaticT2RCache(T2RCache):
         if self.kept is not None:
             return self.kept.get_mask_sizes(query_length)
         return query_length, 0
+
+    def only_steps(self, by_row: bool) -> None:
+        """From now on single tokens are read, none of them padding. `by_row`: `get_seq_length` says how many tokens each
+        row has read, `[rows, 1]`, for models that take their positions from it; otherwise the most of any row."""
+        self.counts_by_row = by_row
+        for layer in self.layers:
+            layer.only_real_tokens = True
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.lengths[:, None] if self.counts_by_row else super().get_seq_length(layer_idx)
 
     def step_inputs(self) -> dict[str, Tensor]:
         """For the forward of one token for every row: their positions and the mask, of a shape that never changes.

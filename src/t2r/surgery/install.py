@@ -43,6 +43,7 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
         operate(site.module, family.recurrent_class(site.module), feature_map)
         if hasattr(site.module, "rotary"):  # of the recurrent classes for families that rotate
             site.module.rotary = config.rotary  # type: ignore[assignment]
+            site.module.direct = family.plain_projections and not config.rotary  # type: ignore[assignment]
         if config.merged:
             assert isinstance(site.module, ProjectionAttention)
             site.module.become_merged()

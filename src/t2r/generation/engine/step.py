@@ -24,8 +24,8 @@ class DecodeStep:
     """The forward of one token for every row, at fixed addresses.
 
     `run` reads `tokens [rows, 1]`, advances the cache and fills `logits [rows, vocabulary]`, in float32 as `generate`
-    computes with them. A row that is `greedy` finds its next token in `tokens` already: the likeliest one. A row that is
-    not `active` stays at position 0, whatever it reads.
+    computes with them. A row that is `greedy` finds its next token in `tokens` already: the likeliest one. A row
+    that is not `active` stays at position 0, whatever it reads.
 
     On a GPU the step is a CUDA graph, on a CPU a `Recording`; elsewhere it runs as it is.
     """
@@ -46,6 +46,7 @@ class DecodeStep:
         # The states of a source are filled: what stands for the source is never read.
         self.source = None if source is None else source.new_zeros(rows, 1, source.shape[-1])
         self.takes_positions = accepts(model, "position_ids")
+        self.own.only_steps(by_row=False)
         self.reset()
         self.replay = self.capture()
         self.reset()
@@ -76,7 +77,9 @@ class DecodeStep:
         self.own.lengths.mul_(self.active)
         inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
         if self.source is not None:
-            inputs |= {"decoder_input_ids": self.tokens, "encoder_outputs": BaseModelOutput(self.source)}
+            mask = self.own.step_inputs()["attention_mask"]
+            inputs |= {"decoder_input_ids": self.tokens, "decoder_attention_mask": mask}
+            inputs["encoder_outputs"] = BaseModelOutput(self.source)
         else:
             inputs |= {"input_ids": self.tokens, **self.own.step_inputs()}
             if not self.takes_positions:
