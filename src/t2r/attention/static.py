@@ -188,8 +188,10 @@ class StaticT2RCache(T2RCache):
         return query_length, 0
 
     def only_steps(self, by_row: bool) -> None:
-        """From now on single tokens are read, none of them padding. `by_row`: `get_seq_length` says how many tokens each
-        row has read, `[rows, 1]`, for models that take their positions from it; otherwise the most of any row."""
+        """From now on single tokens are read, none of them padding.
+
+        With `by_row`, `get_seq_length` says how many tokens each row has read `[rows, 1]`, for models that take their
+        positions from it; otherwise the most of any row."""
         self.counts_by_row = by_row
         for layer in self.layers:
             layer.only_real_tokens = True

@@ -96,9 +96,33 @@ class Engine:
             options: of `model.generate`.
         """
         try:
-            group = self.admitted(input_ids, state, seed, options)
+            return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options)
         except ForGenerate as reason:
-            return self.elsewhere(str(reason), input_ids, state, seed, streamer, options)
+            say_elsewhere(reason)
+        if seed is not None:
+            torch.manual_seed(seed)
+        if self.generation_config is not None:
+            options = {"generation_config": self.generation_config, **options}
+        if state is not None:
+            return self.model.continue_from(state, input_ids, streamer=streamer, **options)
+        sequences: Tensor = self.model.generate(input_ids, streamer=streamer, **options)
+        return sequences
+
+    def attempt(
+        self,
+        input_ids: Tensor,
+        *,
+        state: T2RCache | None = None,
+        seed: int | None = None,
+        streamer: BaseStreamer | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """`generate` without the way out.
+
+        Raises:
+            ForGenerate: only `model.generate` can do this.
+        """
+        group = self.admitted(input_ids, state, seed, options)
         if streamer is not None:
             if len(group.sequences) > 1:
                 raise T2RError("a streamer takes one sequence at a time: use engine.stream for a batch")
@@ -126,17 +150,11 @@ class Engine:
         while group.running:
             yield from (event for event in self.step() if event.sequence in group.sequences)
 
-    def elsewhere(
-        self, reason: str, input_ids: Tensor, state: Any, seed: int | None, streamer: Any, options: dict[str, Any]
-    ) -> Any:
-        logger.warning("model.generate() does this, not the engine: %s", reason)
-        if seed is not None:
-            torch.manual_seed(seed)
-        if self.generation_config is not None:
-            options = {"generation_config": self.generation_config, **options}
-        if state is not None:
-            return self.model.continue_from(state, input_ids, streamer=streamer, **options)
-        return self.model.generate(input_ids, streamer=streamer, **options)
+    def state_bytes(self, sequences: Tensor, state: T2RCache | None = None) -> int:
+        """The bytes that these sequences held at their end: all their tokens were read but the last."""
+        assert self.decode is not None
+        before = 0 if state is None else state.get_seq_length()
+        return sequences.shape[0] * self.decode.row_bytes(before + sequences.shape[1] - 1)
 
     # --- A running batch ------------------------------------------------------------------------------------
 
@@ -213,6 +231,8 @@ class Engine:
             raise ForGenerate("the model is in training mode")
         if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
             raise ForGenerate("the model is spread over several devices")
+        if (reason := self.no_static_cache()) is not None:
+            raise ForGenerate(reason)
         if state is not None and self.model.config.is_encoder_decoder:
             raise T2RError("a state to continue from is for language models")
         with torch.no_grad():
@@ -221,6 +241,18 @@ class Engine:
         self.check_room(group)
         self.waiting.append(group)
         return group
+
+    def no_static_cache(self) -> str | None:
+        """Why the state of this model has no fixed size; None: it has."""
+        if not self.model.kept_layers():
+            return None
+        if self.model.config.is_encoder_decoder:
+            return "cross attention that kept softmax has no state of fixed size"
+        try:
+            self.model.make_static_cache(rows=1, max_length=1)
+        except T2RError as reason:
+            return str(reason)
+        return None
 
     def needed_length(self, group: Group) -> int:
         """The tokens that a kept softmax layer has to hold for a group."""
@@ -239,8 +271,8 @@ class Engine:
     def has_room(self, group: Group) -> bool:
         """Whether a group can start now. While nothing runs the engine makes room, within its limits."""
         count, length = len(group.sequences), self.needed_length(group)
-        if self.groups and self.model.config.is_encoder_decoder:
-            return False  # decoders count their positions for the batch as a whole
+        if self.groups and self.decode is not None and not self.decode.by_row:
+            return False  # this decoder counts positions for the batch as a whole
         kept = bool(self.model.kept_layers())
         fits = self.decode is not None and (not kept or length <= (self.decode.max_length or 0))
         return (fits and count <= len(self.free)) or not self.groups
@@ -320,3 +352,7 @@ class Engine:
                     self.free.append(sequence.row)
                     sequence.row = None
         self.groups = [group for group in self.groups if group.running]
+
+
+def say_elsewhere(reason: ForGenerate) -> None:
+    logger.warning("model.generate() does this, and not the engine: %s", reason)

@@ -31,9 +31,9 @@ VALUE_FREE = {
 }
 """Operations whose results depend on the shape of their input only."""
 DIRECT = {
-    "add", "addmm", "argmax", "baddbmm", "bitwise_not", "bmm", "cat", "clamp", "clamp_min", "div", "exp", "gather", "ge",
-    "gt", "index_select", "le", "lt", "matmul", "mean", "mm", "mul", "neg", "pow", "rsqrt", "sigmoid", "softmax", "sqrt",
-    "sub", "sum", "tanh", "where",
+    "add", "addmm", "argmax", "baddbmm", "bitwise_not", "bmm", "cat", "clamp", "clamp_min", "div", "exp", "gather",
+    "ge", "gt", "index_select", "le", "lt", "matmul", "mean", "mm", "mul", "neg", "pow", "rsqrt", "sigmoid", "softmax",
+    "sqrt", "sub", "sum", "tanh", "where",
 }  # fmt: skip
 """Operations that `torch` has under the same name, with `out`: a call of those takes a third of an overload's time."""
 COPIES = {"clone", "contiguous", "flatten", "reshape", "to", "_to_copy"}
@@ -56,7 +56,16 @@ class Operation(NamedTuple):
     """The memory that it fills or changes."""
 
 
-class Tape(TorchDispatchMode):
+class NoValues(TorchDispatchMode):
+    """Raises `CannotRecord` where a tensor's value would decide something: neither a recording nor a CUDA graph can."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._schema.name in READS_VALUES:
+            raise CannotRecord(f"{function._schema.name} looks at a tensor's value")
+        return function(*args, **(kwargs or {}))
+
+
+class Tape(NoValues):
     """Notes every operation, and holds on to every tensor, so that no memory is used twice."""
 
     def __init__(self) -> None:
@@ -65,11 +74,8 @@ class Tape(TorchDispatchMode):
         self.held: list[Tensor] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        schema = function._schema
-        if schema.name in READS_VALUES:
-            raise CannotRecord(f"{schema.name} looks at a tensor's value")
-        out = function(*args, **kwargs)
+        kwargs, schema = kwargs or {}, function._schema
+        out = super().__torch_dispatch__(function, types, args, kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.held += results

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from t2r.errors import T2RError
-from t2r.generation.engine.recording import CannotRecord, Recording
+from t2r.attention.layers import layer_tensors
+from t2r.attention.static import StaticRecurrentLayer
+from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,6 @@ class DecodeStep:
     def __init__(self, model: Any, rows: int, max_length: int | None, source: Tensor | None = None) -> None:
         self.model, self.rows, self.max_length = model, rows, max_length
         seq2seq = bool(model.config.is_encoder_decoder)
-        if seq2seq and model.kept_layers():
-            raise T2RError("cross attention that kept softmax has no state of fixed size")
         self.cache = model.make_static_cache(rows=rows, max_length=max_length)
         self.own = self.cache.self_attention_cache if seq2seq else self.cache
         self.cross = self.cache.cross_attention_cache.layers if seq2seq else []
@@ -46,7 +45,8 @@ class DecodeStep:
         # The states of a source are filled: what stands for the source is never read.
         self.source = None if source is None else source.new_zeros(rows, 1, source.shape[-1])
         self.takes_positions = accepts(model, "position_ids")
-        self.own.only_steps(by_row=False)
+        self.by_row = not seq2seq or model.t2r_family.positions_by_row
+        self.own.only_steps(by_row=seq2seq and self.by_row)
         self.reset()
         self.replay = self.capture()
         self.reset()
@@ -73,6 +73,17 @@ class DecodeStep:
     def free(self, row: int) -> None:
         self.active[row] = 0
 
+    def row_bytes(self, tokens: int) -> int:
+        """What one sequence holds after so many tokens."""
+        total = 0
+        for layer in (*self.own.layers, *self.cross):
+            held = layer_tensors(layer).values()
+            if isinstance(layer, StaticRecurrentLayer):
+                total += sum(x[0].numel() * x.element_size() for x in held)
+            else:
+                total += sum(x[0, :, 0].numel() * x.element_size() * tokens for x in held)
+        return total
+
     def forward(self) -> None:
         self.own.lengths.mul_(self.active)
         inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
@@ -98,16 +109,15 @@ class DecodeStep:
     # --- Capture --------------------------------------------------------------------------------------------
 
     def capture(self) -> Callable[[], None]:
+        self.eager()  # what a model computes once (a table of positions) is made before
         kind = self.tokens.device.type
-        if kind == "cuda":
-            return self.captured()
-        with torch.no_grad():
-            self.forward()  # what a model computes once (a table of positions) is made before
-        if kind == "cpu":
-            try:
+        try:
+            if kind == "cuda":
+                return self.captured()
+            if kind == "cpu":
                 return self.recorded()
-            except CannotRecord as reason:
-                logger.info("the decoding step runs as it is: %s", reason)
+        except CannotRecord as reason:
+            logger.warning("the decoding step of this model cannot be captured, and runs as it is: %s", reason)
         return self.eager
 
     @torch.no_grad()
@@ -128,15 +138,25 @@ class DecodeStep:
 
     @torch.no_grad()
     def captured(self) -> Callable[[], None]:
-        device = self.tokens.device
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self.forward()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self.reset()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with NoValues():
             self.forward()
-        return self.graph.replay
+        device = self.tokens.device
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    self.forward()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(self.graph):
+                    self.forward()
+            except RuntimeError as error:
+                raise CannotRecord(str(error)) from error
+
+        def replay() -> None:
+            with torch.cuda.device(device):
+                self.graph.replay()
+
+        return replay
