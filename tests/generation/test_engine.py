@@ -227,6 +227,23 @@ def test_continuing_from_a_state(case):
     assert out[:, 5:].tolist() == [sequence.tokens for sequence in joined]
 
 
+@pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe"])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_a_state_can_be_kept_and_continued(case, tokens, tmp_path):
+    model, (prompt,) = swapped(case), prompts([6])
+    whole = alone(model, prompt, max_new_tokens=tokens + 5)
+    engine = Engine(model, rows=2, max_length=64)
+    first = engine.submit(prompt, max_new_tokens=tokens, keep_state=True)
+    engine.submit(prompt, max_new_tokens=tokens + 2)
+    list(engine.run())
+    assert first.state.get_seq_length() == 6 + tokens - 1
+    first.state.save(tmp_path / "state")
+    state = model.load_state(tmp_path / "state")
+    rest = engine.submit(torch.tensor(first.tokens[-1:]), state=state, max_new_tokens=5)
+    list(engine.run())
+    assert first.tokens + rest.tokens == whole
+
+
 def test_a_sequence_can_be_cancelled():
     model, given = swapped("gpt2"), prompts([4, 4, 4])
     engine = Engine(model, rows=1)
@@ -331,9 +348,7 @@ def test_joining_and_leaving_on_a_gpu(case):
     free = [alone(model, p, max_new_tokens=21) for p in given]
     stops = [[tokens[k]] for tokens, k in zip(free, (2, 9, 13, 20), strict=True)]
     engine = Engine(model, rows=2, max_length=64)
-    sequences = [
-        engine.submit(p, max_new_tokens=21, eos_token_id=s) for p, s in zip(given[:3], stops[:3], strict=True)
-    ]
+    sequences = [engine.submit(p, max_new_tokens=21, eos_token_id=s) for p, s in zip(given[:3], stops[:3], strict=True)]
     engine.step()
     sequences.append(engine.submit(given[3], max_new_tokens=21, do_sample=True, top_k=1))
     list(engine.run())

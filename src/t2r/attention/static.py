@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from t2r.attention.cache import T2RCache
-from t2r.attention.layers import RecurrentLayer, layer_tensors
+from t2r.attention.layers import RecurrentLayer, fill_layer, layer_tensors
 from t2r.errors import T2RError
 from t2r.ops import State, linear_attention, step
 
@@ -220,6 +220,17 @@ class StaticT2RCache(T2RCache):
         for own, new in zip(self.layers, other.layers, strict=True):
             own.put(row, new, other_row, real)
         self.lengths[row] = length
+
+    def take(self, row: int) -> Any:
+        """One sequence as a cache of its own, which grows as any other."""
+        model: Any = self.model()
+        new, length = model.make_cache(), int(self.lengths[row])
+        for own, layer in zip(self.layers, new.layers, strict=True):
+            held = {name: x[row : row + 1] for name, x in layer_tensors(own).items()}
+            if isinstance(own, StaticSoftmaxLayer):
+                held = {name: x[:, :, :length] for name, x in held.items()}
+            fill_layer(layer, {name: x.clone() for name, x in held.items()}, length)
+        return new
 
     def tensors(self) -> list[Tensor]:
         """Everything that a step updates, beside the lengths."""

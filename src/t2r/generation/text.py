@@ -196,7 +196,7 @@ def run(
     """Sequences, and the bytes of the cache after them; by the engine if there is one and it can do it."""
     if engine is not None:
         try:
-            sequences = engine.attempt(input_ids, state=state, **options)
+            sequences = engine.attempt(input_ids, state=state, **options).result()
             return sequences, engine.state_bytes(sequences, state)
         except ForGenerate as reason:
             say_elsewhere(reason)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY = 8
 """On a GPU, tokens between two looks at what was generated: each look waits for the device."""
 BLOCK = 256
-"""The buffers of kept softmax layers grow by so many tokens."""
+"""The buffers of kept softmax layers hold a multiple of so many tokens; they at least double when they grow."""
 
 
 class Engine:
@@ -96,7 +96,7 @@ class Engine:
             options: of `model.generate`.
         """
         try:
-            return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options)
+            return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
         except ForGenerate as reason:
             say_elsewhere(reason)
         if seed is not None:
@@ -115,14 +115,15 @@ class Engine:
         state: T2RCache | None = None,
         seed: int | None = None,
         streamer: BaseStreamer | None = None,
+        keep_state: bool = False,
         **options: Any,
-    ) -> Tensor:
-        """`generate` without the way out.
+    ) -> Group:
+        """`generate` without the way out: sequences that are finished, with their states if those are to be kept.
 
         Raises:
             ForGenerate: only `model.generate` can do this.
         """
-        group = self.admitted(input_ids, state, seed, options)
+        group = self.admitted(input_ids, state, seed, keep_state, options)
         if streamer is not None:
             if len(group.sequences) > 1:
                 raise T2RError("a streamer takes one sequence at a time: use engine.stream for a batch")
@@ -132,14 +133,14 @@ class Engine:
                 streamer.put(torch.tensor([event.token]))
         if streamer is not None:
             streamer.end()
-        return group.result()
+        return group
 
     def stream(
         self, input_ids: Tensor, *, state: T2RCache | None = None, seed: int | None = None, **options: Any
     ) -> Iterator[tuple[int, int]]:
         """Pairs of a sequence's place in the batch and its next token, as they come."""
         try:
-            group = self.admitted(input_ids, state, seed, options)
+            group = self.admitted(input_ids, state, seed, False, options)
         except ForGenerate as reason:
             raise T2RError(f"the engine cannot stream this: {reason}") from reason
         for event in self.until_done(group):
@@ -159,12 +160,21 @@ class Engine:
     # --- A running batch ------------------------------------------------------------------------------------
 
     def submit(
-        self, input_ids: Tensor, *, state: T2RCache | None = None, seed: int | None = None, **options: Any
+        self,
+        input_ids: Tensor,
+        *,
+        state: T2RCache | None = None,
+        seed: int | None = None,
+        keep_state: bool = False,
+        **options: Any,
     ) -> Sequence:
-        """Let one prompt `[1, tokens]` or `[tokens]` join; it waits until a row is free. Options as for `generate`."""
+        """Let one prompt `[1, tokens]` or `[tokens]` join; it waits until a row is free.
+
+        Options as for `generate`. With `keep_state` the sequence has its state at its end."""
         input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+        options = {"attention_mask": torch.ones_like(input_ids), **options}  # one prompt needs no padding
         try:
-            group = self.admitted(input_ids, state, seed, options)
+            group = self.admitted(input_ids, state, seed, keep_state, options)
         except ForGenerate as reason:
             raise T2RError(f"this cannot join a running batch: {reason}") from reason
         if len(group.sequences) != 1:
@@ -205,14 +215,18 @@ class Engine:
                     own = chosen.tolist()
                 else:
                     own = [0 if s.row is None else tokens[s.row] for s in group.sequences]
-                events += group.advance(own)
+                new = group.advance(own)
+                events += new
+                for sequence in (event.sequence for event in new if group.keep_state and event.sequence.finished):
+                    sequence.state = self.decode.own.take(sequence.row)
         self.release()
         return events
 
     def decoded(self) -> list[list[int]]:
         """Run the step; the tokens of every row, for each time. Without plain groups nobody asks for them."""
         assert self.decode is not None
-        if any(not group.plain for group in self.groups) or self.decode.tokens.device.type != "cuda":
+        watched = any(group.keep_state or not group.plain for group in self.groups)
+        if watched or self.decode.tokens.device.type != "cuda":
             self.decode.run()
             return [self.decode.tokens[:, 0].tolist() if any(group.plain for group in self.groups) else []]
         left = min(group.new_tokens - len(s.tokens) for group in self.groups for s in group.running)
@@ -225,7 +239,9 @@ class Engine:
 
     # --- Rows -----------------------------------------------------------------------------------------------
 
-    def admitted(self, input_ids: Tensor, state: Any, seed: int | None, options: dict[str, Any]) -> Group:
+    def admitted(
+        self, input_ids: Tensor, state: Any, seed: int | None, keep_state: bool, options: dict[str, Any]
+    ) -> Group:
         """A group of sequences, prepared and waiting."""
         if self.model.training:
             raise ForGenerate("the model is in training mode")
@@ -235,9 +251,16 @@ class Engine:
             raise ForGenerate(reason)
         if state is not None and self.model.config.is_encoder_decoder:
             raise T2RError("a state to continue from is for language models")
+        if keep_state and self.model.config.is_encoder_decoder:
+            raise T2RError("keep_state is for language models: the state of an encoder-decoder includes its source")
+        device = self.model.device
+        if options.get("attention_mask") is not None:
+            options = {**options, "attention_mask": options["attention_mask"].to(device)}
+        if state is not None:  # as in `continue_from`: new tokens count, unless a mask says otherwise
+            options = {"attention_mask": torch.ones_like(input_ids, device=device), **options}
         with torch.no_grad():
-            request = prepare(self.model, input_ids.to(self.model.device), options, self.generation_config)
-        group = Group(request, state, seeded(seed, self.model.device))
+            request = prepare(self.model, input_ids.to(device), options, self.generation_config)
+        group = Group(request, state, seeded(seed, device), keep_state)
         self.check_room(group)
         self.waiting.append(group)
         return group
@@ -287,7 +310,8 @@ class Engine:
         rows = self.rows or max(count, 0 if decode is None else decode.rows)
         size = None
         if kept:
-            size = self.max_length or max(-(-length // BLOCK) * BLOCK, 0 if decode is None else decode.max_length or 0)
+            before = 0 if decode is None else decode.max_length or 0
+            size = self.max_length or (before if length <= before else max(-(-length // BLOCK) * BLOCK, 2 * before))
         self.decode = None  # its memory is free before the next is allocated
         self.decode = DecodeStep(self.model, rows, size, source)
         self.free = list(range(rows))[::-1]
@@ -302,6 +326,8 @@ class Engine:
         events = group.advance(chosen.tolist())
         self.groups.append(group)
         for i, sequence in enumerate(group.sequences):
+            if sequence.finished and group.keep_state:
+                sequence.state = cache.take(i)
             if sequence.finished and group.plain:
                 continue
             sequence.row = self.free.pop()

@@ -23,6 +23,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     """What is new."""
     finished: bool = False
+    state: Any = None
+    """If it was asked for: the cache at the end, which has read every token but the last."""
 
 
 class Event(NamedTuple):
@@ -40,8 +42,8 @@ class Group:
     transformers' processors and criteria.
     """
 
-    def __init__(self, request: Request, state: Any, generator: torch.Generator | None) -> None:
-        self.request, self.state, self.generator = request, state, generator
+    def __init__(self, request: Request, state: Any, generator: torch.Generator | None, keep_state: bool) -> None:
+        self.request, self.state, self.generator, self.keep_state = request, state, generator, keep_state
         config, ids = request.config, request.ids
         self.sequences = [Sequence(i) for i in range(ids.shape[0])]
         eos = [c.eos_token_id.tolist() for c in request.criteria if isinstance(c, EosTokenCriteria)]
