@@ -13,7 +13,8 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.attention.recurrence import exact_attention
+from t2r.attention.merged import Mergeable
+from t2r.attention.recurrence import exact_attention, recurrent_sites
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
 from t2r.data.mixture import Sources
@@ -247,5 +248,9 @@ def keep_sensitive(
 
 def merges(student: PreTrainedModel) -> bool:
     """Can the maps be folded into the projections, and does it pay?"""
-    affine = all(isinstance(m.feature_map, AffineMap) for m in student.modules() if hasattr(m, "feature_map"))
-    return family_of(student).merges and affine and merge_cost(student).pays
+    sites = recurrent_sites(student)
+    possible = all(
+        isinstance(site.feature_map, AffineMap) and isinstance(site, Mergeable) and site.merge_obstacle is None
+        for site in sites
+    )
+    return possible and merge_cost(student).pays

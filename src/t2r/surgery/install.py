@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from t2r import compat
 from t2r.attention.interface import NAME
-from t2r.attention.projection import ProjectionAttention
+from t2r.attention.merged import Mergeable
 from t2r.attention.recurrence import Recurrence
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
@@ -44,7 +44,7 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
         if hasattr(site.module, "rotary"):  # of the recurrent classes for families that rotate
             site.module.rotary = config.rotary  # type: ignore[assignment]
         if config.merged:
-            assert isinstance(site.module, ProjectionAttention)
+            assert isinstance(site.module, Mergeable)
             site.module.become_merged()
     family.finish(model, chosen, [site for site in sites if site.layer in kept])
     compat.set_attention_implementation(model, NAME)

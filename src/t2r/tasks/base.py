@@ -24,6 +24,9 @@ class Task(ABC):
     pipeline_tag: ClassVar[str] = "text-generation"
     """In the model card: what the hub lists such a model under."""
 
+    uniform: bool = False
+    """Whether every item is one text of the same length: nothing is padded, and no documents are packed."""
+
     # --- Data -----------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -73,6 +73,10 @@ class LanguageModeling(Task):
 
     # --- Data -----------------------------------------------------------------------------------------------
 
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return not self.documents
+
     def describe(self) -> dict[str, Any]:
         return {
             "train": list(map(str, self.mixed)),

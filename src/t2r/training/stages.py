@@ -62,7 +62,7 @@ def run_stage(
     stage = fit(with_batch(stage, run.facts.get(f"{stage.name}.batch_tokens", stage.batch_tokens)), steps)
     folder = run.checkpoints(stage.name)
     trained: Any = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
-    with prepared(trained, model, teacher, stage, settings):
+    with prepared(trained, model, teacher, stage, settings, task):
         choose_trained(trained, stage)
         cost = None if speeds is None else speeds.stages[stage.name].of(stage.batch_tokens)
         expected = seconds if seconds is not None or cost is None else cost * steps

@@ -30,6 +30,7 @@ from t2r.errors import T2RError
 from t2r.storage import writing
 from t2r.tasks import Task
 from t2r.training import processes
+from t2r.training.capture import CapturedStep
 from t2r.training.checkpoints import last_checkpoint, seal
 from t2r.training.deadline import FASTER, Deadline
 from t2r.training.learner import Learner
@@ -44,6 +45,9 @@ SAVE_SECONDS = 180.0
 LOOK_AT_CLOCK = 10
 """Several processes must agree that it is time, which costs something: they ask after so many steps."""
 
+COUNT, LOSS = "t2r.count", "t2r.loss"
+"""Beside the inputs of a step and the sums that it gives."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -52,7 +56,7 @@ class Settings:
     Args:
         seed: of the order of the data, of dropout and of noise.
         bf16: compute in bfloat16 where it is safe; weights stay in float32.
-        compiled: compile layers, comparisons and losses.
+        compiled: compile layers, comparisons and losses, and on a GPU replay a step as one CUDA graph.
         gradient_checkpointing: compute the activations of a layer again in the backward pass, to save memory.
         save_steps: write a checkpoint after so many steps. None: every three minutes.
         report_to: `none`, or a tracker that transformers knows.
@@ -145,6 +149,10 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         # Whether the loss is divided by what `get_batch_samples` counts, or a mean that accumulation has to divide.
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
         self.terms: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.captured: CapturedStep | None = None
+        if captures(model, settings):
+            self.captured = CapturedStep(self.whole_step, model.parameters(), accumulates=accumulation > 1)
 
     # --- The loss -------------------------------------------------------------------------------------------
 
@@ -166,10 +174,26 @@ class StageTrainer(compat.TrainerHooks, Trainer):
     ) -> Any:
         # Processes average their gradients, so each divides its sum by its share of the count.
         count = None if num_items_in_batch is None else num_items_in_batch / processes.count()
-        loss, sums = model(dict(inputs), count)
+        loss, self.sums = model(dict(inputs), count)
+        return loss
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self.captured is None:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            sums = self.sums
+        else:
+            count = {} if num_items_in_batch is None else {COUNT: num_items_in_batch}
+            divided = self.current_gradient_accumulation_steps
+            sums = dict(self.captured(dict(inputs) | count, variant=divided))  # accelerate has moved them
+            loss = sums.pop(LOSS)
         for name, value in sums.items():
             self.terms[name] = self.terms.get(name, 0) + value
         return loss
+
+    def whole_step(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Forward and backward of a batch: the loss, and sums for the log."""
+        loss = super().training_step(self.model_wrapped, inputs, inputs.pop(COUNT, None))
+        return self.sums | {LOSS: loss}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self.terms:
@@ -279,6 +303,13 @@ class Watch(TrainerCallback):
                 f"the loss has grown from {self.best:.3g} to {loss:.3g} by step {state.global_step}: it diverges; "
                 f"lower the learning rate; {kept(args)}"
             )
+
+
+def captures(model: nn.Module, settings: Settings) -> bool:
+    """Whether steps are captured: compiled ones, on one GPU. What is computed again in a backward pass restores the
+    state of the random generator, which a graph cannot."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return on_gpu and settings.compiled and not settings.gradient_checkpointing and processes.count() == 1
 
 
 def kept(arguments: Any) -> str:

@@ -46,6 +46,7 @@ class Family:
     recurrent: type[Recurrence] | None = None
     positions: str = "rotary"  # or learned (a table that ends), sinusoidal, relative, none
     lacks: frozenset[str] = frozenset()  # what the base model cannot do, and its recurrent form neither
+    merges_unrotated: bool = False  # by the attention interface: maps fold into the projections under rotary=False
     tested: bool = True  # false: found by looking, so each model must prove itself when it is swapped
 
     dropouts: ClassVar[tuple[str, ...]] = ("attention_dropout", "attn_pdrop")
