@@ -165,7 +165,7 @@ def convert(
             if auto is not None and stage is plan.stages[0]:
                 student = keep_sensitive(session, student, teacher, config, auto, stage, results)
         results["log"] = session.logs()
-        results["mixture"] = session.mixture()
+        results |= session.pace() | {"mixture": session.mixture()}
         results = finite(results)
 
         student.eval()

@@ -156,7 +156,7 @@ def pretrain(
             model = session.train(model, stage)
             results["stages"][stage.name] = session.measure(stage.name, model)
         results["log"] = session.logs()
-        results["mixture"] = session.mixture()
+        results |= session.pace() | {"mixture": session.mixture()}
         results = finite(results)
 
         model.eval()

@@ -244,6 +244,8 @@ class LanguageModeling(Task):
             "bits_per_byte": result.bits_per_byte,
             "kl": result.mean_kl,
             "tokens": result.tokens,
+            "window": window,
+            "windows": count,
         }
 
     def told(self, measured: dict[str, Any]) -> str:

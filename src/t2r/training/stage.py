@@ -41,7 +41,7 @@ class Stage:
     epochs: float | None = option(None, help="Budget in passes over the text.", above=0, maximum=10**6)
     minutes: float | None = option(
         None,
-        help="Budget in minutes, turned into steps after a short calibration.",
+        help="Budget in minutes: the stage ends when they are over, and its learning rate follows the clock.",
         above=0,
         maximum=525_600,
     )

@@ -32,6 +32,7 @@ from t2r.tasks import Task
 from t2r.training import processes
 from t2r.training.capture import CapturedStep
 from t2r.training.checkpoints import last_checkpoint, seal
+from t2r.training.deadline import FASTER, Deadline
 from t2r.training.learner import Learner
 from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.order import Order, collate
@@ -72,7 +73,8 @@ class Settings:
 
 
 class StageTrainer(compat.TrainerHooks, Trainer):
-    """Trains one stage. `teacher` is what a distillation is measured against."""
+    """Trains one stage. `teacher` is what a distillation is measured against. With `seconds` it ends by the clock, and
+    `steps` is how many were planned."""
 
     def __init__(
         self,
@@ -84,15 +86,19 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         teacher: PreTrainedModel | None = None,
         settings: Settings = Settings(),  # noqa: B008
         logs: Path | None = None,
+        seconds: float | None = None,
     ) -> None:
         choose_trained(model, stage)
         optimizer = make_optimizer(model, stage)
         schedule = stage.make_schedule(steps)
-        scheduler = LambdaLR(optimizer, lambda step: schedule.at(step) / stage.learning_rate)
+        self.deadline = None if seconds is None else Deadline(seconds, steps)
+        reached = (lambda step: step) if self.deadline is None else self.deadline.planned_step
+        scheduler = LambdaLR(optimizer, lambda step: schedule.at(reached(step)) / stage.learning_rate)
         rows, accumulation = batch_shape(stage)
+        most = steps if self.deadline is None else FASTER * steps
         arguments = TrainingArguments(
             output_dir=str(folder),
-            max_steps=steps,
+            max_steps=most,
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=accumulation,
             max_grad_norm=stage.clip_norm or 0.0,
@@ -115,9 +121,11 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         compat.use_one_gpu(arguments)
         learner = Learner(model, stage, task, teacher, compiled=settings.compiled)
         self.order = Order(
-            task.dataset(stage.block_size), steps * accumulation * rows * processes.count(), settings.seed
+            task.dataset(stage.block_size), most * accumulation * rows * processes.count(), settings.seed
         )
         callbacks: list[TrainerCallback] = [Watch()]
+        if self.deadline is not None:
+            callbacks.append(self.deadline)
         if settings.save_steps is None:
             callbacks.append(Clock())
         super().__init__(
@@ -133,7 +141,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         # Each prints what is logged to stdout, among our results.
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(Bar())
+            self.add_callback(Bar(self.deadline))
         for callback in self.callback_handler.callbacks:  # its own choice is the folder of the checkpoints, which goes
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and logs is not None:
                 callback.logging_dir = str(logs)
@@ -207,6 +215,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             save()
             self.accelerator.wait_for_everyone()  # each process has saved its random state
             if self.is_world_process_zero():
+                if self.deadline is not None:
+                    self.deadline.save(folder)
                 seal(folder)
 
     def save_weights(self, folder: Path) -> bool:
@@ -238,7 +248,16 @@ class StageTrainer(compat.TrainerHooks, Trainer):
 
 
 class Bar(ProgressCallback):
-    """Progress on stderr, with the loss beside it."""
+    """Progress on stderr, with the loss beside it. By the clock, its end is where the time will be over."""
+
+    def __init__(self, deadline: Deadline | None = None) -> None:
+        super().__init__()
+        self.deadline = deadline
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None and self.deadline is not None and self.deadline.done:
+            self.training_bar.total = round(state.global_step / self.deadline.done)
+        super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and "loss" in (logs or {}):
