@@ -71,6 +71,8 @@ class Engine:
         self.generation_config = generation_config
         self.rows, self.max_length = rows, max_length
         self.decode: DecodeStep | None = None
+        self.look_every = LOOK_EVERY if model.device.type == "cuda" else 1
+        """Tokens between two looks at what was generated, where the step chooses all of them."""
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []
         self.free: list[int] = []
@@ -199,7 +201,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Let in whoever has room, and advance what runs by one token (by up to `LOOK_EVERY` on a GPU)."""
+        """Let in whoever has room, and advance what runs by one token, or up to `look_every`."""
         events = []
         while self.waiting and self.has_room(self.waiting[0]):
             events += self.start(self.waiting.popleft())
@@ -225,13 +227,12 @@ class Engine:
     def decoded(self) -> list[list[int]]:
         """Run the step; the tokens of every row, for each time. Without plain groups nobody asks for them."""
         assert self.decode is not None
-        watched = any(group.keep_state or not group.plain for group in self.groups)
-        if watched or self.decode.tokens.device.type != "cuda":
+        if any(group.keep_state or not group.plain for group in self.groups):
             self.decode.run()
             return [self.decode.tokens[:, 0].tolist() if any(group.plain for group in self.groups) else []]
         left = min(group.new_tokens - len(s.tokens) for group in self.groups for s in group.running)
         history = []
-        for _ in range(min(LOOK_EVERY, left)):
+        for _ in range(min(self.look_every, left)):
             self.decode.run()
             history.append(self.decode.tokens[:, 0].clone())
         tokens: list[list[int]] = torch.stack(history).tolist()
