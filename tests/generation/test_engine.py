@@ -272,6 +272,15 @@ def test_a_sequence_can_be_cancelled():
     assert sequences[2].tokens == alone(model, given[2], max_new_tokens=5)
 
 
+def test_a_stream_that_nobody_reads_to_its_end_is_over():
+    model, (prompt,) = swapped("gpt2"), prompts([4])
+    engine = Engine(model)
+    for _ in engine.stream(prompt, max_new_tokens=20):
+        break
+    assert not engine.busy
+    assert engine.generate(prompt, max_new_tokens=4)[0, 4:].tolist() == alone(model, prompt, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("pieces", [2, 3])
 def test_prompts_are_read_in_pieces(pieces, monkeypatch):
     for case in ("gpt2 kept", "llama recipe"):

@@ -70,8 +70,9 @@ class Engine:
         self.model: Any = model
         self.generation_config = generation_config
         self.rows, self.max_length = rows, max_length
+        self.obstacle = no_static_cache(self.model)
         self.decode: DecodeStep | None = None
-        self.look_every = LOOK_EVERY if model.device.type == "cuda" else 1
+        self.look_every = LOOK_EVERY if self.model.device.type == "cuda" else 1
         """Tokens between two looks at what was generated, where the step chooses all of them."""
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []
@@ -150,8 +151,12 @@ class Engine:
 
     def until_done(self, group: Group) -> Iterator[Event]:
         """Run until a group is done; what else is running goes on with it."""
-        while group.running:
-            yield from (event for event in self.step() if event.sequence in group.sequences)
+        try:
+            while group.running:
+                yield from (event for event in self.step() if event.sequence in group.sequences)
+        finally:
+            for sequence in group.running:  # whoever listened has gone, or something failed
+                self.cancel(sequence)
 
     def state_bytes(self, sequences: Tensor, state: T2RCache | None = None) -> int:
         """The bytes that these sequences held at their end: all their tokens were read but the last."""
@@ -248,8 +253,8 @@ class Engine:
             raise ForGenerate("the model is in training mode")
         if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
             raise ForGenerate("the model is spread over several devices")
-        if (reason := self.no_static_cache()) is not None:
-            raise ForGenerate(reason)
+        if self.obstacle is not None:
+            raise ForGenerate(self.obstacle)
         if state is not None and self.model.config.is_encoder_decoder:
             raise T2RError("a state to continue from is for language models")
         if keep_state and self.model.config.is_encoder_decoder:
@@ -265,18 +270,6 @@ class Engine:
         self.check_room(group)
         self.waiting.append(group)
         return group
-
-    def no_static_cache(self) -> str | None:
-        """Why the state of this model has no fixed size; None: it has."""
-        if not self.model.kept_layers():
-            return None
-        if self.model.config.is_encoder_decoder:
-            return "cross attention that kept softmax has no state of fixed size"
-        try:
-            self.model.make_static_cache(rows=1, max_length=1)
-        except T2RError as reason:
-            return str(reason)
-        return None
 
     def needed_length(self, group: Group) -> int:
         """The tokens that a kept softmax layer has to hold for a group."""
@@ -379,6 +372,19 @@ class Engine:
                     self.free.append(sequence.row)
                     sequence.row = None
         self.groups = [group for group in self.groups if group.running]
+
+
+def no_static_cache(model: Any) -> str | None:
+    """Why the state of this model has no fixed size; None: it has."""
+    if not model.kept_layers():
+        return None
+    if model.config.is_encoder_decoder:
+        return "cross attention that kept softmax has no state of fixed size"
+    try:
+        model.make_static_cache(rows=1, max_length=1)
+    except T2RError as reason:
+        return str(reason)
+    return None
 
 
 def say_elsewhere(reason: ForGenerate) -> None:
