@@ -210,6 +210,21 @@ def test_sequences_join_and_leave_a_running_batch(case):
         assert sequence.finished
 
 
+@pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe", "marian"])
+def test_stops_between_two_looks(case):
+    """What is generated after a stop, before anybody looks, is dropped, and harms nobody."""
+    model, given = swapped(case), prompts([5, 1, 9, 3])
+    free = [alone(model, p, max_new_tokens=21) for p in given]
+    stops = [[tokens[k]] for tokens, k in zip(free, (2, 9, 13, 20), strict=True)]
+    engine = Engine(model, rows=2, max_length=30)
+    engine.look_every = 8
+    sequences = [engine.submit(p, max_new_tokens=21, eos_token_id=s) for p, s in zip(given, stops, strict=True)]
+    assert max(len(engine.step()) for _ in range(3)) > 4  # more than a first and a next token for each row
+    list(engine.run())
+    for prompt, stop, sequence in zip(given, stops, sequences, strict=True):
+        assert sequence.tokens == alone(model, prompt, max_new_tokens=21, eos_token_id=stop)
+
+
 @pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe"])
 def test_continuing_from_a_state(case):
     model, (read, first, second) = swapped(case), prompts([11, 2, 5])
@@ -255,6 +270,15 @@ def test_a_sequence_can_be_cancelled():
     assert len(sequences[0].tokens) == 2
     assert sequences[1].tokens == []
     assert sequences[2].tokens == alone(model, given[2], max_new_tokens=5)
+
+
+def test_a_stream_that_nobody_reads_to_its_end_is_over():
+    model, (prompt,) = swapped("gpt2"), prompts([4])
+    engine = Engine(model)
+    for _ in engine.stream(prompt, max_new_tokens=20):
+        break
+    assert not engine.busy
+    assert engine.generate(prompt, max_new_tokens=4)[0, 4:].tolist() == alone(model, prompt, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("pieces", [2, 3])

@@ -70,7 +70,10 @@ class Engine:
         self.model: Any = model
         self.generation_config = generation_config
         self.rows, self.max_length = rows, max_length
+        self.obstacle = no_static_cache(self.model)
         self.decode: DecodeStep | None = None
+        self.look_every = LOOK_EVERY if self.model.device.type == "cuda" else 1
+        """Tokens between two looks at what was generated, where the step chooses all of them."""
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []
         self.free: list[int] = []
@@ -148,8 +151,12 @@ class Engine:
 
     def until_done(self, group: Group) -> Iterator[Event]:
         """Run until a group is done; what else is running goes on with it."""
-        while group.running:
-            yield from (event for event in self.step() if event.sequence in group.sequences)
+        try:
+            while group.running:
+                yield from (event for event in self.step() if event.sequence in group.sequences)
+        finally:
+            for sequence in group.running:  # whoever listened has gone, or something failed
+                self.cancel(sequence)
 
     def state_bytes(self, sequences: Tensor, state: T2RCache | None = None) -> int:
         """The bytes that these sequences held at their end: all their tokens were read but the last."""
@@ -199,7 +206,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Let in whoever has room, and advance what runs by one token (by up to `LOOK_EVERY` on a GPU)."""
+        """Let in whoever has room, and advance what runs by one token, or up to `look_every`."""
         events = []
         while self.waiting and self.has_room(self.waiting[0]):
             events += self.start(self.waiting.popleft())
@@ -225,13 +232,12 @@ class Engine:
     def decoded(self) -> list[list[int]]:
         """Run the step; the tokens of every row, for each time. Without plain groups nobody asks for them."""
         assert self.decode is not None
-        watched = any(group.keep_state or not group.plain for group in self.groups)
-        if watched or self.decode.tokens.device.type != "cuda":
+        if any(group.keep_state or not group.plain for group in self.groups):
             self.decode.run()
             return [self.decode.tokens[:, 0].tolist() if any(group.plain for group in self.groups) else []]
         left = min(group.new_tokens - len(s.tokens) for group in self.groups for s in group.running)
         history = []
-        for _ in range(min(LOOK_EVERY, left)):
+        for _ in range(min(self.look_every, left)):
             self.decode.run()
             history.append(self.decode.tokens[:, 0].clone())
         tokens: list[list[int]] = torch.stack(history).tolist()
@@ -247,8 +253,8 @@ class Engine:
             raise ForGenerate("the model is in training mode")
         if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
             raise ForGenerate("the model is spread over several devices")
-        if (reason := self.no_static_cache()) is not None:
-            raise ForGenerate(reason)
+        if self.obstacle is not None:
+            raise ForGenerate(self.obstacle)
         if state is not None and self.model.config.is_encoder_decoder:
             raise T2RError("a state to continue from is for language models")
         if keep_state and self.model.config.is_encoder_decoder:
@@ -264,18 +270,6 @@ class Engine:
         self.check_room(group)
         self.waiting.append(group)
         return group
-
-    def no_static_cache(self) -> str | None:
-        """Why the state of this model has no fixed size; None: it has."""
-        if not self.model.kept_layers():
-            return None
-        if self.model.config.is_encoder_decoder:
-            return "cross attention that kept softmax has no state of fixed size"
-        try:
-            self.model.make_static_cache(rows=1, max_length=1)
-        except T2RError as reason:
-            return str(reason)
-        return None
 
     def needed_length(self, group: Group) -> int:
         """The tokens that a kept softmax layer has to hold for a group."""
@@ -378,6 +372,19 @@ class Engine:
                     self.free.append(sequence.row)
                     sequence.row = None
         self.groups = [group for group in self.groups if group.running]
+
+
+def no_static_cache(model: Any) -> str | None:
+    """Why the state of this model has no fixed size; None: it has."""
+    if not model.kept_layers():
+        return None
+    if model.config.is_encoder_decoder:
+        return "cross attention that kept softmax has no state of fixed size"
+    try:
+        model.make_static_cache(rows=1, max_length=1)
+    except T2RError as reason:
+        return str(reason)
+    return None
 
 
 def say_elsewhere(reason: ForGenerate) -> None:

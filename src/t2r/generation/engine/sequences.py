@@ -70,8 +70,8 @@ class Group:
         """The next token of every sequence `[sequences]`, from logits in float32."""
         if self.plain:
             return logits.argmax(-1)
-        ids = self.ids[:, : self.length]
-        scores = self.request.processors(ids, logits)
+        processors: Any = self.request.processors
+        scores = processors(self.ids[:, : self.length], logits)
         if self.request.config.do_sample:
             chosen = torch.multinomial(scores.softmax(-1), num_samples=1, generator=self.generator).squeeze(1)
         else:

@@ -43,7 +43,7 @@ class DecodeStep:
         self.greedy = torch.zeros(rows, 1, dtype=torch.bool, device=device)
         self.logits = torch.empty(0)
         # The states of a source are filled: what stands for the source is never read.
-        self.source = None if source is None else source.new_zeros(rows, 1, source.shape[-1])
+        self.source: Any = None if source is None else source.new_zeros(rows, 1, source.shape[-1])
         self.takes_positions = accepts(model, "position_ids")
         self.by_row = not seq2seq or model.t2r_family.positions_by_row
         self.own.only_steps(by_row=seq2seq and self.by_row)
@@ -95,7 +95,7 @@ class DecodeStep:
             inputs |= {"input_ids": self.tokens, **self.own.step_inputs()}
             if not self.takes_positions:
                 del inputs["position_ids"]
-        logits = self.model(**inputs).logits[:, -1]
+        logits: Tensor = self.model(**inputs).logits[:, -1]
         if not self.logits.numel():
             self.logits = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
         self.logits.copy_(logits)
