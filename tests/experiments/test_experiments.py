@@ -75,6 +75,10 @@ def given(toy, out="out"):
 
 
 def test_from_end_to_end_and_again(toy, capfd):
+    record = reproduce(str(toy / "toy.yaml"), **given(toy), steps=["rnn"])
+    assert [part["name"] for part in record["steps"]] == ["rnn"]
+    assert not record["complete"]
+    capfd.readouterr()
     record = reproduce(str(toy / "toy.yaml"), **given(toy))
     said = capfd.readouterr().err
     assert (
@@ -158,6 +162,8 @@ def test_what_is_missing_is_said_in_a_line(toy):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"teacher": str(toy / "nowhere")}})
     with pytest.raises(T2RError, match="has no model student"):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"student": "x"}})
+    with pytest.raises(T2RError, match="has no step draw; it has rnn, controls, tasks"):
+        reproduce(str(toy / "toy.yaml"), **options, steps=["draw"])
     with pytest.raises(T2RError, match="no experiment 'nothing'"):
         reproduce("nothing")
     with pytest.raises(T2RError, match=r"step rnn failed: .*nobody/nothing"):
