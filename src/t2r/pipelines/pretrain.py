@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from t2r import __version__
 from t2r.config import T2RConfig
 from t2r.data.fingerprint import of_model, of_tokenizer
+from t2r.data.mixture import Sources, parse_sources
 from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
 from t2r.hub import choose_device, explained, load_model, load_tokenizer
@@ -44,7 +45,7 @@ def pretrain(
     config: str,
     out: str,
     *,
-    train: str | Sequence[str],
+    train: Sources | None = None,
     valid: str | None = None,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
@@ -72,7 +73,8 @@ def pretrain(
         config: the name of a shipped preset, a YAML file, or the folder of a model, whose shape alone is taken (and its
             tokenizer).
         out: the folder to make. While it works, `out.run` beside it holds the unfinished run; the same call goes on.
-        train: text files, globs, JSONL or `datasets:` names.
+        train: text files, globs, JSONL or `datasets:` names, with weights or without, as for `convert`. None: the texts
+            that the recipe names.
         valid: a text to measure perplexity on, before and after.
         recipe: in place of the preset's own: a shipped recipe or a YAML file; `overrides` are `stage.field=value`.
         model_overrides: `field=value` of the model's configuration.
@@ -113,8 +115,9 @@ def pretrain(
         report_to=report_to,
         progress=progress,
     )
+    sources = parse_sources(plan.train if train is None else train)
     with caching():
-        texts = [train] if isinstance(train, str) else list(train)
+        texts = [entry.source for entry in sources]
         tokens = make_tokenizer(preset, config, tokenizer, texts, progress, continued)
     shape = preset.make_config(tokens)
     facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
@@ -127,7 +130,7 @@ def pretrain(
     sizes = [stage.block_size for stage in plan.stages]
     task = LanguageModeling(
         tokens,
-        train,
+        sources,
         valid,
         documents=documents,
         limit=limit,
@@ -153,6 +156,7 @@ def pretrain(
             model = session.train(model, stage)
             results["stages"][stage.name] = session.measure(stage.name, model)
         results["log"] = session.logs()
+        results |= session.pace() | {"mixture": session.mixture()}
         results = finite(results)
 
         model.eval()

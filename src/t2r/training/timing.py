@@ -22,6 +22,7 @@ from t2r.training.learner import Learner
 from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.preparation import prepared, with_lora
 from t2r.training.recipe import Recipe, Stage
+from t2r.training.threads import choose
 from t2r.training.trainer import Settings, batch_shape, captures
 
 SLICE = 128
@@ -90,6 +91,15 @@ def time_all(
             "train less of the model"
         ) from error
     return Speeds.from_dict(processes.agreed(Speeds(stages, reading, writing).to_dict()))
+
+
+def choose_threads(
+    model: PreTrainedModel, teacher: PreTrainedModel | None, plan: Recipe, task: Task, settings: Settings
+) -> int:
+    """Use as many threads as a step of the first stage is fastest with."""
+    stage = plan.stages[0]
+    with undisturbed(model):
+        return choose(lambda: time_stage(model, stage, task, teacher, settings).of(stage.batch_tokens))
 
 
 class undisturbed:

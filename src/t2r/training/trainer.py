@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from t2r.tasks import Task
 from t2r.training import processes
 from t2r.training.capture import CapturedStep
 from t2r.training.checkpoints import last_checkpoint, seal
+from t2r.training.deadline import FASTER, Deadline
 from t2r.training.learner import Learner
 from t2r.training.optimizers import choose_trained, make_optimizer
+from t2r.training.order import Order, collate
 from t2r.training.recipe import Stage
 
 LEARNED = "learned.safetensors"
@@ -70,7 +73,8 @@ class Settings:
 
 
 class StageTrainer(compat.TrainerHooks, Trainer):
-    """Trains one stage. `teacher` is what a distillation is measured against."""
+    """Trains one stage. `teacher` is what a distillation is measured against. With `seconds` it ends by the clock, and
+    `steps` is how many were planned."""
 
     def __init__(
         self,
@@ -82,15 +86,19 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         teacher: PreTrainedModel | None = None,
         settings: Settings = Settings(),  # noqa: B008
         logs: Path | None = None,
+        seconds: float | None = None,
     ) -> None:
         choose_trained(model, stage)
         optimizer = make_optimizer(model, stage)
         schedule = stage.make_schedule(steps)
-        scheduler = LambdaLR(optimizer, lambda step: schedule.at(step) / stage.learning_rate)
+        self.deadline = None if seconds is None else Deadline(seconds, steps)
+        reached = (lambda step: step) if self.deadline is None else self.deadline.planned_step
+        scheduler = LambdaLR(optimizer, lambda step: schedule.at(reached(step)) / stage.learning_rate)
         rows, accumulation = batch_shape(stage)
+        most = steps if self.deadline is None else FASTER * steps
         arguments = TrainingArguments(
             output_dir=str(folder),
-            max_steps=steps,
+            max_steps=most,
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=accumulation,
             max_grad_norm=stage.clip_norm or 0.0,
@@ -103,7 +111,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             logging_nan_inf_filter=False,  # a NaN is news
             report_to=[] if settings.report_to == "none" else [settings.report_to],
             seed=settings.seed,
-            data_seed=settings.seed,
+            train_sampling_strategy="sequential",
             remove_unused_columns=False,
             disable_tqdm=not settings.progress,
             dataloader_num_workers=0,
@@ -112,14 +120,19 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         )
         compat.use_one_gpu(arguments)
         learner = Learner(model, stage, task, teacher, compiled=settings.compiled)
+        self.order = Order(
+            task.dataset(stage.block_size), most * accumulation * rows * processes.count(), settings.seed
+        )
         callbacks: list[TrainerCallback] = [Watch()]
+        if self.deadline is not None:
+            callbacks.append(self.deadline)
         if settings.save_steps is None:
             callbacks.append(Clock())
         super().__init__(
             model=learner,
             args=arguments,
-            train_dataset=task.dataset(stage.block_size),
-            data_collator=task.collate,
+            train_dataset=self.order,
+            data_collator=partial(collate, rows=task.collate),
             optimizers=(optimizer, scheduler),
             callbacks=callbacks,
         )
@@ -128,7 +141,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         # Each prints what is logged to stdout, among our results.
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(Bar())
+            self.add_callback(Bar(self.deadline))
         for callback in self.callback_handler.callbacks:  # its own choice is the folder of the checkpoints, which goes
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and logs is not None:
                 callback.logging_dir = str(logs)
@@ -202,6 +215,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             save()
             self.accelerator.wait_for_everyone()  # each process has saved its random state
             if self.is_world_process_zero():
+                if self.deadline is not None:
+                    self.deadline.save(folder)
                 seal(folder)
 
     def save_weights(self, folder: Path) -> bool:
@@ -233,7 +248,16 @@ class StageTrainer(compat.TrainerHooks, Trainer):
 
 
 class Bar(ProgressCallback):
-    """Progress on stderr, with the loss beside it."""
+    """Progress on stderr, with the loss beside it. By the clock, its end is where the time will be over."""
+
+    def __init__(self, deadline: Deadline | None = None) -> None:
+        super().__init__()
+        self.deadline = deadline
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None and self.deadline is not None and self.deadline.done:
+            self.training_bar.total = round(state.global_step / self.deadline.done)
+        super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and "loss" in (logs or {}):
