@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from families import tiny
 from t2r.cli import app
+from t2r.data.mixture import parse_sources
 from t2r.data.wikitext import detokenize, prepare
 from t2r.errors import T2RError
 from t2r.experiments import load_experiment, reproduce, shipped_experiments
@@ -27,6 +29,7 @@ from t2r.experiments.data import TEXTS, missing, prepared
 from t2r.experiments.experiment import make_experiment
 from t2r.experiments.record import compact, recorded
 from t2r.experiments.tables import evaluation_tables, markdown, page, provenance, record_tables, training_table
+from t2r.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 RAW = " = Fish = \n\n The old man ( of the sea ) went out , with a @-@ boat , to catch 1 @,@ 000 fish . \n" * 60
@@ -75,6 +78,10 @@ def given(toy, out="out"):
 
 
 def test_from_end_to_end_and_again(toy, capfd):
+    record = reproduce(str(toy / "toy.yaml"), **given(toy), steps=["rnn"])
+    assert [part["name"] for part in record["steps"]] == ["rnn"]
+    assert not record["complete"]
+    capfd.readouterr()
     record = reproduce(str(toy / "toy.yaml"), **given(toy))
     said = capfd.readouterr().err
     assert (
@@ -158,6 +165,8 @@ def test_what_is_missing_is_said_in_a_line(toy):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"teacher": str(toy / "nowhere")}})
     with pytest.raises(T2RError, match="has no model student"):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"student": "x"}})
+    with pytest.raises(T2RError, match="has no step draw; it has rnn, controls, tasks"):
+        reproduce(str(toy / "toy.yaml"), **options, steps=["draw"])
     with pytest.raises(T2RError, match="no experiment 'nothing'"):
         reproduce("nothing")
     with pytest.raises(T2RError, match=r"step rnn failed: .*nobody/nothing"):
@@ -204,6 +213,27 @@ def test_every_shipped_command_is_one_that_t2r_takes(name):
                 pass
 
 
+def training_of(name):
+    """The tokens that an experiment's first step reads, and its mixture, by the recipe and the sources themselves."""
+    step = load_experiment(name).steps[0]
+    words = step.words(lambda kind, name: name)
+    values = {
+        flag: [value for word, value in pairwise(words) if word == flag] for flag in ("--set", "--train", "--recipe")
+    }
+    plan = load_recipe(*(values["--recipe"] or ["distill-lm"]), values["--set"])
+    return sum((stage.steps or 0) * stage.batch_tokens for stage in plan.stages), parse_sources(values["--train"])
+
+
+def test_the_teacher_is_finetuned_alike():
+    tokens, mixture = training_of("smollm2-pure")
+    finetuned, same = training_of("smollm2-finetuned")
+    assert finetuned == pytest.approx(tokens, rel=0.01)
+    assert same == mixture
+    assert training_of("smollm2-kept")[1] == mixture
+    _, without = training_of("smollm2-pure-no-wikitext")
+    assert without == [source for source in mixture if source.source != "wikitext/train"]
+
+
 def test_the_list_names_models_and_texts():
     done = CliRunner().invoke(app, ["reproduce", "--list"])
     assert done.exit_code == 0
@@ -237,9 +267,11 @@ def test_records_say_where_their_numbers_are_from(name):
     assert record["machine"]
     assert record["versions"]
     assert provenance(record)
-    if not record.get("hand_run"):  # then it is of the experiment as it is
+    if not record.get("hand_run"):  # then it is of the experiment as it is, or of a part of it
         labels = {step.name: step.label for step in load_experiment(name).steps}
-        assert {part["name"]: part["command"] for part in record["steps"]} == labels
+        commands = {part["name"]: part["command"] for part in record["steps"]}
+        assert commands == {step: labels[step] for step in commands}
+        assert record["complete"] == (commands.keys() == labels.keys())
     for part in record["steps"]:
         assert shlex.split(part["command"])[0] == "t2r"
 

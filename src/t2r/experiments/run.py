@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ def reproduce(
     data_folder: str | Path | None = None,
     models: Mapping[str, str] | None = None,
     out: str | Path | None = None,
+    steps: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run an experiment and return its record, which is `record.json` in the folder `out`.
 
@@ -44,8 +45,12 @@ def reproduce(
         data_folder: holds the texts that the experiment names.
         models: folders, or names on the hub, for the experiment's models. Others come from where it says.
         out: the folder to work in. None: `runs/NAME`.
+        steps: run only these; the record then has them and what was finished before. Empty: all.
     """
     experiment = load_experiment(name)
+    if unknown := sorted(set(steps) - {step.name for step in experiment.steps}):
+        known = ", ".join(step.name for step in experiment.steps)
+        raise T2RError(f"experiment {experiment.name} has no step {', '.join(unknown)}; it has {known}")
     folder = Path("runs", experiment.name) if out is None else Path(out)
     places = Places(experiment, None if data_folder is None else Path(data_folder), models or {}, folder)
     places.check()
@@ -53,6 +58,8 @@ def reproduce(
     result: dict[str, Any] = {"experiment": experiment.name, "complete": False, "date": None, **record.machine()}
     result["steps"] = []
     for step in experiment.steps:
+        if steps and step.name not in steps and not (folder / "steps" / f"{step.name}.json").is_file():
+            continue
         result["steps"].append(_run_step(step, places, folder / "steps"))
         result["date"] = time.strftime("%Y-%m-%d")
         result["complete"] = len(result["steps"]) == len(experiment.steps)
