@@ -33,6 +33,7 @@ _EXPORTS = {
     "ops": "t2r.ops",
     "pretrain": "t2r.pipelines.pretrain:pretrain",
     "read_document": "t2r.generation.state:read_document",
+    "reporting": "t2r.reporting",
     "swap": "t2r.model.swap:swap",
 }
 
@@ -58,11 +59,12 @@ __all__ = [
     "ops",
     "pretrain",
     "read_document",
+    "reporting",
     "swap",
 ]
 
 if TYPE_CHECKING:
-    from t2r import bench, feature_maps, ops
+    from t2r import bench, feature_maps, ops, reporting
     from t2r.attention.cache import T2RCache
     from t2r.attention.recurrence import exact_attention
     from t2r.config import T2RConfig

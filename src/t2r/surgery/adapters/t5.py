@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from t2r.attention.projection import Affine, ProjectionAttention
+from t2r.attention.merged import Affine
+from t2r.attention.projection import ProjectionAttention
 from t2r.surgery.adapters.base import Family, Shape, Site
 
 
