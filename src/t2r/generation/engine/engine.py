@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Engine:
         self.rows, self.max_length, self.compiled = rows, max_length, compiled
         self.obstacle = no_static_cache(self.model)
         self.decode: DecodeStep | None = None
-        self.look_every = LOOK_EVERY if self.model.device.type == "cuda" else 1
+        self.look_every = LOOK_EVERY if cast(Any, model).device.type == "cuda" else 1
         """Tokens between two looks at what was generated, where the step chooses all of them."""
         self.said: set[str] = set()
         self.waiting: deque[Group] = deque()
