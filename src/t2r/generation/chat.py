@@ -13,7 +13,7 @@ from t2r.attention.cache import T2RCache
 from t2r.data.chat import render
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
-from t2r.generation.engine import Engine, ForGenerate, say_elsewhere
+from t2r.generation.engine import Engine, ForGenerate
 from t2r.generation.state import check_vocabulary
 from t2r.generation.text import Stream, check_lengths, checked_options, special_tokens
 from t2r.model.modeling import T2RModel
@@ -105,7 +105,7 @@ class Conversation:
                 group = self.engine.attempt(given, state=self.state, keep_state=True, **how)
                 return group.sequences[0].tokens, group.sequences[0].state
             except ForGenerate as reason:
-                say_elsewhere(reason)
+                self.engine.say_elsewhere(reason)
         options = {"return_dict_in_generate": True, **options}
         if self.state is None:
             out = self.model.generate(given, attention_mask=torch.ones_like(given), **options)

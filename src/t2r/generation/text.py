@@ -17,7 +17,7 @@ from t2r.attention.cache import T2RCache, cache_bytes
 from t2r.data.chat import render
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
-from t2r.generation.engine import Engine, ForGenerate, say_elsewhere
+from t2r.generation.engine import Engine, ForGenerate
 from t2r.generation.state import check_vocabulary, refuse_stateless
 from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
@@ -199,7 +199,7 @@ def run(
             sequences = engine.attempt(input_ids, state=state, **options).result()
             return sequences, engine.state_bytes(sequences, state)
         except ForGenerate as reason:
-            say_elsewhere(reason)
+            engine.say_elsewhere(reason)
     options = {"return_dict_in_generate": True, **options}
     if state is None:
         out = model.generate(input_ids, **options)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,8 +74,9 @@ class Engine:
         self.rows, self.max_length, self.compiled = rows, max_length, compiled
         self.obstacle = no_static_cache(self.model)
         self.decode: DecodeStep | None = None
-        self.look_every = LOOK_EVERY if self.model.device.type == "cuda" else 1
+        self.look_every = LOOK_EVERY if cast(Any, model).device.type == "cuda" else 1
         """Tokens between two looks at what was generated, where the step chooses all of them."""
+        self.said: set[str] = set()
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []
         self.free: list[int] = []
@@ -103,7 +104,7 @@ class Engine:
         try:
             return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
         except ForGenerate as reason:
-            say_elsewhere(reason)
+            self.say_elsewhere(reason)
         if seed is not None:
             torch.manual_seed(seed)
         if self.generation_config is not None:
@@ -139,6 +140,12 @@ class Engine:
         if streamer is not None:
             streamer.end()
         return group
+
+    def say_elsewhere(self, reason: ForGenerate) -> None:
+        """Name the reason why `model.generate` is called, once."""
+        if str(reason) not in self.said:
+            self.said.add(str(reason))
+            logger.warning("model.generate() does this, and not the engine: %s", reason)
 
     def stream(
         self, input_ids: Tensor, *, state: T2RCache | None = None, seed: int | None = None, **options: Any
@@ -387,7 +394,3 @@ def no_static_cache(model: Any) -> str | None:
     except T2RError as reason:
         return str(reason)
     return None
-
-
-def say_elsewhere(reason: ForGenerate) -> None:
-    logger.warning("model.generate() does this, and not the engine: %s", reason)

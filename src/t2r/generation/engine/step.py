@@ -50,6 +50,8 @@ class DecodeStep:
         self.takes_positions = accepts(model, "position_ids")
         self.by_row = not seq2seq or model.t2r_family.positions_by_row
         self.own.only_steps(by_row=seq2seq and self.by_row)
+        self.captured_as: str | None = None
+        """`CUDA graph` or `recording`; None: the step runs as it is."""
         self.reset()
         self.replay = self.capture()
         self.reset()
@@ -137,6 +139,7 @@ class DecodeStep:
             with torch.inference_mode():
                 recording()
 
+        self.captured_as = "recording"
         return replay
 
     @torch.no_grad()
@@ -152,15 +155,16 @@ class DecodeStep:
                 for _ in range(WARM_UP):
                     forward()
             torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(self.graph):
+                with torch.cuda.graph(graph):
                     forward()
             except RuntimeError as error:
                 raise CannotRecord(str(error)) from error
 
         def replay() -> None:
             with torch.cuda.device(device):
-                self.graph.replay()
+                graph.replay()
 
+        self.captured_as = "CUDA graph"
         return replay

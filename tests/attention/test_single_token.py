@@ -1,0 +1,75 @@
+"""What is computed in fewer operations, for one token or without a rotation, is the same."""
+
+import pytest
+import torch
+
+import t2r
+from families import batch, tiny
+from t2r.attention.recurrence import recurrent_sites
+from t2r.feature_maps import make_feature_map, repeat_heads
+from t2r.ops import State, step
+from t2r.ops.common import count_bounds
+
+PLAIN = ["gemma", "granite", "llama", "mistral", "phi", "qwen2", "stablelm"]
+
+
+@pytest.mark.parametrize("model_type", PLAIN)
+@torch.no_grad()
+def test_no_rotation_is_a_rotation_by_zero(model_type):
+    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, rotary=False).eval()
+    given = batch(model_type, padding="left")
+    sites = recurrent_sites(model)
+    assert all(site.direct for site in sites)
+    direct = model(**given).logits
+    for site in sites:
+        site.direct = False
+    torch.testing.assert_close(direct, model(**given).logits, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo"])
+def test_the_stock_forward_stays_where_something_stands_in_between(model_type):
+    rotary = model_type == "llama"
+    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, rotary=rotary)
+    assert not any(site.direct for site in recurrent_sites(model))
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("key_weights", [True, False])
+@pytest.mark.parametrize("name", ["t2r", "hedgehog"])
+def test_the_map_of_one_token(name, grouped, shared, key_weights):
+    options = {"feature_size": 8, "grouped": grouped, "shared": shared, "key_weights": key_weights, "init": "paper"}
+    made = make_feature_map(name, num_heads=6, num_key_value_heads=2, head_dim=4, **options).double()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter)
+    q, k = torch.randn(3, 6, 1, 4).double(), torch.randn(3, 2, 1, 4).double()
+    expected = made(q, k)
+    with torch.no_grad():
+        got = made(q, k)
+    for own, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(own, other.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_heads_are_repeated_one_by_one():
+    x = torch.randn(2, 3, 4, 5)
+    assert torch.equal(repeat_heads(x, 6), x.repeat_interleave(2, dim=1))
+    assert repeat_heads(x, 3) is x
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("decay", [True, False])
+@torch.no_grad()
+def test_a_step_in_place_is_the_step(heads, decay):
+    """`count_bounds` makes the reference compute it."""
+    q, k, v = torch.rand(3, heads, 1, 8), torch.rand(3, 2, 1, 8), torch.randn(3, 2, 1, 5)
+    q[1] = 0  # sees nothing
+    rates = torch.rand(2, 8) if decay else None
+    one = State(torch.randn(3, 2, 8, 5), torch.rand(3, 2, 8))
+    other = one.map(torch.clone)
+    out, _ = step(q, k, v, one, decay=rates, inplace=True)
+    with count_bounds() as count:
+        expected, _ = step(q, k, v, other, decay=rates, inplace=True)
+    assert count.queries == 3 * heads
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(one.s, other.s)
+    torch.testing.assert_close(one.z, other.z)
