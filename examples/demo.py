@@ -1,68 +1,55 @@
 """A transformer becomes an RNN while you watch: what that costs in quality, and what it gains in speed and memory.
 
 The teacher is a small GPT-2 that `t2r pretrain` has trained on novels; it lies beside this file, with an excerpt of
-other novels. No GPU, no network: five minutes on two cores, or twenty with --full. Stop it anywhere; the same command
-goes on where it was. Every number is measured here and now, and all of them are in a page at the end.
+other novels. No GPU, no network. It takes five minutes, or twenty with --full, on any machine: training ends when its
+time is over, and a slow or busy machine makes fewer steps. Stop it anywhere; the same command goes on where it was.
+Every number is measured here and now, and all of them are in a page at the end.
 """
 
 from __future__ import annotations
 
+import time
+
+BEGAN = time.perf_counter()  # loading torch counts
+
 import json
 import logging
 import sys
-import time
-from collections.abc import Sequence
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+import transformers
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import t2r
 from t2r.bench import decoding
-from t2r.cli.common import calm
-from t2r.evaluation import Text, encode, perplexity, read_text
-from t2r.generation.text import complete
-from t2r.hub import choose_device, load_model, load_tokenizer
-from t2r.reporting import environment
-from t2r.reporting.page import COLORS, Page, bars, lines
-from t2r.surgery.adapters import family_of
-from t2r.tasks.language_modeling import max_positions
-from t2r.training.arithmetic import without_denormals
-from t2r.training.recipe import load_recipe
-from t2r.training.session import as_table, table_of
+from t2r.reporting import COLORS, Page, bars, environment, lines
 
 HERE = Path(__file__).parent
 
 
 # --- What is converted, and for how long --------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Budget:
-    """Optimizer steps of each stage, and windows on which perplexity is measured."""
-
-    transfer: int
-    distill: int
-    windows: int
-
-
-SHORT = Budget(transfer=600, distill=540, windows=32)
-FULL = Budget(transfer=900, distill=1550, windows=64)
+MINUTES, FULL_MINUTES = 5, 20
+WINDOWS, FULL_WINDOWS = 32, 64
+"""Of text on which perplexity is measured, at most."""
 
 # Within minutes, the number of steps counts for more than their size: a step is one block of text.
-BLOCK = 512
+BLOCKS = ["block_size=512", "batch_tokens=512"]
 TRANSFER = [
+    "transfer.minutes=0.45",  # shares of the time for training
     "transfer.optimizer=muon",  # for maps of heads as small as these: as good after 150 steps as AdamW after 450
     "transfer.learning_rate=3e-2",
     "transfer.warmup_steps=10",
 ]
 # Small steps are noisy: what is pretrained moves little, the maps move on.
 DISTILL = [
+    "distill.minutes=0.55",
     "distill.learning_rate=1e-4",
     "distill.map_learning_rate=5e-3",
     "distill.betas=[0.8,0.95]",
@@ -74,30 +61,23 @@ LEARNED = {"feature_size": 32}
 
 @dataclass(frozen=True)
 class Student:
-    """One way to convert the teacher: a recipe, options of the swap, and whether the maps are to be folded."""
+    """One way to convert the teacher: a recipe, options of the swap, and its share of the time."""
 
     name: str
+    share: float
     recipe: str = "distill-lm"
+    overrides: list[str] = field(default_factory=lambda: [*BLOCKS, *TRANSFER, *DISTILL])
     options: dict[str, Any] = field(default_factory=lambda: dict(LEARNED))
     merged: bool = True
-    share: float = 1.0
-    """How much of the budget it gets."""
-
-    def overrides(self, budget: Budget, block: int) -> list[str]:
-        """The recipe's stages in this budget: first the maps alone learn, where there is something in them to learn."""
-        common = [f"block_size={block}", f"batch_tokens={block}"]
-        transfer, distill = (max(1, round(self.share * steps)) for steps in (budget.transfer, budget.distill))
-        if self.recipe == "distill-lm":
-            return [*common, f"transfer.steps={transfer}", f"distill.steps={distill}", *TRANSFER, *DISTILL]
-        return [*common, f"distill.steps={distill + transfer // 2}"]  # it takes about as long
+    """Fold the maps into the projections."""
 
 
-STUDENTS = [Student("RNN")]
-MORE = [
-    Student(
-        "T2R-75%", options=LEARNED | {"softmax_every": 4}, share=0.75
-    ),  # every fourth layer stays softmax attention
-    Student("ELU", recipe=str(HERE / "elu.yaml"), options={}, merged=False, share=0.1),
+# What is left of the time is for loading, writing samples, and measuring speed.
+STUDENTS = [Student("RNN", share=0.82)]
+FULL_STUDENTS = [
+    Student("RNN", share=0.5),
+    Student("T2R-75%", share=0.36, options=LEARNED | {"softmax_every": 4}),  # every fourth layer stays softmax
+    Student("ELU", share=0.06, recipe=str(HERE / "elu.yaml"), overrides=BLOCKS, options={}, merged=False),
 ]
 
 PROMPT = "She opened the letter, and"
@@ -108,151 +88,135 @@ LENGTHS = (512, 2048, 8192)
 # --- The demo -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """The model that walks in, and the text that it is judged by."""
-
-    folder: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    text: Text
-    window: int
-    windows: int
-
-    def score(self, model: PreTrainedModel) -> float:
-        """Perplexity of any model of this tokenizer, as `convert` measures it."""
-        half = self.window // 2
-        return perplexity(model, self.text, window=self.window, stride=half, limit=self.windows).perplexity
-
-
-@without_denormals()
 def demo(teacher: str, train: str, valid: str, out: Path, full: bool, prompt: str, console: Console) -> None:
-    began = time.perf_counter()
-    budget, students = (FULL, STUDENTS + MORE) if full else (SHORT, STUDENTS)
+    torch.set_flush_denormal(True)  # features that fade become such numbers, which a CPU computes slowly
+    minutes, students = (FULL_MINUTES, FULL_STUDENTS) if full else (MINUTES, STUDENTS)
     page = Page("A transformer becomes an RNN")
 
     console.rule("The teacher")
-    device = str(choose_device("auto"))
-    model = load_model(teacher, dtype="float32", device=device)
-    tokenizer = load_tokenizer(teacher)
+    model, tokenizer = t2r.load(teacher, dtype="float32"), t2r.load_tokenizer(teacher)
     if tokenizer is None:
         raise t2r.T2RError(f"{teacher} has no tokenizer: give the folder of a model that has one")
-    block = min(BLOCK, max_positions(model) or BLOCK)
-    text = encode(tokenizer, read_text(valid, tokenizer))
-    known = Teacher(teacher, model, tokenizer, text, block, budget.windows)
-    score = known.score(model)
-    what = f"{model.config.model_type}, {model.num_parameters():,} parameters: perplexity {score:.2f} on {valid}"
+    what = f"{model.config.model_type}, {model.num_parameters():,} parameters"
     console.print(what, highlight=False)
     page.paragraph(f"The teacher is {what}.")
 
-    results, models, scores = {}, {"teacher": model}, {"teacher": score}
+    results: dict[str, dict[str, Any]] = {}
+    models: dict[str, Any] = {"teacher": model}
     for student in students:
         console.rule(f"Converted: {student.name}")
         folder = out / student.name.lower().strip("%")
-        results[student.name] = convert(known, student, budget, train, valid, folder, score, page, console)
-        models[student.name] = load_model(str(folder), dtype="float32", device=device)
-        scores[student.name] = known.score(models[student.name])
-        show_conversion(known, student.name, results[student.name], scores, page, console)
+        limit = FULL_WINDOWS if full else WINDOWS
+        # GPT-2's projections take the maps in. Of another teacher they are folded if that can be done and pays.
+        merged = True if student.merged and model.config.model_type == "gpt2" else None
+        asked = {"train": train, "valid": valid, "limit": limit, "minutes": student.share * minutes, "merged": merged}
+        results[student.name] = convert(teacher, student, asked, folder, console)
+        models[student.name] = t2r.load(folder, dtype="float32")
+        show_conversion(student.name, results[student.name], folder, valid, page, console)
     if len(students) > 1:
         console.rule("Side by side")
-        show_scores(scores, page, console)
+        show_scores(results, page, console)
     show_training(results, page)
 
+    # Small operations are fastest with as many threads as training was.
+    torch.set_num_threads(next(iter(results.values())).get("threads", torch.get_num_threads()))
     console.rule("What they write")
     show_samples(models, tokenizer, prompt, page, console)
 
     console.rule("What a token costs")
     with console.status("") as status:
-        report = decoding.run(models, LENGTHS, progress=status.update)
+        report = decoding.run(models, LENGTHS, steps=8, repeats=3, progress=status.update)
     for part in decoding.tables(report):
         console.print(part, highlight=False)
     show_speed(report, page)
 
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - BEGAN
     show_machine(seconds, page)
     page.write(out / "index.html")
-    console.print(
-        f"\nAll of it, with the curves, in {out / 'index.html'} ({seconds / 60:.1f} minutes)", highlight=False
-    )
+    reached = ", ".join(f"{name} {final(result):.2f} ({against(result)})" for name, result in results.items())
+    first = score(next(iter(results.values()))["teacher"])
+    console.print(f"\nPerplexity: teacher {first:.2f}, {reached}, in {seconds / 60:.1f} minutes", highlight=False)
+    console.print(f"All of it, with the curves, in {out / 'index.html'}", highlight=False)
 
 
-def convert(
-    teacher: Teacher,
-    student: Student,
-    budget: Budget,
-    train: str,
-    valid: str,
-    folder: Path,
-    score: float,
-    page: Page,
-    console: Console,
-) -> dict[str, Any]:
+def convert(teacher: str, student: Student, asked: dict[str, Any], folder: Path, console: Console) -> dict[str, Any]:
     """What `t2r.convert` measured: now, or when it made just this."""
-    overrides = student.overrides(budget, teacher.window)
-    if (done := finished(folder, student, overrides, score)) is not None:
-        note = f"{folder} holds this conversion already: its stages were measured then. Remove it to see them again"
-        console.print(note, highlight=False)
-        page.paragraph(note)
+    asked = asked | {"recipe": student.recipe, "overrides": student.overrides} | student.options
+    mark = folder / "demo.json"
+    known = {"teacher": teacher, "files": versions(teacher), **asked}
+    if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == json.loads(json.dumps(known)):
+        console.print(f"{folder} holds this conversion already. Remove it to see it made again", highlight=False)
+        done: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         return done
     if folder.exists():
         console.print(f"{folder} holds another conversion, or of another teacher: it is made again", highlight=False)
-    merges = family_of(teacher.model).merges
-    return t2r.convert(
-        teacher.folder,
-        str(folder),
-        train=train,
-        valid=valid,
-        recipe=student.recipe,
-        overrides=overrides,
-        limit=budget.windows,
-        merged=True if student.merged and merges else None,
-        overwrite=True,
-        **student.options,
-    )
+    results = t2r.convert(teacher, str(folder), overwrite=True, **asked)
+    mark.write_text(json.dumps(known), encoding="utf-8")
+    return results
 
 
-def finished(folder: Path, student: Student, overrides: Sequence[str], score: float) -> dict[str, Any] | None:
-    """The results in this folder, if they are of this plan and this teacher."""
-    try:
-        results: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-        options = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        return None
-    plan = json.loads(json.dumps(load_recipe(student.recipe, overrides).to_dict()))
-    same = recipe == plan and all(options.get(name) == value for name, value in student.options.items())
-    return results if same and abs(results["teacher"]["perplexity"] / score - 1) < 1e-4 else None
+def versions(teacher: str) -> list[Any]:
+    """What changes when the files of the teacher change."""
+    files = sorted(Path(teacher).glob("*.safetensors"))
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def final(results: dict[str, Any]) -> float:
+    """The perplexity after the last stage."""
+    return score(list(results["stages"].values())[-1])
+
+
+def score(measured: dict[str, Any]) -> float:
+    """Of training that went wrong it is not finite, which JSON does not have."""
+    return float(measured["perplexity"] or "nan")
+
+
+def against(results: dict[str, Any]) -> str:
+    return f"{final(results) / score(results['teacher']) - 1:+.1%}"
 
 
 # --- Showing: the same numbers on the terminal and on the page ----------------------------------------------
 
 
-def show_conversion(
-    teacher: Teacher, name: str, results: dict[str, Any], scores: dict[str, float], page: Page, console: Console
-) -> None:
+def show(header: tuple[str, ...], rows: list[tuple[str, ...]], console: Console, title: str | None = None) -> None:
+    table = Table(*header, title=title)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def show_conversion(name: str, results: dict[str, Any], folder: Path, valid: str, page: Page, console: Console) -> None:
     """The perplexities as they came about, and that of what was saved, which must be the last of them."""
-    saved = "merged and saved, as loaded" if results["merged"] else "saved, as loaded"
-    header, rows = table_of(results, compared=True)
-    cells = [*rows, (saved, f"{scores[name]:.2f}", against(name, scores), "")]
-    console.print(as_table(header, cells))
+    teacher = results["teacher"]
+    measured = {"teacher": teacher, "swapped, not trained": results["swapped"]}
+    for stage, values in results["stages"].items():
+        measured[f"after {results['steps'][stage]:,} steps of {stage}"] = values
+    (saved,) = t2r.evaluate([folder], valid, window=teacher["window"], limit=teacher["windows"], generation=False)
+    measured["merged and saved, as loaded" if results["merged"] else "saved, as loaded"] = saved | {"kl": None}
+    rows = []
+    for words, values in measured.items():
+        kl = "" if values["kl"] is None else f"{values['kl']:.4f}"
+        rows.append((words, f"{score(values):.2f}", f"{score(values) / score(teacher) - 1:+.1%}", kl))
+    header = ("model", "perplexity", "against the teacher", "KL to the teacher")
+    title = f"Perplexity on {teacher['windows']} windows of {teacher['window']} tokens"
+    show(header, rows, console, title)
     page.heading(f"{name}: what the conversion costs")
-    page.table(header, cells, f"Perplexity in windows of {teacher.window} tokens, {teacher.windows} of them at most")
-    heights = {label: float(value) for label, value, *_ in cells if value != "not finite"}
+    page.table(header, rows, title)
+    heights = {label: float(value) for label, value, *_ in rows if value != "nan"}
     drawn = bars(heights, "perplexity", log=True, colors=[COLORS[0]] + [COLORS[1]] * len(heights))
     page.figures({"From the teacher to the saved model": drawn})
 
 
-def show_scores(scores: dict[str, float], page: Page, console: Console) -> None:
-    header = ("model", "perplexity", "against the teacher")
-    cells = [(name, f"{score:.2f}", against(name, scores)) for name, score in scores.items()]
-    console.print(as_table(header, cells))
+def show_scores(results: dict[str, dict[str, Any]], page: Page, console: Console) -> None:
+    header = ("model", "perplexity", "its teacher's", "against the teacher")
+    rows = [
+        (name, f"{final(result):.2f}", f"{score(result['teacher']):.2f}", against(result))
+        for name, result in results.items()
+    ]
+    show(header, rows, console)
     page.heading("Side by side")
-    page.table(header, cells)
-    page.figures({"All of them as saved": bars(scores, "perplexity")})
-
-
-def against(name: str, scores: dict[str, float]) -> str:
-    return f"{scores[name] / scores['teacher'] - 1:+.1%}"
+    page.table(header, rows)
+    page.figures({"All of them": bars({name: final(result) for name, result in results.items()}, "perplexity")})
 
 
 def show_training(results: dict[str, dict[str, Any]], page: Page) -> None:
@@ -268,14 +232,12 @@ def show_training(results: dict[str, dict[str, Any]], page: Page) -> None:
     page.figures(drawn)
 
 
-def show_samples(
-    models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, prompt: str, page: Page, console: Console
-) -> None:
+def show_samples(models: dict[str, Any], tokenizer: Any, prompt: str, page: Page, console: Console) -> None:
     """The same prompt, the same seed."""
     table = Table(show_lines=True)
     texts = {}
     for name, model in models.items():
-        texts[name] = prompt + next(complete(model, tokenizer, [prompt], **SAMPLE)).text
+        texts[name] = prompt + t2r.generate(model, prompt, tokenizer=tokenizer, **SAMPLE)[0].text
         table.add_column(name, ratio=1)
     table.add_row(*(text.replace("[", "\\[") for text in texts.values()))
     console.print(table)
@@ -313,6 +275,17 @@ def show_machine(seconds: float, page: Page) -> None:
     page.table(("", ""), machine)
 
 
+def calm() -> None:
+    """A line on stderr for each notice of t2r, and only errors of other libraries."""
+    notes = logging.StreamHandler(sys.stderr)
+    notes.setFormatter(logging.Formatter("t2r: note: %(message)s"))
+    logging.getLogger("t2r").setLevel(logging.INFO)
+    logging.getLogger("t2r").addHandler(notes)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore", UserWarning)
+
+
 # What ships with the demo, beside this file.
 TEACHER, TRAIN, VALID = (str(HERE / name) for name in ("teacher", "novels/train.txt.xz", "novels/valid.txt.xz"))
 
@@ -327,10 +300,9 @@ def main(
 ) -> None:
     """Convert a teacher into an RNN, compare the two, and write a page about it."""
     out = out or Path("runs", "demo-full" if full else "demo")
-    logging.getLogger("t2r").setLevel(logging.INFO)
+    calm()
     try:
-        with calm(False):
-            demo(teacher, train, valid, out, full, prompt, Console())
+        demo(teacher, train, valid, out, full, prompt, Console())
     except t2r.T2RError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

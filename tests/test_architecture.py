@@ -30,6 +30,7 @@ LAYERS = (
     ("training",),
     ("bench", "analysis", "reporting"),
     ("pipelines",),
+    ("experiments",),
     ("cli",),
 )
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}

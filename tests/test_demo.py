@@ -1,5 +1,7 @@
 """The demo, whole, on a teacher made here: what it prints is what its page says, and stopping it loses nothing."""
 
+import ast
+import importlib
 import importlib.util
 import random
 import re
@@ -41,14 +43,14 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def demo(world, tmp_path, monkeypatch):
-    """Runs the script with budgets of a few steps; what it does is the same."""
+    """Runs the script with seconds instead of minutes; what it does is the same."""
     monkeypatch.setenv("T2R_CACHE", str(world / "cache"))
     monkeypatch.setenv("COLUMNS", "150")
     spec = importlib.util.spec_from_file_location("demo", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "demo", module)
     spec.loader.exec_module(module)
-    module.SHORT = module.FULL = module.Budget(transfer=3, distill=3, windows=4)
+    module.MINUTES, module.FULL_MINUTES, module.WINDOWS, module.FULL_WINDOWS = 0.2, 0.7, 4, 4
     module.LENGTHS, module.SAMPLE = (16, 64, 256), module.SAMPLE | {"max_new_tokens": 12}
 
     def run(*arguments, teacher=world / "teacher"):
@@ -82,14 +84,17 @@ def test_the_page_has_the_numbers_that_were_printed(demo):
     page = (demo.out / "index.html").read_text()
     tree = ElementTree.fromstring(page)  # well-formed
     shown = cells(tree)
-    rows = re.findall(r"^│ (teacher|swapped, not trained|after \w+|merged.*?) +│ +([\d.]+) +│", result.stdout, re.M)
-    assert [name for name, _ in rows] == [
+    rows = re.findall(r"^│ (teacher|swapped, not trained|after .*?|merged.*?) +│ +([\d.]+) +│", result.stdout, re.M)
+    assert [re.sub(r"[\d,]+ steps", "N steps", name) for name, _ in rows] == [
         "teacher",
         "swapped, not trained",
-        "after transfer",
-        "after distill",
+        "after N steps of transfer",
+        "after N steps of distill",
         "merged and saved, as loaded",
     ]
+    told = re.search(r"Perplexity: teacher ([\d.]+), RNN ([\d.]+) \(([-+][\d.]+%)\), in [\d.]+ minutes", result.stdout)
+    assert told is not None, result.stdout
+    assert (told[1], told[2]) == (rows[0][1], rows[-2][1])
     assert rows[-1][1] == rows[-2][1]  # merging and saving changed nothing that can be seen
     steps = re.findall(r"│ +[\d,]* │ (teacher|RNN) +│ +([\d.]+) │ +([\d,]+) │ +([\d.]+ MiB) │", result.stdout)
     assert len(steps) == 6
@@ -135,7 +140,7 @@ def test_a_finished_conversion_is_taken_up_and_another_is_made_again(demo, monke
     assert "holds this conversion already" in result.stdout
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns == written
 
-    demo.module.SHORT = demo.module.Budget(transfer=3, distill=4, windows=4)
+    demo.module.MINUTES = 0.21
     result = demo()
     assert result.exit_code == 0, result.output
     assert "it is made again" in result.stdout
@@ -161,3 +166,18 @@ def test_a_teacher_that_is_not_there_is_one_line(demo, tmp_path):
     assert result.exit_code == 1
     assert "there is no folder" in result.output
     assert "Traceback" not in result.output
+
+
+def test_it_uses_the_public_api_alone():
+    """Of t2r: names that `t2r.__all__` promises, and what the modules among them export."""
+    tree = ast.parse(SCRIPT.read_text(encoding="utf-8"))
+    imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules = {name for name in imported if name and name.split(".")[0] == "t2r"}
+    assert modules == {"t2r.bench", "t2r.reporting"}
+    assert all(name.split(".")[1] in t2r.__all__ for name in modules)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in modules:
+            exported = importlib.import_module(node.module).__all__
+            assert {alias.name for alias in node.names} <= set(exported)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "t2r":
+            assert node.attr in t2r.__all__

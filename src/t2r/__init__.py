@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 
 # The public API: a name, and where it lives, as "module" or "module:attribute".
 _EXPORTS = {
+    "Engine": "t2r.generation.engine:Engine",
     "T2RCache": "t2r.attention.cache:T2RCache",
     "T2RConfig": "t2r.config:T2RConfig",
     "T2RError": "t2r.errors:T2RError",
@@ -32,10 +33,12 @@ _EXPORTS = {
     "ops": "t2r.ops",
     "pretrain": "t2r.pipelines.pretrain:pretrain",
     "read_document": "t2r.generation.state:read_document",
+    "reporting": "t2r.reporting",
     "swap": "t2r.model.swap:swap",
 }
 
 __all__ = [
+    "Engine",
     "SwappedModel",
     "T2RCache",
     "T2RConfig",
@@ -56,16 +59,18 @@ __all__ = [
     "ops",
     "pretrain",
     "read_document",
+    "reporting",
     "swap",
 ]
 
 if TYPE_CHECKING:
-    from t2r import bench, feature_maps, ops
+    from t2r import bench, feature_maps, ops, reporting
     from t2r.attention.cache import T2RCache
     from t2r.attention.recurrence import exact_attention
     from t2r.config import T2RConfig
     from t2r.errors import T2RError
     from t2r.evaluation.compare import evaluate
+    from t2r.generation.engine import Engine
     from t2r.generation.state import read_document
     from t2r.generation.text import generate
     from t2r.hub import load, load_tokenizer

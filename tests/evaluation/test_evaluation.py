@@ -2,10 +2,8 @@
 
 import io
 import json
-import lzma
 import math
 import os
-import runpy
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +33,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import t2r
 from t2r import T2RError
+from t2r.data import wikitext
 from t2r.evaluation import compare, encode, evaluate, harness, perplexity, recall, repetition, tables
 from t2r.evaluation.generation import repeated
 from t2r.evaluation.logits import logits_by_slice
@@ -440,6 +439,58 @@ def test_several_models_against_the_first(folder, tokenizer):
     assert f"{second['kl']:.4f}" in printed
 
 
+def test_several_texts_windows_and_variants(folder, tokenizer):
+    (folder / "more.txt").write_text(TEXT[::-1])
+    model = t2r.swap(llama(0), feature_size=4, softmax_layers=[1])
+    model.save_pretrained(folder / "kept")
+    texts = [folder / "text.txt", folder / "more.txt"]
+    given = {"stride": 8, "limit": 3, "trials": 6, "distances": [20, 60], "device": "cpu"}
+    variants = ["one:window=12,sinks=2", f"{folder / 'kept'}:window=12", "kept:state=bfloat16,every=4"]
+    names = [str(folder / name) for name in ("one", "kept")]
+    results = evaluate(names, texts, variants=variants, window=[16, 32], **given)
+    json.dumps(results, allow_nan=False)
+    rows = [(r["model"], r.get("variant")) for r in results]
+    expected = [
+        (0, None),
+        (0, "window 12 + 2 sinks"),
+        (1, None),
+        (1, "window 12"),
+        (1, "state in bfloat16 every 4 tokens"),
+    ]
+    assert rows == [(names[i], variant) for i, variant in expected]
+    for result in results:
+        assert [(m["text"], m["window"]) for m in result["measured"]] == [
+            (str(text), window) for text in texts for window in (16, 32)
+        ]
+        assert result["perplexity"] == result["measured"][0]["perplexity"]
+        assert ("repetition" in result) == ("variant" not in result)
+        assert [r["distance"] for r in result["recall"]] == [20, 60]
+        assert all(r["interval"][0] <= r["accuracy"] <= r["interval"][1] for r in result["recall"])
+    teacher, limited, student, *_ = results
+    last = perplexity(model, encode(tokenizer, TEXT[::-1]), window=32, stride=8, limit=3, teacher=llama(0))
+    assert student["measured"][3]["perplexity"] == pytest.approx(last.perplexity)
+    assert student["measured"][3]["kl"] == pytest.approx(last.mean_kl, rel=1e-4)
+    reference = teacher["measured"][3]["perplexity"]
+    assert student["measured"][3]["ratio"] == pytest.approx(last.perplexity / reference)
+    assert limited["measured"][3]["ratio"] == pytest.approx(limited["measured"][3]["perplexity"] / reference)
+    assert limited["measured"][0]["kept_bytes"] == limited["measured"][1]["kept_bytes"]  # 14 tokens in either window
+    assert 2 * teacher["measured"][0]["kept_bytes"] == teacher["measured"][1]["kept_bytes"]
+
+    console = Console(width=250, record=True, file=io.StringIO())
+    for part in tables(results):
+        console.print(part)
+    printed = console.export_text()
+    for r in results:
+        assert all(f"{m['perplexity']:.2f}" in printed for m in r["measured"])
+    assert "6 trials" in printed
+
+
+@pytest.mark.parametrize("variant", ["two:window=4", "window=4", "one:", "one:window=x"])
+def test_a_variant_of_no_model_is_refused(folder, variant):
+    with pytest.raises(T2RError, match="variant"):
+        evaluate([str(folder / "one")], folder / "text.txt", variants=[variant], window=16, device="cpu")
+
+
 def test_models_as_objects_and_a_teacher(folder, tokenizer):
     result, other = evaluate(
         [llama(1), llama(0)],
@@ -626,11 +677,9 @@ def test_without_lm_eval_a_line_says_so(monkeypatch):
 def test_smollm2_on_wikitext(teachers, tmp_path):
     folder = os.environ.get("T2R_DATA")
     if not folder:
-        pytest.skip("T2R_DATA does not name a folder with wikitext/valid.raw.txt.xz and detokenize.py")
-    with lzma.open(Path(folder, "wikitext", "valid.raw.txt.xz"), "rt") as file:
-        raw = file.read()
+        pytest.skip("T2R_DATA does not name a folder with wikitext/valid.raw.txt.xz")
     text = tmp_path / "valid.txt"
-    text.write_text(runpy.run_path(str(Path(folder, "detokenize.py")))["detokenize"](raw))
+    wikitext.prepare(str(Path(folder, "wikitext", "valid.raw.txt.xz")), text)
     (result,) = evaluate([str(teachers / "smollm2")], text, limit=8, batch_size=4, generation=False, device="cpu")
     # The first 8 of the 200 windows over which float32 gives 19.04.
     assert result["tokens"] == 8 * 256

@@ -24,7 +24,9 @@ from t2r.model.merge import TOLERANCE, difference, merge_cost
 from t2r.surgery.adapters import family as registered
 
 MERGES = [name for name in FAMILIES if registered(name).merges]
+UNROTATED = [name for name in FAMILIES if registered(name).plain_projections]
 family = pytest.mark.parametrize("model_type", MERGES)
+unrotated = pytest.mark.parametrize("model_type", UNROTATED)
 options = pytest.mark.parametrize(
     "options",
     [{"activation": name} for name in ACTIVATIONS]
@@ -75,6 +77,38 @@ def prompts(model_type):
 def test_the_families_that_merge():
     assert {"gpt2", "opt", "bart", "marian", "m2m_100"} <= set(MERGES)
     assert not {"llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma"} & set(MERGES)
+    assert {"llama", "mistral", "qwen2", "gemma", "gemma2", "phi"} <= set(UNROTATED)
+
+
+RECIPE = {"activation": "softmax", "shared": False, "decay": True, "key_weights": True, "rotary": False}
+
+
+@unrotated
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "a map for each head"])
+@pytest.mark.parametrize("kept", [None, [1]], ids=["pure", "kept"])
+def test_without_rotation_rotary_families_merge(model_type, grouped, kept, tmp_path):
+    model = swapped(model_type, **RECIPE, grouped=grouped, softmax_layers=kept)
+    folded = merged(model)
+    assert error(model_type, folded, model) < 1e-9
+    names = [name for name, _ in folded.named_parameters() if name.startswith("model.layers.0.self_attn.")]
+    assert names
+    assert not [name for name in names if "q_proj" in name or "k_proj" in name]
+    inputs = prompts(model_type)
+    generation = {"max_new_tokens": 6, "do_sample": False, "num_beams": 2}
+    expected = model.generate(**inputs, **generation)
+    assert torch.equal(folded.generate(**inputs, **generation), expected)
+    folded.save_pretrained(tmp_path / "rnn")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "rnn", dtype=torch.float64)
+    assert torch.equal(loaded.generate(**inputs, **generation), expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("qwen3", "are normalized"), ("olmo2", "are normalized"), ("gpt_neox", "linear projection")],
+)
+def test_what_else_stands_in_between(model_type, reason):
+    with pytest.raises(t2r.T2RError, match=f"{model_type} cannot be merged: .*{reason}"):
+        t2r.merge(swapped(model_type, **RECIPE), force=True)
 
 
 @family

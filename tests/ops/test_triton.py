@@ -27,21 +27,52 @@ def quadratic(q, k, v, **options):
     return ops.linear_attention(q, k, v, backend="quadratic", **options)
 
 
+CASES = [
+    {"time": 20, "batch": 1, "key_heads": 1},
+    {"time": 20, "batch": 1, "key_heads": 1, **everything},
+    {"time": 33, "batch": 1, "key_heads": 1, "group": 1, "decay": True, "feature": 17, "dtype": torch.bfloat16},
+    {"time": 17, "batch": 1, "key_heads": 1, "group": 1, "state": True, "value": 17, "dtype": torch.float16},
+]
+
+
 @needs_triton
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"time": 20, "batch": 1, "key_heads": 1},
-        {"time": 20, "batch": 1, "key_heads": 1, **everything},
-        {"time": 33, "batch": 1, "key_heads": 1, "group": 1, "decay": True, "feature": 17, "dtype": torch.bfloat16},
-        {"time": 17, "batch": 1, "key_heads": 1, "group": 1, "state": True, "value": 17, "dtype": torch.float16},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("arguments", CASES, ids=str)
 def test_values_and_gradients(arguments):
+    agree(arguments)
+
+
+@needs_triton
+@pytest.mark.parametrize("arguments", [{**CASES[1], "batch": 2, "key_heads": 2, "group": 2}, CASES[2]], ids=str)
+def test_programs_that_go_through_time(arguments, monkeypatch):
+    """What many sequences and heads are computed by."""
+    from t2r.ops.triton import sequence
+
+    monkeypatch.setattr(sequence, "MANY", 1)
+    agree(arguments)
+
+
+def agree(arguments):
     case = make_case(**{"dtype": torch.float32, **arguments})
     expected = outputs_and_gradients(quadratic, case.exact)
     assert_same(outputs_and_gradients(triton, case.to(DEVICE)), expected, case.tolerance)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{}, {"decay": True}, {k: v for k, v in everything.items() if k != "signed"}], ids=str
+)
+@pytest.mark.parametrize("size", [(64, 64), (128, 64), (32, 128), (100, 72)], ids=str)
+def test_both_ways_through_time_on_a_gpu(size, flags, dtype, monkeypatch):
+    from t2r.ops.triton import sequence
+
+    feature, value = size
+    for many in (1, 1 << 30):
+        monkeypatch.setattr(sequence, "MANY", many)
+        for time in (1, 64, 200):
+            case = {"time": time, "batch": 2, "key_heads": 3, "feature": feature, "value": value, "dtype": dtype}
+            agree(case | flags)
 
 
 @needs_triton

@@ -200,6 +200,19 @@ def test_the_shape_of_a_folder(world, tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "four")) == len(tokenizer)
 
 
+def test_continued_training_starts_from_the_weights(world, tmp_path):
+    first, more = str(tmp_path / "first"), str(tmp_path / "more")
+    given = {"train": str(world / "train.txt"), "valid": str(world / "valid.txt"), "device": "cpu", "progress": False}
+    before = pretrain("gpt2-tiny", first, model_overrides=SMALL, overrides=SHORT, **given)
+    after = pretrain(first, more, continued=True, overrides=[*SHORT, "steps=20", "learning_rate=3e-3"], **given)
+    last = before["stages"]["pretrain"]["perplexity"]
+    assert after["untrained"]["perplexity"] == pytest.approx(last, rel=1e-5)
+    assert after["stages"]["pretrain"]["perplexity"] < last
+    assert "the weights of first" in Path(more, "README.md").read_text()
+    with pytest.raises(T2RError, match="keeps the model as it is"):
+        pretrain(first, str(tmp_path / "other"), continued=True, feature_map="elu", **given)
+
+
 def test_documents(world, tmp_path):
     lines = [json.dumps({"text": sentences(2, seed)}) for seed in range(60)]
     (tmp_path / "documents.jsonl").write_text("\n".join(lines))

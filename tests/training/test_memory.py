@@ -50,9 +50,10 @@ def kept(trained, student, teacher, stage, checkpointing):
             storages[storage.data_ptr()] = storage  # held, so that no other gets its address
         return tensor
 
-    with prepared(trained, student, teacher, stage, Settings(gradient_checkpointing=checkpointing)):
+    task = LanguageModeling(None, [])
+    with prepared(trained, student, teacher, stage, Settings(gradient_checkpointing=checkpointing), task):
         choose_trained(trained, stage)
-        learner = Learner(trained, stage, LanguageModeling(None, []), teacher).train()
+        learner = Learner(trained, stage, task, teacher).train()
         ids = torch.randint(TINY.vocabulary, (2, 128))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             learner({"input_ids": ids, "labels": ids})

@@ -80,7 +80,7 @@ def test_recipes_of_the_paper_are_the_paper(name, paper, swap):
     rest = set(effective) - set(paper)
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
-        *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "noise", "lora_rank"),
+        *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "noise", "noise_from", "lora_rank"),
     }
     assert all(effective[name] is None for name in ("tokens", "epochs", "minutes", "device_tokens"))
     assert stage.map_learning_rate is None
@@ -349,9 +349,11 @@ def test_the_page_about_recipes(tmp_path):
     assert page == up_to_date(page), "run: python -m t2r.reporting.options docs/recipes.md"
     assert {f.name for f in dataclasses.fields(Stage)} <= told
     assert {*OBJECTIVES, *TRAINED, *OPTIMIZERS, *KINDS, *shipped_recipes()} <= told
-    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "mine.yaml").write_text(example)
-    assert [stage.name for stage in load_recipe(tmp_path / "mine.yaml").stages] == ["transfer", "distill"]
+    example, texts = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(example + texts)
+    recipe = load_recipe(tmp_path / "mine.yaml")
+    assert [stage.name for stage in recipe.stages] == ["transfer", "distill"]
+    assert [str(source) for source in recipe.train] == ["wiki.txt:60%", "novels.txt:40%"]
 
 
 def test_where_recipes_are_found(tmp_path):

@@ -1,7 +1,9 @@
 """Objectives against plain autograd; then stages on tiny models: what learns, how it accumulates, when it stops."""
 
 import copy
+import itertools
 import math
+import types
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from t2r.errors import T2RError
 from t2r.model.logits import AT_ONCE
 from t2r.tasks import LanguageModeling, language_modeling
 from t2r.tasks.base import exchanged
-from t2r.training import budget, learner, objectives, stages, timing
+from t2r.training import budget, deadline, learner, objectives, stages, timing
 from t2r.training import trainer as trainers
 from t2r.training.checkpoints import last_checkpoint, seal
 from t2r.training.objectives import distillation_loss, transferring
@@ -416,6 +418,45 @@ def test_noise_is_in_what_is_read_not_in_the_labels(tmp_path, monkeypatch, objec
         assert {tuple(row[:-1]) for row in labels[0].view(4, LENGTH).tolist()} == {row[1:] for row in whole}
 
 
+@pytest.mark.parametrize("begins", [1, 2, 3])
+def test_noise_begins_with_a_reading(tmp_path, monkeypatch, begins):
+    """Four blocks, two in a batch, three epochs: a row is disturbed from its n-th reading on, and not before."""
+    monkeypatch.setattr(
+        language_modeling, "exchanged", lambda ids, share: torch.where(torch.as_tensor(share) > 0, ids.flip(1), ids)
+    )
+    read = []
+    rows, (student, _) = Rows(4), pair()
+    student.base_model.register_forward_pre_hook(lambda m, a, o: read.append(o.get("input_ids", *a)), with_kwargs=True)
+    what = stage("transfer", steps=6, batch_tokens=2 * LENGTH, noise=0.5, noise_from=begins)
+    train(tmp_path, student, what, rows=rows)
+    seen = {}
+    for ids in read:
+        for row in ids.tolist():
+            plain = next(i for i, own in enumerate(rows.ids.tolist()) if sorted(own) == sorted(row))
+            seen.setdefault(plain, []).append(row != rows.ids[plain].tolist())
+    assert len(seen) == 4
+    assert all(noisy == [reading >= begins for reading in (1, 2, 3)] for noisy in seen.values())
+
+
+def test_a_stage_reads_its_order(tmp_path):
+    """Every row once in an epoch, each epoch in another order, the same for the same seed."""
+
+    def reading(folder, seed):
+        read, (student, _) = [], pair()
+        student.base_model.register_forward_pre_hook(
+            lambda m, a, o: read.append(o.get("input_ids", *a)), with_kwargs=True
+        )
+        train(tmp_path / folder, student, stage("transfer", steps=4, device_tokens=2 * LENGTH), seed=seed)
+        return torch.cat(read).tolist()
+
+    one, again, other = reading("a", 1), reading("b", 1), reading("c", 2)
+    assert len(one) == 16  # two epochs of eight rows
+    assert sorted(one[:8]) == sorted(one[8:]) == sorted(Rows().ids.tolist())
+    assert one[:8] != one[8:]
+    assert one == again
+    assert one != other
+
+
 def test_noise_is_a_share():
     for share in (-0.1, 1.0):
         with pytest.raises(T2RError, match="noise must be a number, at least 0 and below 1"):
@@ -501,14 +542,64 @@ def test_budgets(tmp_path, budget, steps):
     assert run.facts["only.steps"] == steps
 
 
+def ticking(monkeypatch, seconds):
+    """A clock for stages by the clock: a step takes so many seconds."""
+    now = itertools.count(0, seconds)
+    monkeypatch.setattr(deadline, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+
+
 def test_calibration_changes_nothing(tmp_path, monkeypatch):
-    """Minutes become steps; then training is what it is for so many steps."""
+    """Where steps take as long as was timed, training by the clock is what it is for so many steps."""
     monkeypatch.setattr(stages, "time_stage", lambda *args, real=timing.time_stage: real(*args) and Cost(0.0, 20.0))
     monkeypatch.setattr(budget, "WANTED_STEPS", 1)
-    timed, _ = train(tmp_path / "a", pair()[0], stage(minutes=1))
-    counted, _ = train(tmp_path / "b", pair()[0], stage(steps=3))
+    ticking(monkeypatch, 20)
+    timed, _ = train(tmp_path / "a", pair()[0], stage(minutes=1, schedule="linear", min_learning_rate=1e-3))
+    counted, _ = train(tmp_path / "b", pair()[0], stage(steps=3, schedule="linear", min_learning_rate=1e-3))
     for x, y in zip(timed.parameters(), counted.parameters(), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(10, 6), (20, 3), (5, 12), (25, 2), (100, 1), (0.1, 48)])
+def test_the_schedule_follows_the_clock(tmp_path, monkeypatch, seconds, steps):
+    """Six steps of ten seconds are planned. However long they take, the rate falls with the time."""
+    monkeypatch.setattr(stages, "time_stage", lambda *args: Cost(0.0, 10.0))
+    monkeypatch.setattr(budget, "WANTED_STEPS", 1)
+    ticking(monkeypatch, seconds)
+    run = Run(tmp_path / "run", {})
+    what = stage(minutes=1, schedule="linear")
+    run_stage(run, pair()[0], what, OfRows(Rows()), None, Settings(progress=False))
+    assert (run.facts["only.steps"], run.facts["only.done"], run.facts["only.seconds"]) == (6, steps, 60)
+    log, schedule = run.facts["only.log"], what.make_schedule(6)
+    expected = [schedule.at(min(6, entry["step"] * seconds / 10)) for entry in log]
+    before = [schedule.at((entry["step"] - 1) * seconds / 10) for entry in log]
+    rates = [entry["learning_rate"] for entry in log]
+    assert rates == pytest.approx(expected) or rates == pytest.approx(before)  # of the step to come, or the one done
+
+
+def test_a_stage_by_the_clock_goes_on_to_the_same_weights(tmp_path, monkeypatch):
+    """Ten steps of ten seconds are planned, each takes 14. Killed after step 4, it has the time that was left then."""
+    monkeypatch.setattr(stages, "time_stage", lambda *args: Cost(0.0, 10.0))
+    what = stage("distill", minutes=100 / 60, schedule="linear", noise=0.2)
+
+    def go(folder, trainer=StageTrainer):
+        ticking(monkeypatch, 14)
+        monkeypatch.setattr(stages, "StageTrainer", trainer)
+        student, teacher = pair()
+        run = Run(tmp_path / folder, {})
+        run_stage(run, student, what, OfRows(Rows(10)), teacher, Settings(progress=False, save_steps=2))
+        return student, run.facts
+
+    whole, facts = go("whole")
+    assert facts["only.done"] == 7
+    monkeypatch.setattr(Dying, "left", 2)
+    with pytest.raises(Killed):
+        go("cut", Dying)
+    assert last_checkpoint(tmp_path / "cut" / "only.checkpoints").name == "checkpoint-4"
+    resumed, again = go("cut")
+    assert again["only.done"] == 7
+    assert again["only.log"] == facts["only.log"]
+    for (name, x), y in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(x, y), name
 
 
 # --- What goes wrong ------------------------------------------------------------------------------------------
@@ -591,7 +682,7 @@ def test_a_stage_goes_on_to_the_same_weights(tmp_path, monkeypatch, trained, sav
                 part.p = 0.2
         return student, teacher
 
-    what = stage("distill", steps=6, train=trained, lora_rank=2, device_tokens=2 * LENGTH, noise=0.2)
+    what = stage("distill", steps=6, train=trained, lora_rank=2, device_tokens=2 * LENGTH, noise=0.2, noise_from=2)
     save = {"save_steps": 2, "rows": Rows(10)}
     student, teacher = fresh()
     whole, losses = train(tmp_path / "whole", student, what, teacher, **save)

@@ -17,12 +17,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from t2r.attention.cache import adopt
 from t2r.attention.masks import make_mask
+from t2r.attention.merged import Affine, Mergeable
 from t2r.attention.recurrence import Inputs, Mode, Recurrence, mode_of
-from t2r.attention.softmax import softmax_attention
+from t2r.attention.softmax import SoftmaxWindow, softmax_attention
 from t2r.errors import T2RError
 
 NAME = "t2r"
 """The name of the attention implementation of every swapped model."""
+UNMASKED = "t2r_unmasked"
+"""The same for texts without padding or packed documents. transformers makes no mask for it, so that nobody looks for
+padding in a call that is captured as a CUDA graph. It serves models that are not swapped as well."""
+NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+"""What stock modules call the normalization of queries and keys."""
 
 
 class Call(NamedTuple):
@@ -35,18 +41,27 @@ class Call(NamedTuple):
     """Cosines and sines that queries and keys have yet to be rotated by, before exact attention."""
 
 
-class InterfaceAttention(Recurrence):
+class InterfaceAttention(Mergeable):
     """A stock module that reaches `attention_forward` through transformers' attention interface."""
 
     cache_arguments = ("past_key_values", "layer_past")
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    head_dim: int
+    config: Any
     rotary: bool = True
     """Whether the map sees queries and keys after their rotation. Without it the stock forward gets a rotation by
     angles of zero, so that it works for every way to rotate."""
+    direct: bool = False
+    """Nothing stands between projections and map, so that the recurrence needs no stock forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        mode = mode_of(self)
         cache = next((kwargs[name] for name in self.cache_arguments if kwargs.get(name) is not None), None)
+        mode = mode_of(self)
         layer = adopt(cache, self.layer_idx, recurrent=mode is None)
+        if self.merged is not None or (self.direct and mode is None):
+            return self.forward_directly(*args, layer=layer, **kwargs)
         rotation = kwargs.get("position_embeddings")
         # An observer sees what the map would see: rotated or not. Exact attention is always rotated.
         if self.rotary or (mode is not None and mode.observer is None):
@@ -54,6 +69,59 @@ class InterfaceAttention(Recurrence):
         if rotation is not None:
             kwargs["position_embeddings"] = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
         return super().forward(*args, **kwargs, t2r_call=Call(layer, mode, rotation))
+
+    # --- Without the stock forward --------------------------------------------------------------------------
+
+    @property
+    def merge_obstacle(self) -> str | None:
+        if self.rotary:
+            return (
+                "between its projections and the map its queries and keys are rotated by position or normalized; "
+                "a model swapped with rotary=False has no rotation there"
+            )
+        parts = vars(self)["_modules"]
+        if any(parts.get(name) is not None for name in NORMS):
+            return "between its projections and the map its queries and keys are normalized"
+        if getattr(self.config, "clip_qkv", None) is not None:
+            return "between its projections and the map its queries and keys are clipped"
+        named = [parts.get(name) for name in ("q_proj", "k_proj", "v_proj")] + [self.output_projection]
+        if not all(isinstance(part, nn.Linear) for part in named):
+            return "its queries, keys and values do not have a linear projection each, of a name that is known"
+        return None
+
+    @property
+    def output_projection(self) -> Any:
+        parts = vars(self)["_modules"]
+        return parts.get("o_proj") or parts.get("dense")
+
+    def query_key_projections(self) -> tuple[Affine, Affine]:
+        q, k = self.q_proj, self.k_proj
+        return Affine(q.weight, q.bias), Affine(k.weight, k.bias)
+
+    def drop_query_key_projections(self) -> None:
+        del self.q_proj, self.k_proj
+
+    def values(self, hidden_states: Tensor) -> Tensor:
+        return self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def forward_directly(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        layer: Any,
+        attention_mask: Tensor | None = None,
+        t2r_documents: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """What the stock forward computes with a rotation by zero, without rotating; or the merged form."""
+        mask = t2r_documents if attention_mask is None else attention_mask
+        if self.merged is not None:
+            out = self.attend_merged(hidden_states, mask, layer)
+        else:
+            projected = (self.q_proj(hidden_states), self.k_proj(hidden_states))
+            q, k = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
+            out = self.attend(q, k, self.values(hidden_states), mask, layer, self.scaling)
+        return self.output_projection(out.transpose(1, 2).flatten(2)), None
 
 
 def attention_forward(
@@ -70,10 +138,12 @@ def attention_forward(
     position_bias: Tensor | None = None,
     t2r_call: Call | None = None,
     t2r_documents: Tensor | None = None,
+    t2r_window: SoftmaxWindow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of a swapped model: recurrent sites, layers that kept softmax attention, and encoders.
 
+    `t2r_window`, a keyword argument of the model's forward, limits what softmax attention sees in this call.
     transformers builds one mask per model, and ours is two-dimensional (see `make_mask`), so every attention of the
     model comes here."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -93,7 +163,7 @@ def attention_forward(
     if t2r_call is not None and t2r_call.rotation is not None:
         q, k = rotate(module, query, key, *t2r_call.rotation)
     out = softmax_attention(
-        q, k, value, attention_mask, scaling, causal, dropout, sliding_window, softcap, position_bias
+        q, k, value, attention_mask, scaling, causal, dropout, sliding_window, softcap, position_bias, t2r_window
     )
     if t2r_call is not None and t2r_call.mode is not None and t2r_call.mode.observer is not None:
         assert isinstance(module, Recurrence)
@@ -122,3 +192,4 @@ def rotation_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)
+AttentionInterface.register(UNMASKED, attention_forward)

@@ -37,7 +37,7 @@ def make_mask(
         return fixed_mask(q_offset, kv_length, attention_mask)
     if attention_mask is not None:
         # Looking at the values costs a wait for the device: worth it for a whole text, not for one token.
-        if q_length > 1 and not torch.compiler.is_compiling() and bool(attention_mask.all()):
+        if q_length > 1 and values_are_known() and bool(attention_mask.all()):
             return None
         return attention_mask
     if mask_function is None or q_length != kv_length or q_length == 1:
@@ -47,9 +47,17 @@ def make_mask(
     rows = torch.arange(batch_size, device=device)[:, None]
     columns = torch.arange(1, q_length, device=device)[None, :]
     begins = ~mask_function(rows, 0, columns, columns - 1)
-    if not torch.compiler.is_compiling() and not bool(begins.any()):
+    if values_are_known() and not bool(begins.any()):
         return None
     return (pad(begins.long(), (1, 0)).cumsum(1) + 1).expand(batch_size, -1)
+
+
+def values_are_known() -> bool:
+    """Whether a decision may depend on the values of a tensor: not while a call is compiled, nor while it is captured
+    as a CUDA graph."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def fixed_mask(position: Tensor, size: int, mask: Tensor | None) -> Tensor | None:
@@ -119,7 +127,7 @@ def documents_from_positions(position_ids: Tensor | None, batch: int) -> Tensor 
     once per forward."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return None
-    if not torch.compiler.is_compiling() and not bool((position_ids.diff(dim=1) != 1).any()):
+    if values_are_known() and not bool((position_ids.diff(dim=1) != 1).any()):
         return None
     return number_documents(position_ids, batch)
 

@@ -6,48 +6,23 @@ into the projections.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from t2r import ops
 from t2r.attention.cache import adopt
 from t2r.attention.layers import RecurrentLayer
 from t2r.attention.masks import padding_and_starts
-from t2r.attention.recurrence import Inputs, Recurrence, mode_of
+from t2r.attention.merged import Mergeable
+from t2r.attention.recurrence import Inputs, mode_of
 from t2r.attention.softmax import softmax_attention
-from t2r.feature_maps import AffineMap, FeatureMap
 
 
-class Affine(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
-
-
-class MergedProjections(nn.Module):
-    """The queries' and keys' projections with the map's affine part and the query scale folded in, as in the paper:
-    q and k are never formed."""
-
-    def __init__(self, hidden: int, source: int, feature_map: AffineMap) -> None:
-        super().__init__()
-        self.q = nn.Linear(hidden, feature_map.num_heads * feature_map.rows)
-        self.k = nn.Linear(source, feature_map.key_heads * feature_map.key_rows)
-
-    def queries(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
-        assert isinstance(feature_map, AffineMap)
-        return feature_map.activate(self.q(x).unflatten(-1, (-1, feature_map.rows)).transpose(1, 2))
-
-    def keys(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
-        assert isinstance(feature_map, AffineMap)
-        return feature_map.activate_keys(self.k(x).unflatten(-1, (-1, feature_map.key_rows)).transpose(1, 2))
-
-
-class ProjectionAttention(Recurrence):
+class ProjectionAttention(Mergeable):
     """A module whose projections are ours. A family says where they are; the rest is here."""
 
-    scaling: float
     softmax_dropout: float = 0.0
     """The attention dropout of a site that keeps softmax attention."""
 
@@ -56,26 +31,8 @@ class ProjectionAttention(Recurrence):
         be kept, because it forgets causality where there is a cache (FSMT)."""
         self.keeps_softmax, self.softmax_dropout = True, dropout
 
-    @property
-    def merged(self) -> MergedProjections | None:
-        """After a merge: features straight from the hidden states, beside the values' projection."""
-        merged: Any = self._modules.get("merged_projections")
-        return merged
-
     def queries(self, hidden_states: Tensor) -> Tensor:
         """`[batch, heads, time, head_dim]`, not scaled."""
-        raise NotImplementedError
-
-    def values(self, hidden_states: Tensor) -> Tensor:
-        """The values alone, after a merge."""
-        raise NotImplementedError
-
-    def query_key_projections(self) -> tuple[Affine, Affine]:
-        """Weight `[heads * head_dim, hidden]` and bias of the queries' and the keys' projection."""
-        raise NotImplementedError
-
-    def drop_query_key_projections(self) -> None:
-        """Keep the values' projection only."""
         raise NotImplementedError
 
     def keys_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +73,7 @@ class ProjectionAttention(Recurrence):
 
     def attend_self(self, x: Tensor, mask: Tensor | None, layer: Any, position_bias: Tensor | None = None) -> Tensor:
         if self.merged is not None:
-            phi_q, phi_k = self.merged.queries(x, self.feature_map), self.merged.keys(x, self.feature_map)
-            return self.advance(phi_q, phi_k, self.values(x), mask, layer)
+            return self.attend_merged(x, mask, layer)
         q, k, v = self.project(x)
         if not self.exact:
             return self.attend(q, k, v, mask, layer, self.scaling)
@@ -165,16 +121,6 @@ class ProjectionAttention(Recurrence):
         if mode is not None and mode.observer is not None:
             mode.observer(self, Inputs(q, k, v, mask, self.scaling, causal), out)
         return out
-
-    def become_merged(self) -> None:
-        """Make room for merged projections, in place of those of queries and keys and of the map's own weights."""
-        assert isinstance(self.feature_map, AffineMap)
-        (q, _), (k, _) = self.query_key_projections()
-        with torch.device(q.device):
-            merged = MergedProjections(q.shape[1], k.shape[1], self.feature_map)
-        self.merged_projections = merged.to(q.dtype).requires_grad_(False)
-        self.drop_query_key_projections()
-        self.feature_map.drop_affine()
 
     def query_features(self, x: Tensor) -> Tensor:
         if self.merged is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
@@ -9,6 +11,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from t2r.attention.masks import refuse_full_mask
 from t2r.feature_maps import repeat_heads
+
+
+@dataclass
+class SoftmaxWindow:
+    """Limits causal softmax attention: a position sees the last `tokens` positions, itself included, and the first
+    `sinks` of the sequence. Positions keep the numbers that they have in the whole sequence, so rotary embeddings are
+    those of the full model. `applied` tells the caller that an attention has received it."""
+
+    tokens: int
+    sinks: int = 0
+    applied: bool = False
+
+    def allowed(self, distance: Tensor, key: Tensor) -> Tensor:
+        """Whether a key may be seen, by its distance from the query and its position in the sequence."""
+        return (distance >= 0) & ((distance < self.tokens) | (key < self.sinks))
 
 
 def softmax_attention(
@@ -22,6 +39,7 @@ def softmax_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
+    window: SoftmaxWindow | None = None,
 ) -> Tensor:
     """Exact attention. The mask is ours (see `make_mask`), so causality and windows are added here.
 
@@ -29,17 +47,22 @@ def softmax_attention(
     refuse_full_mask(mask)
     queries, keys = q.shape[2], k.shape[2]
     gqa = q.shape[1] != k.shape[1]
-    if mask is None and sliding_window is None and softcap is None and position_bias is None and queries == keys:
+    windows = sliding_window is not None or window is not None
+    if mask is None and not windows and softcap is None and position_bias is None and queries == keys:
         # Nothing but causality: the fused kernels know that by themselves.
         return scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal and queries > 1, scale=scaling, enable_gqa=gqa
         )
     allowed = None
-    if causal and (queries > 1 or (sliding_window is not None and keys > sliding_window)):
-        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
+    if causal and (queries > 1 or window is not None or (sliding_window is not None and keys > sliding_window)):
+        key = torch.arange(keys, device=q.device)
+        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - key
         allowed = (distance >= 0)[None]
         if sliding_window is not None:
             allowed = allowed & (distance < sliding_window)
+        if window is not None:
+            allowed = allowed & window.allowed(distance, key)
+            window.applied = True
     if mask is not None:
         mask = mask[:, -keys:]
         if mask.dtype == torch.bool:

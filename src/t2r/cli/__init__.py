@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from t2r import __version__
-from t2r.cli import bench, convert, evaluate, generate, import_, info, inspect, merge, pretrain, swap
+from t2r.cli import bench, convert, evaluate, generate, import_, info, inspect, merge, pretrain, reproduce, swap
 from t2r.cli.stages import ShowsRecipe
 from t2r.errors import T2RError
 
@@ -30,6 +30,7 @@ app.command()(inspect.inspect)
 app.command()(generate.generate)
 app.command()(evaluate.evaluate)
 app.command(name="import")(import_.import_)
+app.command()(reproduce.reproduce)
 app.command()(info.info)
 app.add_typer(bench.app, name="bench")
 

@@ -41,12 +41,13 @@ def convert(
     options: dict[str, Any],
     stage: dict[str, Any],
     train: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="Text files, globs, JSONL, datasets:NAME; or `teacher`: the model writes its own, or beside other "
-            "texts more like them. Repeatable."
+            "texts more like them. wiki.txt:2 is read twice in an epoch, wiki.txt:60% is 60% of what is read. "
+            "Repeatable. [default: the texts that the recipe names]"
         ),
-    ],
+    ] = None,
     valid: Annotated[str | None, typer.Option(help="A text to measure perplexity on, before and after.")] = None,
     recipe: Annotated[str, typer.Option(help="A shipped recipe, or a YAML file.")] = "distill-lm",
     set_: Set = None,
@@ -75,6 +76,8 @@ def convert(
     t2r convert gpt2 rnn --train corpus.txt --minutes 30             in the time there is
     t2r convert gpt2 rnn --train corpus.txt --softmax-layers auto:3  the 3 layers that matter most stay
     t2r convert gpt2 rnn --train teacher                             no text? the model writes its own
+    t2r convert gpt2 rnn --train wiki.txt:2 --train novels.txt:0.5   twice, and every second block
+    t2r convert gpt2 rnn --train wiki.txt:60% --train novels.txt:40% shares of what is read
     t2r convert gpt2 rnn --train small.txt --set noise=0.1           read often, but never quite the same
 
     Stop it anywhere; the same command goes on where it was. The defaults shown here are those of the recipe distill-lm.
@@ -88,7 +91,7 @@ def convert(
         results = run(
             source,
             out,
-            train=train,
+            train=train or None,
             valid=valid,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_, recipe),

@@ -42,7 +42,13 @@ def pretrain(
     out: Annotated[str, typer.Argument(help="The folder to make. OUT.run beside it holds an unfinished run.")],
     options: dict[str, Any],
     stage: dict[str, Any],
-    train: Annotated[list[str], typer.Option(help="Text files, globs, JSONL, datasets:NAME. Repeatable.")],
+    train: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text files, globs, JSONL, datasets:NAME. wiki.txt:2 is read twice in an epoch, wiki.txt:60% is 60% "
+            "of what is read. Repeatable. [default: the texts that the recipe names]"
+        ),
+    ] = None,
     valid: Annotated[str | None, typer.Option(help="A text to measure perplexity on, before and after.")] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A shipped recipe, or a YAML file. [default: the preset's own]")
@@ -56,6 +62,9 @@ def pretrain(
     tokenizer: Annotated[
         str | None, typer.Option(help="The folder of a tokenizer. [default: one is trained, as the preset says]")
     ] = None,
+    continued: Annotated[
+        bool, typer.Option("--continued", help="Start from the weights of CONFIG, the folder of a model.")
+    ] = False,
     documents: Documents = False,
     device: Device = RUN["device"].default,
     bf16: Bf16 = None,
@@ -76,6 +85,7 @@ def pretrain(
     t2r pretrain adaptive-lm-small lm --train wiki.train.tokens           the paper's model, small
     t2r pretrain gpt2-tiny rnn --train corpus.txt --feature-map elu       recurrent from the start
     t2r pretrain gpt2-tiny wide --train corpus.txt --model-set n_embd=128 --set steps=1000
+    t2r pretrain smollm2 more --continued --recipe scratch-lm --train corpus.txt --set steps=1000
 
     The attention is the model's own softmax, unless --feature-map or another option of the swap says otherwise. Stop it
     anywhere; the same command goes on where it was.
@@ -89,13 +99,14 @@ def pretrain(
         results = run(
             config,
             out,
-            train=train,
+            train=train or None,
             valid=valid,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_),
             model_overrides=model_set or [],
             minutes=minutes,
             tokenizer=tokenizer,
+            continued=continued,
             documents=documents,
             device=device,
             bf16=bf16,

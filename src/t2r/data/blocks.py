@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from t2r.data.corpus import TokenCorpus
+from t2r.data.corpus import JoinedCorpus, TokenCorpus
 from t2r.errors import T2RError
 
 BLOCK_SIZE = 512
@@ -37,7 +37,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
     tell the model to forget, and a document's first token is not predicted from the one before.
     """
 
-    def __init__(self, corpus: TokenCorpus, block_size: int = BLOCK_SIZE, *, documents: bool = False):
+    def __init__(self, corpus: TokenCorpus | JoinedCorpus, block_size: int = BLOCK_SIZE, *, documents: bool = False):
         check_block_size(block_size, None)
         if len(corpus) < block_size:
             raise T2RError(
@@ -56,7 +56,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
             raise IndexError(f"block {index} of {len(self)}")
         start = index % len(self) * self.block_size
         stop = start + self.block_size
-        input_ids = torch.from_numpy(self.corpus.tokens[start:stop].astype("int64"))
+        input_ids = torch.from_numpy(self.corpus.read(start, stop))
         scored = torch.from_numpy(self.corpus.scored(start, stop))
         item = {"input_ids": input_ids}
         if self.documents:

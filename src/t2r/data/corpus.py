@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +57,11 @@ class TokenCorpus:
         return len(self.tokens)
 
     @property
+    def key(self) -> str:
+        """A name that changes when the content does."""
+        return self.folder.name
+
+    @property
     def documents(self) -> int:
         """How many documents."""
         return len(self.starts)
@@ -69,6 +74,10 @@ class TokenCorpus:
                 f"the text has token {highest}, and the model's vocabulary ends at {size - 1}: this is not the model's "
                 "tokenizer"
             )
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """These tokens."""
+        return self.tokens[start:stop].astype(np.int64)
 
     def scored(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Which of these tokens are to be learned from."""
@@ -83,6 +92,45 @@ class TokenCorpus:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenCorpus, (self.folder,)
+
+
+class JoinedCorpus:
+    """Corpora one after the other, read as one. Each document stays in its corpus."""
+
+    def __init__(self, corpora: Sequence[TokenCorpus]) -> None:
+        self.corpora = list(corpora)
+        self.ends = np.cumsum([len(corpus) for corpus in self.corpora])
+
+    def __len__(self) -> int:
+        """How many tokens."""
+        return int(self.ends[-1])
+
+    @property
+    def key(self) -> str:
+        """A name that changes when the content does."""
+        names = [corpus.folder.name for corpus in self.corpora]
+        return names[0] if len(names) == 1 else digest(names)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[TokenCorpus, int, int]]:
+        """The stretches of corpora that lie between these two tokens."""
+        index = int(np.searchsorted(self.ends, start, side="right"))
+        while start < stop and index < len(self.corpora):
+            corpus, end = self.corpora[index], int(self.ends[index])
+            before = end - len(corpus)
+            yield corpus, start - before, min(stop, end) - before
+            start, index = end, index + 1
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """These tokens."""
+        return np.concatenate([corpus.read(a, b) for corpus, a, b in self.pieces(start, stop)])
+
+    def scored(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of these tokens are to be learned from."""
+        return np.concatenate([corpus.scored(a, b) for corpus, a, b in self.pieces(start, stop)])
+
+    def positions(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Each token's distance from the start of its document, or from `start` if that is nearer."""
+        return np.concatenate([corpus.positions(a, b) for corpus, a, b in self.pieces(start, stop)])
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ from transformers import (
 
 from t2r.data import fingerprint
 from t2r.data.blocks import BLOCK_SIZE, check_block_size
-from t2r.data.corpus import TokenCorpus
+from t2r.data.corpus import JoinedCorpus, TokenCorpus
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 
@@ -48,7 +48,7 @@ def write_corpus(
     *,
     tokens: int = 10_000_000,
     length: int = BLOCK_SIZE,
-    continues: TokenCorpus | None = None,
+    continues: TokenCorpus | JoinedCorpus | None = None,
     batch_size: int | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -89,7 +89,7 @@ def write_corpus(
     batches = math.ceil(tokens / (batch_size * length))
     settings: list[Any] = [batches, length, batch_size, temperature, top_p, seed]
     if continues is not None:
-        settings.append(continues.folder.name)  # which is made from what is in it
+        settings.append(continues.key)  # which is made from what is in it
     key = fingerprint.digest([fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings])
     path = Path(folder or fingerprint.cache_folder("teacher")).expanduser() / f"{key}.jsonl"
     if path.exists():
@@ -272,8 +272,8 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Tensor:
     return torch.randint(len(tokenizer), (batch_size, 1))
 
 
-def excerpts(corpus: TokenCorpus, batch_size: int, length: int) -> Tensor:
+def excerpts(corpus: TokenCorpus | JoinedCorpus, batch_size: int, length: int) -> Tensor:
     """Stretches from anywhere in a corpus, of shape [batch, length]."""
     length = min(length, len(corpus))
     places = torch.randint(len(corpus) - length + 1, (batch_size,)).tolist()
-    return torch.from_numpy(np.stack([corpus.tokens[place : place + length] for place in places]).astype("int64"))
+    return torch.from_numpy(np.stack([corpus.read(place, place + length) for place in places]))

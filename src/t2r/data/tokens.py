@@ -47,6 +47,7 @@ def tokenize_corpus(
     add_eos: bool = True,
     cache_dir: str | Path | None = None,
     progress: bool = True,
+    tokenizer_key: str | None = None,
 ) -> TokenCorpus:
     """The tokens of a corpus, from the cache if it was tokenised before and nothing has changed since.
 
@@ -58,9 +59,10 @@ def tokenize_corpus(
             chat template ends them.
         cache_dir: where the cache goes; by default `tokens` in `T2R_CACHE` or in `~/.cache/t2r`.
         progress: show a bar.
+        tokenizer_key: the tokenizer's fingerprint, where it is known already.
     """
     found = find_sources(sources)
-    tokenizer_key = fingerprint.of_tokenizer(tokenizer)
+    tokenizer_key = tokenizer_key or fingerprint.of_tokenizer(tokenizer)
 
     def key() -> str:
         versions = [source.fingerprint() for source in found]

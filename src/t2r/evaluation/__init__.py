@@ -1,6 +1,6 @@
 """How good a language model is: perplexity, what it writes, what it remembers.
 
-`evaluate` does it all for several models and one text; each measurement is a function of its own.
+`evaluate` does it all for several models and texts; each measurement is a function of its own.
 """
 
 from t2r.evaluation.compare import evaluate
@@ -10,10 +10,12 @@ from t2r.evaluation.inputs import Text, encode, read_text
 from t2r.evaluation.logits import logits_by_slice
 from t2r.evaluation.perplexity import Perplexity, perplexity
 from t2r.evaluation.report import tables
+from t2r.evaluation.variants import Variant
 
 __all__ = [
     "Perplexity",
     "Text",
+    "Variant",
     "encode",
     "evaluate",
     "find_tasks",

@@ -1,9 +1,10 @@
-"""Several models on one text, the first of them the reference for all others."""
+"""Several models on the same texts, the first of them the reference for all others."""
 
 import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from t2r.evaluation.generation import DISTANCES, recall, recall_tokens, repeated
 from t2r.evaluation.harness import find_tasks, harness
 from t2r.evaluation.inputs import Text, encode, positions_of, read_text, refuse_seq2seq
 from t2r.evaluation.perplexity import WINDOW, Perplexity, perplexity
+from t2r.evaluation.variants import Variant, memory_of
 from t2r.hub import auto_class, load_config, load_model, load_tokenizer
 from t2r.options import RunOptions, check
 
@@ -30,13 +32,14 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 128
 
 def evaluate(
     models: Model | Sequence[Model],
-    text: str | Path | None = None,
+    text: str | Path | Sequence[str | Path] | None = None,
     *,
+    variants: Sequence[str] = (),
     tasks: Sequence[str] = (),
     task_folder: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
     teacher: Model | None = None,
-    window: int | None = None,
+    window: int | Sequence[int] | None = None,
     stride: int | None = None,
     limit: int | None = None,
     tail: bool = False,
@@ -49,96 +52,151 @@ def evaluate(
     seed: int = 0,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure each model on a text, on tasks of lm-eval, or on both. Returns a dictionary for each, for JSON or for
-    `tables`.
+    """Measure each model on texts, on tasks of lm-eval, or on both. Returns a dictionary for each model and variant,
+    for JSON or for `tables`.
 
     KL and agreement are to the `teacher`, or else to the first model, and ratios of perplexity to the first
     model. Models given by name are loaded once, one at a time, so that memory holds the reference and one more.
 
+    With several texts or windows, `measured` lists what was measured on each text in each window, and the first of
+    these also stands where a single one would.
+
     Args:
         models: folders, hub names or models (then give their `tokenizer`).
-        text: a file or a glob.
+        text: a file or a glob, or several.
+        variants: further rows, `MODEL:window=TOKENS,sinks=TOKENS` or `MODEL:state=DTYPE,every=TOKENS` (see `Variant`).
+            MODEL is a model as it is given here, or the last part of its path.
         tasks: of lm-eval, or your own whose YAML files are in `task_folder`.
-        window: tokens of a window. None: 512, or as many as every model has positions.
+        window: tokens of a window, or several. None: 512, or as many as every model has positions.
         stride: how far a window is advanced: so many tokens of each are scored. None: half the window.
         batch_size: windows at a time. None: by the device.
-        limit: score so many windows, or questions of a task, only.
+        limit: score so many windows of each text, or questions of a task, only.
         tail: score the tokens at the end that fill no whole window, too.
-        generation: add repetition and recall.
+        generation: add repetition (of models, not of their variants) and recall, on the first text.
         distances: of recall. None: those that half a window holds.
         trials: of recall, at each distance.
     """
     models = [models] if isinstance(models, str | Path | PreTrainedModel) else list(models)
     if not models:
         raise T2RError("name at least one model")
-    if text is None and not tasks:
+    texts = [] if text is None else [text] if isinstance(text, str | Path) else list(text)
+    if not texts and not tasks:
         raise T2RError("nothing to measure: give --text FILE, --task NAME, or both")
-    given = {"window": window, "stride": stride, "limit": limit, "dtype": dtype, "device": device, "seed": seed}
-    check(RunOptions, given if batch_size is None else given | {"batch_size": batch_size})
+    wanted: list[int | None] = [window] if window is None or isinstance(window, int) else [*window] or [None]
+    for size in wanted:
+        given = {"window": size, "stride": stride, "limit": limit, "dtype": dtype, "device": device, "seed": seed}
+        check(RunOptions, given if batch_size is None else given | {"batch_size": batch_size})
+    of_model = _variants(variants, models)
+    if variants and not texts:
+        raise T2RError("variants are measured on a text: give --text FILE")
     if tasks:
         find_tasks(tasks, task_folder)  # and not after the text has been measured
     if tokenizer is None:
         tokenizer = _tokenizer_of(models[0])
     everyone = [*models, *([] if teacher is None else [teacher])]
-    read = None if text is None else encode(tokenizer, read_text(text, tokenizer))
-    _check(everyone, read)
-    window, stride = _windows(everyone, window, stride)
+    read = {str(name): encode(tokenizer, read_text(name, tokenizer)) for name in texts}
+    _check(everyone, next(iter(read.values()), None))
+    windows = [_windows(everyone, size, stride) for size in wanted]
     if distances is None and generation:
-        rest = recall_tokens(tokenizer)
-        fewest = min((n for n in map(positions_of, map(_config, everyone)) if n is not None), default=2 * window + rest)
-        distances_fit = [d for d in (*DISTANCES, 1024, 4096, 16384) if 2 * d <= window and d + rest <= fewest]
+        rest, longest = recall_tokens(tokenizer), max(size for size, _ in windows)
+        positions = map(positions_of, map(_config, everyone))
+        fewest = min((n for n in positions if n is not None), default=2 * longest + rest)
+        distances_fit = [d for d in (*DISTANCES, 1024, 4096, 16384) if 2 * d <= longest and d + rest <= fewest]
     else:
         distances_fit = list(distances or ())
-    against = None if teacher is None or read is None else _loaded(teacher, dtype, device)
+    against = None if teacher is None or not read else _loaded(teacher, dtype, device)
     sequences = RunOptions.batch_size if batch_size is None else batch_size  # of what is generated
 
     results: list[dict[str, Any]] = []
-    first: Perplexity | None = None
-    for source in models:
+    first: dict[tuple[str, int], Perplexity] = {}
+    for index, source in enumerate(models):
         again = against is not None and teacher is not None and _title(source) == _title(teacher)
         model = against if again and isinstance(source, str | Path) else _loaded(source, dtype, device)
         assert model is not None
-        result: dict[str, Any] = {"model": _title(source)}
-        if read is not None:
-            with _progress_bar(_title(source), progress) as advance:
-                scored = perplexity(
-                    model,
-                    read,
-                    window=window,
-                    stride=stride,
-                    batch_size=batch_size,
-                    teacher=against,
-                    limit=limit,
-                    tail=tail,
-                    progress=advance,
-                )
-            result |= {"text": str(text), **scored.as_dict()}
-            if first is None:
-                first, against = scored, against or model
-            else:
-                result["ratio"], result["ratio_interval"] = scored.ratio(first)
-            if generation:
-                result["repetition"] = _repetition(model, tokenizer, read, window, seed, sequences)
-                asked: dict[str, Any] = {"trials": trials, "seed": seed, "batch_size": sequences}
+        for variant in (None, *of_model[index]):
+            result: dict[str, Any] = {"model": _title(source)}
+            if variant is not None:
+                result |= {"variant": str(variant)}
+            measured = []
+            kept = memory_of(model, variant) if read else None
+            for (name, text_read), (size, step) in product(read.items(), windows):
+                with _progress_bar(_row_title(result), progress) as advance:
+                    scored = perplexity(
+                        model,
+                        text_read,
+                        window=size,
+                        stride=step,
+                        batch_size=_batch(model, variant) if batch_size is None else batch_size,
+                        teacher=against,
+                        variant=variant,
+                        limit=limit,
+                        tail=tail,
+                        progress=advance,
+                    )
+                row = {"text": name, **scored.as_dict(), "kept_bytes": None if kept is None else kept.at(size)}
+                if index == 0 and variant is None:
+                    first[name, size] = scored
+                else:
+                    row["ratio"], row["ratio_interval"] = scored.ratio(first[name, size])
+                measured.append(row)
+            if measured:
+                against = against or model
+                result |= measured[0] | ({"measured": measured} if len(measured) > 1 else {})
+            if read and generation:
+                text_read = next(iter(read.values()))
+                if variant is None:
+                    shortest = min(size for size, _ in windows)
+                    result["repetition"] = _repetition(model, tokenizer, text_read, shortest, seed, sequences)
+                asked: dict[str, Any] = {"trials": trials, "seed": seed, "batch_size": batch_size, "variant": variant}
                 try:
-                    recalled = recall(model, tokenizer, read.string, distances=distances_fit, **asked)
+                    recalled = recall(model, tokenizer, text_read.string, distances=distances_fit, **asked)
                 except T2RError as error:  # of this tokenizer, or this text: the same for every model
                     if distances is not None:
                         raise
                     logger.warning("recall is not measured: %s", error)
                     recalled = []
                 result["recall"] = [row._asdict() for row in recalled]
-        if tasks:
-            own = tokenizer if isinstance(source, PreTrainedModel) else _tokenizer_of(source)
-            result["tasks"] = harness(
-                model, tasks, tokenizer=own, task_folder=task_folder, limit=limit, batch_size=sequences
-            )
-        results.append(result)
+            if tasks and variant is None:
+                own = tokenizer if isinstance(source, PreTrainedModel) else _tokenizer_of(source)
+                result["tasks"] = harness(
+                    model, tasks, tokenizer=own, task_folder=task_folder, limit=limit, batch_size=sequences
+                )
+            results.append(result)
         del model
         gc.collect()  # a model is full of cycles, and the next one needs its memory now
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return results
+
+
+def _variants(given: Sequence[str], models: Sequence[Model]) -> list[list[Variant]]:
+    """The variants of each model."""
+    found: list[list[Variant]] = [[] for _ in models]
+    titles = [_title(source) for source in models]
+    for text in given:
+        name, _, options = text.rpartition(":")
+        named = [i for i, title in enumerate(titles) if name in (title, Path(title).name)]
+        if len(named) != 1:
+            raise T2RError(
+                f"variant {text!r}: write MODEL:window=TOKENS or MODEL:state=DTYPE, where MODEL is one of "
+                f"{', '.join(titles)}"
+            )
+        found[named[0]].append(Variant.parse(options))
+    return found
+
+
+ROUNDED_WINDOWS = 256
+
+
+def _batch(model: PreTrainedModel, variant: Variant | None) -> int | None:
+    """Windows at a time; None: by the device. A state that is rounded token by token takes a forward for each, however
+    many windows there are, so an accelerator reads many at once."""
+    rounded = variant is not None and variant.state is not None and model.device.type != "cpu"
+    return ROUNDED_WINDOWS if rounded else None
+
+
+def _row_title(result: dict[str, Any]) -> str:
+    return f"{result['model']}, {result['variant']}" if "variant" in result else str(result["model"])
 
 
 def _windows(models: Sequence[Model], window: int | None, stride: int | None) -> tuple[int, int]:

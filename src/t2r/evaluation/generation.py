@@ -1,5 +1,6 @@
 """What likelihood hides: a model that repeats itself, and one that forgets what it has read."""
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -13,6 +14,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import encode
 from t2r.evaluation.logits import check_positions, evaluating, logits_by_slice
+from t2r.evaluation.perplexity import fitting_batch
+from t2r.evaluation.variants import Variant
+from t2r.generation.engine import Engine
+from t2r.model.modeling import T2RModel
 
 PROMPTS = (
     "The history of the city begins",
@@ -60,20 +65,21 @@ def repetition(
         "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
     }
     rates = {}
+    swapped: Any = model
+    generate = Engine(model).generate if isinstance(model, T2RModel) else swapped.generate
     with evaluating(model), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         for name, options in ways.items():
             torch.manual_seed(seed)
             written = [
                 ids
                 for batch in _of_equal_length(coded, batch_size)
-                for ids in _continue(model, batch.to(model.device), new_tokens, options)
+                for ids in _continue(generate, batch.to(model.device), new_tokens, options)
             ]
             rates[name] = sum(repeated(ids, n) for ids in written) / len(written)
     return Repetition(**rates)
 
 
-def _continue(model: PreTrainedModel, prompts: Tensor, new_tokens: int, options: dict[str, Any]) -> list[list[int]]:
-    generate: Any = model.generate
+def _continue(generate: Any, prompts: Tensor, new_tokens: int, options: dict[str, Any]) -> list[list[int]]:
     ids: Tensor = generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -120,6 +126,17 @@ class Recall(NamedTuple):
     greedy: float
     """How often the model, left to write, writes the true word; a model that remembers nothing never does."""
     trials: int
+    interval: tuple[float, float]
+    """Of the accuracy, with 95 % confidence (Wilson)."""
+    greedy_interval: tuple[float, float]
+
+
+def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """The Wilson score interval of a proportion, which stays within 0 and 1 and has a width at either end."""
+    share, weight = successes / trials, z * z / trials
+    center = (share + weight / 2) / (1 + weight)
+    half = z / (1 + weight) * math.sqrt(share * (1 - share) / trials + weight / 4 / trials)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 Sentences = dict[str, tuple[list[int], dict[str, list[int]]]]
@@ -142,13 +159,15 @@ def recall(
     trials: int = 32,
     choices: int = 8,
     seed: int = 0,
-    batch_size: int = 8,
+    batch_size: int | None = 8,
+    variant: Variant | None = None,
 ) -> list[Recall]:
     """Is a word that was said once still known, so many tokens later?
 
     "The password of the baker is lemon." stands in the filler, then the filler goes on, then "The password of
     the baker is" asks. The words to choose from differ in their first token, so that this token decides
     and one forward pass is enough. The questions are the same at every distance, and for every model.
+    `batch_size` None: by the device. With a `variant` the model is read with less memory than it has.
     """
     if trials < 1 or choices < 2 or min(distances, default=0) < 0:
         raise T2RError("recall needs at least 1 trial, 2 choices, and distances of 0 or more")
@@ -164,14 +183,17 @@ def recall(
             raise T2RError(f"a filler of {len(text)} tokens is too short for a distance of {distance}")
         rows = [_context(trial, text, length, distance, rng) for trial in asked]
         known, written = 0, 0
+        rows_at_once = fitting_batch(model.device, length) if batch_size is None else batch_size
         with evaluating(model):
-            for i in range(0, trials, batch_size):
-                batch = asked[i : i + batch_size]
-                for trial, logits in zip(batch, _answers(model, rows[i : i + batch_size], batch), strict=True):
+            for i in range(0, trials, rows_at_once):
+                batch = asked[i : i + rows_at_once]
+                answers = _answers(model, rows[i : i + rows_at_once], batch, variant)
+                for trial, logits in zip(batch, answers, strict=True):
                     first = logits[0, trial.choices]
                     known += bool(first[0] > first[1:].max())
                     written += logits[: len(trial.answer)].argmax(-1).tolist() == trial.answer
-        results.append(Recall(distance, known / trials, 1 / choices, written / trials, trials))
+        intervals = wilson(known, trials), wilson(written, trials)
+        results.append(Recall(distance, known / trials, 1 / choices, written / trials, trials, *intervals))
     return results
 
 
@@ -221,11 +243,13 @@ def _ids(tokenizer: Tokenizer, string: str) -> list[int]:
     return encode(tokenizer, string).token_ids.tolist()
 
 
-def _answers(model: PreTrainedModel, contexts: list[list[int]], trials: list[_Trial]) -> Tensor:
+def _answers(
+    model: PreTrainedModel, contexts: list[list[int]], trials: list[_Trial], variant: Variant | None
+) -> Tensor:
     """Logits where each token of the answer is predicted, from context and answer before it."""
     longest = max(len(trial.answer) for trial in trials)
     # What follows an answer is not seen by it, so that any token will do.
     rows = [c + t.answer + [0] * (longest - len(t.answer)) for c, t in zip(contexts, trials, strict=True)]
     ids = torch.tensor(rows, device=model.device)
     first = len(contexts[0]) - 1
-    return torch.cat(list(logits_by_slice(model, ids, first, first + longest)), dim=1)
+    return torch.cat(list(logits_by_slice(model, ids, first, first + longest, variant)), dim=1)

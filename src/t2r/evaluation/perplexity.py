@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import Text, refuse_seq2seq
 from t2r.evaluation.logits import check_positions
+from t2r.evaluation.variants import Variant, readout_of
 from t2r.model.logits import Readout, evaluating, logits_at_once
 
 WINDOW, STRIDE = 512, 256
@@ -130,6 +131,7 @@ def perplexity(
     stride: int = STRIDE,
     batch_size: int | None = None,
     teacher: PreTrainedModel | None = None,
+    variant: Variant | None = None,
     limit: int | None = None,
     tail: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -137,6 +139,7 @@ def perplexity(
     """Score a text. Of a `Text` we also know words and bytes; with a `teacher` there is KL(teacher || model).
 
     Args:
+        variant: read the model with less memory than it has (see `Variant`); the teacher is read as it is.
         batch_size: windows that are read at a time; by default 8, on an accelerator as many as its memory suggests.
         limit: a number of windows.
         tail: also score the tokens at the end that fill no whole window.
@@ -158,11 +161,8 @@ def perplexity(
 
     scores, done = [], 0
     with evaluating(model, teacher):
-        readout, reference = (
-            None if reader is None else Readout(reader, {"input_ids": batches[0].to(reader.device)})
-            for reader in (model, teacher)
-        )
-        assert readout is not None
+        readout = readout_of(model, {"input_ids": batches[0]}, variant)
+        reference = None if teacher is None else Readout(teacher, {"input_ids": batches[0].to(teacher.device)})
         if reference is not None and reference.out_features != readout.out_features:
             raise T2RError(
                 f"a teacher with a vocabulary of {reference.out_features} cannot be compared with a model "

@@ -11,11 +11,18 @@ if TYPE_CHECKING:
 def tables(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
     """For people: the models, perplexity by position, what generation showed, and tasks."""
     first = results[0]
-    parts: list[Table | str] = [_models(results), _positions(results)] if "perplexity" in first else []
+    parts: list[Table | str] = []
+    # A table for each text and window; what a model and its variants have in common is in its result.
+    for i in range(len(first.get("measured", [first])) if "perplexity" in first else 0):
+        each = [r | r["measured"][i] if "measured" in r else r for r in results]
+        parts += [_models(each), _positions(each)]
+    # A variant writes nothing and answers no tasks.
     if "tasks" in first:
-        parts.append(_tasks(results))
-    if "recall" in first:
-        parts += [_written(results), _recalled(results)] if first["recall"] else [_written(results)]
+        parts.append(_tasks([r for r in results if "tasks" in r]))
+    if "repetition" in first:
+        parts.append(_written([r for r in results if "repetition" in r]))
+    if first.get("recall"):
+        parts.append(_recalled(results))
     return parts
 
 
@@ -31,6 +38,7 @@ def _models(results: Sequence[dict[str, Any]]) -> "Table":
         "bits per byte": lambda r: _number(r["bits_per_byte"], 4),
         "KL to the teacher": lambda r: _number(r["kl"], 4),
         "same most likely token": lambda r: _percent(r["agreement"]),
+        "kept after a window": lambda r: _mebibytes(r.get("kept_bytes")),
     }
     return _table(title, results, {label: [cell(r) for r in results] for label, cell in rows.items()})
 
@@ -53,11 +61,16 @@ def _recalled(results: Sequence[dict[str, Any]]) -> "Table":
     first = results[0]["recall"]
     rows = {
         f"{row['distance']} tokens": [
-            f"{_percent(r['recall'][i]['accuracy'])} / {_percent(r['recall'][i]['greedy'])}" for r in results
+            f"{_percent(r['recall'][i]['accuracy'])} ({_range(r['recall'][i]['interval'])}) / "
+            f"{_percent(r['recall'][i]['greedy'])}"
+            for r in results
         ]
         for i, row in enumerate(first)
     }
-    title = f"Recall of a word after so many tokens: chosen (chance {_percent(first[0]['chance'])}) / written"
+    title = (
+        f"Recall of a word after so many tokens, {first[0]['trials']} trials: chosen (95 %; chance "
+        f"{_percent(first[0]['chance'])}) / written"
+    )
     return _table(title, results, rows)
 
 
@@ -85,7 +98,8 @@ def _table(title: str, results: Sequence[dict[str, Any]], rows: dict[str, list[s
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for result in results:
-        table.add_column(Path(result["model"]).name, justify="right", overflow="fold")
+        name = Path(result["model"]).name + (f", {result['variant']}" if "variant" in result else "")
+        table.add_column(name, justify="right", overflow="fold")
     for label, cells in rows.items():
         if any(cells):
             table.add_row(label, *cells)
@@ -98,6 +112,10 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _mebibytes(value: int | None) -> str:
+    return "" if value is None else f"{value / 2**20:.2f} MiB"
 
 
 def _range(interval: Sequence[float] | None, digits: int = 2) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from t2r.attention.projection import Affine, MergedProjections, ProjectionAttention
+from t2r.attention.merged import Affine, Mergeable, MergedProjections
 from t2r.attention.recurrence import Recurrence, recurrent_sites
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap
@@ -80,7 +80,7 @@ def difference(logits: Tensor, expected: Tensor) -> float:
     return (by_position.mean() / expected.abs().max().clamp_min(1e-6)).item()
 
 
-def replace(site: ProjectionAttention, q: Affine, k: Affine) -> None:
+def replace(site: Mergeable, q: Affine, k: Affine) -> None:
     """Put the folded projections in place of those of queries and keys."""
     site.become_merged()
     assert isinstance(site.merged, MergedProjections)
@@ -94,7 +94,7 @@ def contents(module: nn.Module) -> dict[str, Any]:
     return {**vars(module), "_modules": dict(module._modules)}
 
 
-def mergeable_sites(model: PreTrainedModel) -> list[ProjectionAttention]:
+def mergeable_sites(model: PreTrainedModel) -> list[Mergeable]:
     """The sites to merge, or the reason why they cannot be."""
     sites: list[Recurrence] = recurrent_sites(model)
     if not sites:
@@ -107,18 +107,16 @@ def mergeable_sites(model: PreTrainedModel) -> list[ProjectionAttention]:
                 f"the {site.feature_map.name!r} map cannot be merged: only an affine map followed by a function of its "
                 "outputs (t2r, hedgehog) folds into the projections"
             )
-        if not isinstance(site, ProjectionAttention) or not family.merges:
-            raise T2RError(
-                f"{family.model_type} cannot be merged: between its projections and the map its queries and keys are "
-                "rotated by position or normalized"
-            )
+        assert isinstance(site, Mergeable)
         if site.merged is not None:
             raise T2RError("this model is merged already")
+        if site.merge_obstacle is not None:
+            raise T2RError(f"{family.model_type} cannot be merged: {site.merge_obstacle}")
         found.append(site)
     return found
 
 
-def fold(site: ProjectionAttention) -> tuple[Affine, Affine]:
+def fold(site: Mergeable) -> tuple[Affine, Affine]:
     """Merged weights and biases for queries and keys, in float64."""
     feature_map = site.feature_map
     assert isinstance(feature_map, AffineMap)

@@ -13,9 +13,11 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.attention.recurrence import exact_attention
+from t2r.attention.merged import Mergeable
+from t2r.attention.recurrence import exact_attention, recurrent_sites
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
+from t2r.data.mixture import Sources
 from t2r.data.teacher import writing_speed
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap
@@ -42,7 +44,7 @@ def convert(
     model: str | PreTrainedModel,
     out: str,
     *,
-    train: str | Sequence[str],
+    train: Sources | None = None,
     valid: str | None = None,
     recipe: str = "distill-lm",
     overrides: Sequence[str] = (),
@@ -73,7 +75,9 @@ def convert(
         model: a folder, a hub name, or a model (then give its `tokenizer`), which is itself converted.
         out: the folder to make. While it works, `out.run` beside it holds the unfinished run; the same call goes on.
         train: text files, globs, JSONL or `datasets:` names, or `teacher`: the model writes its own, or beside others
-            continues excerpts of them, so that there is more of their kind.
+            continues excerpts of them, so that there is more of their kind. `wiki.txt:2` is read twice in an epoch,
+            `wiki.txt:60%` makes up this share of what is read; also a mapping from source to weight, or a list of
+            pairs. None: the texts that the recipe names.
         valid: a text to measure perplexity on, before and after.
         recipe: the name of a shipped recipe or a YAML file; `overrides` are `stage.field=value`.
         minutes: time for all of it, loading and measuring included. What is left for the stages is shared in proportion
@@ -115,7 +119,7 @@ def convert(
     base, tokens = load_base(model, tokenizer, place, {"revision": revision, "trust_remote_code": trust_remote_code})
     task = LanguageModeling(
         tokens,
-        train,
+        plan.train if train is None else train,
         valid,
         documents=documents,
         teacher_tokens=teacher_tokens,
@@ -161,6 +165,7 @@ def convert(
             if auto is not None and stage is plan.stages[0]:
                 student = keep_sensitive(session, student, teacher, config, auto, stage, results)
         results["log"] = session.logs()
+        results |= session.pace() | {"mixture": session.mixture()}
         results = finite(results)
 
         student.eval()
@@ -243,5 +248,9 @@ def keep_sensitive(
 
 def merges(student: PreTrainedModel) -> bool:
     """Can the maps be folded into the projections, and does it pay?"""
-    affine = all(isinstance(m.feature_map, AffineMap) for m in student.modules() if hasattr(m, "feature_map"))
-    return family_of(student).merges and affine and merge_cost(student).pays
+    sites = recurrent_sites(student)
+    possible = all(
+        isinstance(site.feature_map, AffineMap) and isinstance(site, Mergeable) and site.merge_obstacle is None
+        for site in sites
+    )
+    return possible and merge_cost(student).pays

@@ -1,4 +1,6 @@
-"""From nothing: a tokenizer and a model of any attention, trained on some text. For baselines, and for teachers."""
+"""A tokenizer and a model of any attention, trained on some text from random weights. For baselines, and for teachers.
+
+A model that is trained already can be trained on (`continued`): what its text alone teaches it, beside a conversion."""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 from t2r import __version__
 from t2r.config import T2RConfig
-from t2r.data.fingerprint import of_tokenizer
+from t2r.data.fingerprint import of_model, of_tokenizer
+from t2r.data.mixture import Sources, parse_sources
 from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
-from t2r.hub import choose_device, explained, load_tokenizer
+from t2r.hub import choose_device, explained, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.reporting.inspection import state_lines
@@ -28,7 +31,7 @@ from t2r.tasks.language_modeling import max_positions
 from t2r.training import processes
 from t2r.training.arithmetic import without_denormals
 from t2r.training.plan import check_options, check_report_to, over, within
-from t2r.training.preset import Preset, load_preset
+from t2r.training.preset import Preset, load_preset, of_folder
 from t2r.training.recipe import Recipe
 from t2r.training.session import Session, as_table, as_yaml, caching, finite, table_of
 from t2r.training.trainer import Settings
@@ -42,13 +45,14 @@ def pretrain(
     config: str,
     out: str,
     *,
-    train: str | Sequence[str],
+    train: Sources | None = None,
     valid: str | None = None,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     model_overrides: Sequence[str] = (),
     minutes: float | None = None,
     tokenizer: PreTrainedTokenizerBase | str | None = None,
+    continued: bool = False,
     documents: bool = False,
     seed: int = 0,
     device: str = "auto",
@@ -69,7 +73,8 @@ def pretrain(
         config: the name of a shipped preset, a YAML file, or the folder of a model, whose shape alone is taken (and its
             tokenizer).
         out: the folder to make. While it works, `out.run` beside it holds the unfinished run; the same call goes on.
-        train: text files, globs, JSONL or `datasets:` names.
+        train: text files, globs, JSONL or `datasets:` names, with weights or without, as for `convert`. None: the texts
+            that the recipe names.
         valid: a text to measure perplexity on, before and after.
         recipe: in place of the preset's own: a shipped recipe or a YAML file; `overrides` are `stage.field=value`.
         model_overrides: `field=value` of the model's configuration.
@@ -77,6 +82,7 @@ def pretrain(
             to their tokens or steps; where it is short, the teacher writes less, fewer windows are measured, and a step
             has fewer tokens. None: as long as it takes.
         tokenizer: in place of the preset's own, which is trained on the text: one, or the folder of one.
+        continued: start from the weights of `config`, a folder or a hub name, instead of random ones.
         seed: of the weights, the order of the text, and dropout. The weights are the same on every machine.
         bf16: train in bfloat16. None: on a GPU.
         compiled: compile layers and losses. None: on a GPU.
@@ -91,7 +97,9 @@ def pretrain(
     check_options(options)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
-    preset = load_preset(config, model_overrides)
+    if continued and (options or model_overrides or tokenizer is not None):
+        raise T2RError("continued training keeps the model as it is: give no tokenizer and no options of model or swap")
+    preset = of_folder(config) if continued else load_preset(config, model_overrides)
     if recipe is not None:
         preset = dataclasses.replace(preset, recipe=recipe)
     plan = within(make_plan(preset, overrides), minutes)
@@ -107,16 +115,22 @@ def pretrain(
         report_to=report_to,
         progress=progress,
     )
+    sources = parse_sources(plan.train if train is None else train)
     with caching():
-        tokens = make_tokenizer(preset, config, tokenizer, [train] if isinstance(train, str) else list(train), progress)
+        texts = [entry.source for entry in sources]
+        tokens = make_tokenizer(preset, config, tokenizer, texts, progress, continued)
     shape = preset.make_config(tokens)
     facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
-    model = make_model(shape, chosen, seed)
+    if continued:
+        model = load_model(config, dtype="float32", device="cpu")
+        facts["weights"] = of_model(model)
+    else:
+        model = make_model(shape, chosen, seed)
     plan = plan.for_positions(max_positions(model))
     sizes = [stage.block_size for stage in plan.stages]
     task = LanguageModeling(
         tokens,
-        train,
+        sources,
         valid,
         documents=documents,
         limit=limit,
@@ -135,18 +149,20 @@ def pretrain(
             "parameters": sum(p.numel() for p in model.parameters()),
             "vocabulary": len(tokens),
             "tokens": task.tokens,
-            "untrained": session.measure("untrained", model),
+            "untrained": session.measure("untrained", model),  # if it is continued: as it was
             "stages": {},
         }
         for stage in plan.stages:
             model = session.train(model, stage)
             results["stages"][stage.name] = session.measure(stage.name, model)
         results["log"] = session.logs()
+        results |= session.pace() | {"mixture": session.mixture()}
         results = finite(results)
 
         model.eval()
         done = dataclasses.replace(preset, recipe=plan.to_dict(), swap=chosen)  # with all that was changed on the way
-        files = {"README.md": model_card(model, preset, chosen, results), "preset.yaml": as_yaml(done.to_dict())}
+        card = model_card(model, preset, chosen, results, continued)
+        files = {"README.md": card, "preset.yaml": as_yaml(done.to_dict())}
         state = state_lines(model) if isinstance(model, T2RModel) else ()
         session.save(model, tokens, results, compared=False, overwrite=overwrite, files=files, state=state)
     return results
@@ -179,13 +195,16 @@ def make_tokenizer(
     tokenizer: PreTrainedTokenizerBase | str | None,
     sources: list[str],
     progress: bool,
+    continued: bool = False,
 ) -> PreTrainedTokenizerBase:
     """The one that was given, the one in the folder of the model, or one that is trained on the text."""
     if isinstance(tokenizer, str):
         with explained(tokenizer, "the tokenizer of "):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    elif tokenizer is None and Path(config).is_dir():
+    elif tokenizer is None and (continued or Path(config).is_dir()):
         tokenizer = load_tokenizer(config)
+    if continued and tokenizer is None:
+        raise T2RError(f"{config} has no tokenizer: save the one it was trained with into that folder")
     if tokenizer is not None:
         return tokenizer
     wanted = preset.tokenizer or {"kind": "bpe", "vocab_size": preset.model["vocab_size"]}
@@ -211,7 +230,9 @@ def summary(results: dict[str, Any]) -> Table:
     return as_table(*table_of(results, compared=False))
 
 
-def model_card(model: PreTrainedModel, preset: Preset, options: dict[str, Any], results: dict[str, Any]) -> str:
+def model_card(
+    model: PreTrainedModel, preset: Preset, options: dict[str, Any], results: dict[str, Any], continued: bool
+) -> str:
     recurrent = isinstance(model, T2RModel)
     metadata = {
         "library_name": "t2r" if recurrent else "transformers",
@@ -219,6 +240,7 @@ def model_card(model: PreTrainedModel, preset: Preset, options: dict[str, Any], 
         "tags": ["t2r", "linear-attention", "rnn"] if recurrent else ["t2r"],
     }
     made = T2RConfig(**options).feature_map if recurrent else SOFTMAX
+    start = f"the weights of {preset.name}" if continued else "random initialization"
     needs_us = recurrent or not type(model).__module__.startswith("transformers.")
     return f"""---
 {yaml.safe_dump(metadata, sort_keys=False).strip()}
@@ -226,9 +248,9 @@ def model_card(model: PreTrainedModel, preset: Preset, options: dict[str, Any], 
 
 # {preset.name}
 
-A language model ({model.config.model_type}, {made} attention, {results["parameters"]:,} parameters) trained from random
-initialization by t2r {__version__}, on {results["tokens"]:,} tokens with a vocabulary of {results["vocabulary"]:,}:
-preset.yaml and recipe.yaml say how.
+A language model ({model.config.model_type}, {made} attention, {results["parameters"]:,} parameters)
+trained from {start} by t2r {__version__}, on {results["tokens"]:,} tokens with a vocabulary of
+{results["vocabulary"]:,}: preset.yaml and recipe.yaml say how.
 
 ```python
 {"import t2r" + chr(10) if needs_us else ""}from transformers import AutoModelForCausalLM

@@ -1,1 +1,9 @@
-"""Results for people: what a swap changes, this machine, pages."""
+"""What is told: inspections of models, this machine, tables of options, and pages of results.
+
+`reporting.Page` is a page of tables and figures (`bars`, `lines`), `reporting.environment` describes the machine.
+"""
+
+from t2r.reporting import environment
+from t2r.reporting.page import COLORS, Page, bars, lines
+
+__all__ = ["COLORS", "Page", "bars", "environment", "lines"]

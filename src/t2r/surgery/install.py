@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from t2r import compat
-from t2r.attention.interface import NAME
-from t2r.attention.projection import ProjectionAttention
+from t2r.attention.interface import NAME, InterfaceAttention
+from t2r.attention.merged import Mergeable
 from t2r.attention.recurrence import Recurrence
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
@@ -43,8 +43,10 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
         operate(site.module, family.recurrent_class(site.module), feature_map)
         if hasattr(site.module, "rotary"):  # of the recurrent classes for families that rotate
             site.module.rotary = config.rotary  # type: ignore[assignment]
+        if isinstance(site.module, InterfaceAttention):
+            site.module.direct = family.plain_projections and site.module.merge_obstacle is None
         if config.merged:
-            assert isinstance(site.module, ProjectionAttention)
+            assert isinstance(site.module, Mergeable)
             site.module.become_merged()
     family.finish(model, chosen, [site for site in sites if site.layer in kept])
     compat.set_attention_implementation(model, NAME)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,9 @@ class Task(ABC):
     """In results.json."""
     pipeline_tag: ClassVar[str] = "text-generation"
     """In the model card: what the hub lists such a model under."""
+
+    uniform: bool = False
+    """Whether every item is one text of the same length: nothing is padded, and no documents are packed."""
 
     # --- Data -----------------------------------------------------------------------------------------------
 
@@ -52,9 +55,19 @@ class Task(ABC):
         """How many tokens there are to train on, so far."""
         return 0
 
+    @property
+    def epoch_tokens(self) -> int:
+        """How many tokens an epoch reads, of what there is so far."""
+        return self.tokens
+
     def told_data(self) -> str:
         """What was trained on, in words, for the model card."""
         return ""
+
+    def mixture(self, read: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+        """What was read of each source, for JSON. `read`: for each stage, the tokens of each source, in the order of
+        `tokens_of_sources` of the dataset."""
+        return []
 
     @abstractmethod
     def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
@@ -86,8 +99,9 @@ class Task(ABC):
         """The token that the logits at each position are scored against, `[batch, time]`; -100: none."""
 
     @abstractmethod
-    def disturbed(self, inputs: dict[str, Tensor], share: float) -> dict[str, Tensor]:
-        """The inputs with this share of the tokens exchanged at random for others of the batch."""
+    def disturbed(self, inputs: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
+        """The inputs with this share of the tokens exchanged at random for others of the batch. A tensor of shape
+        [rows, 1] has a share for each row."""
 
     # --- Measuring and telling ------------------------------------------------------------------------------
 
@@ -116,7 +130,7 @@ class Task(ABC):
         """The header and the rows of a table of measurements; `compared`: with the first of them, the teacher's."""
 
 
-def exchanged(ids: Tensor, share: float) -> Tensor:
+def exchanged(ids: Tensor, share: float | Tensor) -> Tensor:
     """Tokens, of which this share, at random, are others of the same batch. A model that is to be like its teacher on
     any text learns more from a text it has seen before if it is not quite the same."""
     others = ids.flatten()[torch.randint(ids.numel(), ids.shape, device=ids.device)]

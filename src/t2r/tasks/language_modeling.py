@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.data import Blocks, TokenCorpus, check_block_size, tokenize_corpus, write_corpus
+from t2r.data import TokenCorpus, check_block_size, tokenize_corpus, write_corpus
 from t2r.data.blocks import IGNORED
+from t2r.data.corpus import JoinedCorpus
+from t2r.data.fingerprint import of_tokenizer
+from t2r.data.mixture import MixedBlocks, Sources, exact, parse_sources, readings_of_shares, warn_of_shares
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation import Text, encode, perplexity, read_text
@@ -33,7 +35,8 @@ class LanguageModeling(Task):
 
     Args:
         tokenizer: of the model.
-        train: text files, globs, JSONL or `datasets:` names; `teacher` among them: text that the teacher writes.
+        train: text files, globs, JSONL or `datasets:` names, each with a weight or without (`t2r.data.mixture`);
+            `teacher` among them: text that the teacher writes.
         valid: a text to measure perplexity on.
         documents: keep documents apart inside a block.
         teacher_tokens: how much the teacher writes.
@@ -48,7 +51,7 @@ class LanguageModeling(Task):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        train: str | Sequence[str],
+        train: Sources,
         valid: str | None = None,
         *,
         documents: bool = False,
@@ -60,18 +63,23 @@ class LanguageModeling(Task):
         caching: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.tokenizer = tokenizer
-        self.sources = [train] if isinstance(train, str) else list(train)
+        self.mixed = parse_sources(train)
+        self.sources = [entry.source for entry in self.mixed]
         self.valid, self.documents, self.teacher_tokens, self.limit = valid, documents, teacher_tokens, limit
         self.longest, self.seed, self.progress, self.caching = longest, seed, progress, caching
-        self.corpora: list[TokenCorpus] = []
+        self.corpora: dict[str, TokenCorpus] = {}
         self.text: Text | None = None
         self.vocabulary: int | None = None
 
     # --- Data -----------------------------------------------------------------------------------------------
 
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return not self.documents
+
     def describe(self) -> dict[str, Any]:
         return {
-            "train": self.sources,
+            "train": list(map(str, self.mixed)),
             "teacher_tokens": self.teacher_tokens if TEACHER in self.sources else None,
             "valid": self.valid,
             "limit": self.limit,
@@ -81,6 +89,9 @@ class LanguageModeling(Task):
     def check(self, model: PreTrainedModel, block_sizes: Iterable[int]) -> None:
         if model.config.is_encoder_decoder:
             raise T2RError(f"only language models are trained on text; {model.config.model_type} is an encoder-decoder")
+        if not self.sources:
+            raise T2RError("no text was given: name at least one file, glob or datasets:NAME to train on")
+        warn_of_shares(self.mixed)
         for size in block_sizes:
             check_block_size(size, max_positions(model))
         self.vocabulary = model.config.get_text_config().vocab_size
@@ -88,10 +99,14 @@ class LanguageModeling(Task):
             self.text = encode(self.tokenizer, read_text(self.valid, self.tokenizer))
 
     def read(self) -> None:
-        """The tokens of the texts, which stay in the cache."""
-        texts = [source for source in self.sources if source != TEACHER]
+        """The tokens of each text, which stay in the cache."""
+        key = of_tokenizer(self.tokenizer)
         with self.caching():
-            self.corpora = [tokenize_corpus(texts, self.tokenizer, progress=self.progress)] if texts else []
+            self.corpora = {
+                source: tokenize_corpus(source, self.tokenizer, progress=self.progress, tokenizer_key=key)
+                for source in self.sources
+                if source != TEACHER
+            }
 
     @property
     def asked_of_teacher(self) -> int:
@@ -110,11 +125,11 @@ class LanguageModeling(Task):
             self.read()
         if TEACHER in self.sources:
             with self.caching():
-                self.corpora.append(self.written_by(teacher, longest))
-        for corpus in self.corpora:
+                self.corpora[TEACHER] = self.written_by(teacher, longest)
+        for corpus in self.corpora.values():
             if self.vocabulary is not None:
                 corpus.check_vocabulary(self.vocabulary)
-        return [corpus.folder.name for corpus in self.corpora]
+        return [self.corpora[source].key for source in self.sources]
 
     def written_by(self, teacher: PreTrainedModel | None, length: int) -> TokenCorpus:
         if teacher is None:
@@ -124,7 +139,7 @@ class LanguageModeling(Task):
             self.tokenizer,
             tokens=self.teacher_tokens,
             length=length,
-            continues=self.corpora[0] if self.corpora else None,
+            continues=JoinedCorpus(list(self.corpora.values())) if self.corpora else None,
             seed=self.seed,
             progress=self.progress,
         )
@@ -134,14 +149,54 @@ class LanguageModeling(Task):
     @property
     def tokens(self) -> int:
         """How many there are to train on."""
-        return sum(map(len, self.corpora))
+        return sum(map(len, self.corpora.values()))
+
+    @property
+    def epoch_tokens(self) -> int:
+        there = [entry for entry in self.mixed if entry.source in self.corpora]
+        if not there:
+            return 0
+        counts = [len(self.corpora[entry.source]) for entry in there]
+        if there[0].share is None:
+            return round(sum((entry.readings or 1.0) * count for entry, count in zip(there, counts, strict=True)))
+        readings = readings_of_shares([exact(entry.share) for entry in there], counts)
+        return round(sum(times * count for times, count in zip(readings, counts, strict=True)))
 
     def told_data(self) -> str:
-        names = ["text that the base model wrote" if s == TEACHER else f"`{Path(s).name}`" for s in self.sources]
+        names = []
+        for entry in self.mixed:
+            name = "text that the base model wrote" if entry.source == TEACHER else f"`{Path(entry.source).name}`"
+            if entry.share is not None:
+                name += f" ({entry.share:g} % of what is read)"
+            elif entry.readings not in (None, 1):
+                name += f" ({entry.readings:g} readings)"
+            names.append(name)
         return f"{', '.join(names)}: {self.tokens:,} tokens"
 
-    def dataset(self, block_size: int) -> Dataset[Any]:
-        return ConcatDataset([Blocks(corpus, block_size, documents=self.documents) for corpus in self.corpora])
+    def mixture(self, read: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+        if not self.corpora:
+            return []
+        total = sum(map(sum, read.values()))
+        sources = []
+        for index, entry in enumerate(self.mixed):
+            own = {stage: tokens[index] for stage, tokens in read.items()}
+            sources.append(
+                {
+                    "source": entry.source,
+                    "readings": None if entry.share is not None else entry.readings or 1.0,
+                    "share": entry.share,
+                    "tokens": len(self.corpora[entry.source]),
+                    "read": own,
+                    "share_read": round(100 * sum(own.values()) / total, 3) if total else None,
+                }
+            )
+        return sources
+
+    def dataset(self, block_size: int) -> MixedBlocks:
+        """The blocks of what there is so far."""
+        there = [entry for entry in self.mixed if entry.source in self.corpora]
+        corpora = [self.corpora[entry.source] for entry in there]
+        return MixedBlocks(there, corpora, block_size, documents=self.documents, apart=(TEACHER,))
 
     # --- Loss -----------------------------------------------------------------------------------------------
 
@@ -149,7 +204,7 @@ class LanguageModeling(Task):
         """Shifted by one: a position predicts the next token, and the last position none."""
         return pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
-    def disturbed(self, inputs: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+    def disturbed(self, inputs: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
         return inputs | {"input_ids": exchanged(inputs["input_ids"], share)}
 
     # --- Measuring and telling ------------------------------------------------------------------------------
@@ -189,6 +244,8 @@ class LanguageModeling(Task):
             "bits_per_byte": result.bits_per_byte,
             "kl": result.mean_kl,
             "tokens": result.tokens,
+            "window": window,
+            "windows": count,
         }
 
     def told(self, measured: dict[str, Any]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -14,11 +16,20 @@ def completed(card: str, metadata: Mapping[str, str]) -> str:
     return f"---\n{yaml.safe_dump(dict(metadata) | known, sort_keys=False)}---\n{body}"
 
 
-def training_section(data: str, read: Mapping[str, int], state: Sequence[str]) -> str:
-    """The text, how much of it each stage has read, and what the model carries from token to token."""
+def training_section(
+    data: str, mixture: Sequence[Mapping[str, Any]], read: Mapping[str, int], state: Sequence[str]
+) -> str:
+    """The text, how much of it each stage has read, and what the model carries from token to token. Several sources
+    get a table."""
     lines = ["", "## Training", ""]
     if data:
         lines.append(f"- text: {data}")
     lines += [f"- {stage}: {tokens:,} tokens read" for stage, tokens in read.items()]
     lines += [f"- {line}" for line in state]
+    if len(mixture) > 1:
+        lines += ["", "| source | tokens | tokens read | share of what was read |", "| --- | --- | --- | --- |"]
+        for source in mixture:
+            count, share = sum(source["read"].values()), source["share_read"]
+            told = "" if share is None else f"{share:.1f} %"
+            lines.append(f"| {Path(source['source']).name} | {source['tokens']:,} | {count:,} | {told} |")
     return "\n".join([*lines, ""])

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from t2r.model.logits import Readout
 from t2r.tasks import Task
 from t2r.training.objectives import distillation_loss, transferring
+from t2r.training.order import READING
 from t2r.training.recipe import Stage
 
 
@@ -55,9 +56,14 @@ class Learner(nn.Module):
     def forward(self, batch: dict[str, Tensor], count: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a batch, and sums for the log. It is a mean over what is scored, or where the batch is a part of
         a larger one their sum divided by `count`."""
+        reading = batch.get(READING)
+        batch = {name: x for name, x in batch.items() if name != READING}
         inputs = self.task.inputs(batch)
         if self.stage.noise:
-            inputs = self.task.disturbed(inputs, self.stage.noise)
+            share: float | Tensor = self.stage.noise
+            if reading is not None and self.stage.noise_from > 1:
+                share = share * (reading >= self.stage.noise_from)[:, None]
+            inputs = self.task.disturbed(inputs, share)
         if self.stage.objective == "transfer":
             with transferring(self.student, self.compiled) as errors:
                 self.student(**inputs, use_cache=False, **self.without_logits)

@@ -38,15 +38,19 @@ def over(planned: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def within(plan: Recipe, minutes: float | None) -> Recipe:
-    """The same stages in so many minutes, shared as their steps are. None: as long as they say themselves."""
+    """The same stages in so many minutes, shared as their steps are, or as their own minutes are. None: as long as they
+    say themselves."""
     if minutes is None:
         return plan
-    steps = [stage.steps or (stage.tokens or 0) / stage.batch_tokens for stage in plan.stages]
-    if not all(steps):
-        raise T2RError("minutes can be shared only among stages whose budgets are steps or tokens")
+    own = [stage.minutes for stage in plan.stages]
+    if not all(own):
+        own = [stage.steps or (stage.tokens or 0) / stage.batch_tokens for stage in plan.stages]
+    shares = [share for share in own if share]
+    if len(shares) < len(own):
+        raise T2RError("minutes can be shared only among stages whose budgets are all minutes, or all steps or tokens")
     stages = tuple(
-        dataclasses.replace(stage, steps=None, tokens=None, minutes=minutes * own / sum(steps))
-        for stage, own in zip(plan.stages, steps, strict=True)
+        dataclasses.replace(stage, steps=None, tokens=None, minutes=minutes * share / sum(shares))
+        for stage, share in zip(plan.stages, shares, strict=True)
     )
     return dataclasses.replace(plan, stages=stages)
 

@@ -9,20 +9,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from t2r import compat
+from t2r.attention.interface import UNMASKED, InterfaceAttention
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
+from t2r.tasks import Task
 from t2r.training.recipe import Stage
-from t2r.training.trainer import Settings
+from t2r.training.trainer import Settings, captures
 
 
 @contextmanager
 def prepared(
-    trained: Any, model: PreTrainedModel, teacher: PreTrainedModel | None, stage: Stage, settings: Settings
+    trained: Any, model: PreTrainedModel, teacher: PreTrainedModel | None, stage: Stage, settings: Settings, task: Task
 ) -> Iterator[None]:
     """Layers compiled and checkpointed as the settings say. However the stage ends, they are as before, and all
     parameters can learn again."""
     fused = [model] if teacher is None else [model, teacher]
+    attention = [compat.attention_implementation(part) for part in fused]
     recomputes = settings.gradient_checkpointing and stage.objective != "transfer"  # which has gradients in maps alone
     try:
         if recomputes:
@@ -31,13 +35,23 @@ def prepared(
         if settings.compiled and stage.objective != "transfer":
             for part in fused:
                 compile_layers(part)
+        if captures(model, settings) and needs_no_mask(model, task):
+            for part in fused:
+                compat.set_attention_implementation(part, UNMASKED)
         yield
     finally:
-        for part in fused:
+        for part, name in zip(fused, attention, strict=True):
             compile_layers(part, undo=True)
+            compat.set_attention_implementation(part, name)
         if recomputes:
             model.gradient_checkpointing_disable()
         model.requires_grad_(True)
+
+
+def needs_no_mask(model: PreTrainedModel, task: Task) -> bool:
+    """Whether attention can do without a mask: the texts have no padding or documents, and queries, keys and values of
+    every site come through transformers' attention interface."""
+    return task.uniform and all(isinstance(site, InterfaceAttention) for site in recurrent_sites(model))
 
 
 def check_checkpointing(model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -17,6 +17,9 @@ from t2r.options import SwapOptions, options_of, refuse_unknown
 from t2r.storage import kind_of
 from t2r.training.stage import BUDGETS, OBJECTIVES, OPTIMIZERS, TRAINED, Stage, make_stage
 
+if TYPE_CHECKING:
+    from t2r.data.mixture import WeightedSource
+
 __all__ = ["BUDGETS", "OBJECTIVES", "OPTIMIZERS", "TRAINED", "Recipe", "Stage", "load_recipe", "shipped_recipes"]
 
 logger = logging.getLogger(__name__)
@@ -24,15 +27,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A plan: options for the swap, and stages in order."""
+    """A plan: options for the swap, stages in order, and the texts to train on unless the caller names others."""
 
     name: str
     stages: tuple[Stage, ...]
     description: str = ""
     swap: dict[str, Any] = field(default_factory=dict)
+    train: tuple[WeightedSource, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"stages": [dataclasses.asdict(stage) for stage in self.stages]}
+        values = dataclasses.asdict(self) | {"stages": [dataclasses.asdict(stage) for stage in self.stages]}
+        del values["train"]
+        if self.train:
+            given = (dataclasses.asdict(source) for source in self.train)
+            values["train"] = [{name: x for name, x in source.items() if x is not None} for source in given]
+        return values
 
     def told(self) -> list[str]:
         """The stages in words, a line each."""
@@ -119,7 +128,20 @@ def make_recipe(plan: Any, name: str | Path, overrides: Iterable[str] = ()) -> R
     made = tuple(make_stage(stage) for stage in plan["stages"])
     if len({stage.name for stage in made}) != len(made):
         raise T2RError(f"recipe {name}: two stages have the same name")
-    return Recipe(str(plan.get("name", Path(name).stem)), made, str(plan.get("description", "")), swap)
+    train = read_train(plan["train"], f"recipe {name}") if plan.get("train") is not None else ()
+    return Recipe(str(plan.get("name", Path(name).stem)), made, str(plan.get("description", "")), swap, train)
+
+
+def read_train(train: Any, where: str) -> tuple[WeightedSource, ...]:
+    """The texts of a recipe: a list of sources."""
+    from t2r.data.mixture import parse_sources  # it imports torch, which help texts of recipes do without
+
+    if not isinstance(train, list):
+        raise T2RError(f"{where}: train is a list of sources; got {train!r}")
+    try:
+        return tuple(parse_sources(train))
+    except T2RError as error:
+        raise T2RError(f"{where}: {error}") from error
 
 
 def check_swap(swap: Any, where: str) -> dict[str, Any]:

@@ -239,7 +239,7 @@ class Run:
             return True
         logger.warning("%s is damaged (%s): the stage %s is trained again", path, damaged, stage)
         processes.wait()
-        self.forget(*(f"{stage}.{name}" for name in ("checksum", "log")), f"measured.{stage}")
+        self.forget(*(f"{stage}.{name}" for name in ("checksum", "log", "read", "done")), f"measured.{stage}")
         if processes.is_main():
             path.unlink(missing_ok=True)
         return False

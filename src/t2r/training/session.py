@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -21,7 +22,7 @@ from t2r.tasks import TASKS, Task
 from t2r.tasks.language_modeling import LanguageModeling
 from t2r.training import processes
 from t2r.training.arithmetic import fast_sums
-from t2r.training.budget import Schedule, Work, decide, in_minutes, steps_of
+from t2r.training.budget import Schedule, Work, decide, duration, in_minutes, steps_of
 from t2r.training.card import completed, training_section
 from t2r.training.preparation import check_checkpointing
 from t2r.training.recipe import Recipe, Stage
@@ -29,7 +30,8 @@ from t2r.training.run import Run, run_folder
 from t2r.training.sensitivity import BLOCKS, most_sensitive
 from t2r.training.stages import run_stage
 from t2r.training.telling import plan_lines
-from t2r.training.timing import Speeds, scanned_layers, time_all
+from t2r.training.threads import can_choose
+from t2r.training.timing import Speeds, choose_threads, scanned_layers, time_all
 from t2r.training.trainer import Settings
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,11 @@ class Session:
         self.out, self.plan, self.task, self.settings, self.place = out, plan, task, settings, place
         self.minutes = minutes
         self.compared = False
+        by_the_clock = minutes is not None or any(stage.minutes is not None for stage in plan.stages)
+        self.threads = torch.get_num_threads() if by_the_clock and can_choose(place) else None
+        """The most threads that may be chosen. None: there is no choice."""
+        self.reading: float | None = None
+        """Seconds in which the windows were last read once."""
         self.schedule: Schedule | None = None
         self.speeds: Speeds | None = None
         known = {"recipe": plan.to_dict(), "seed": settings.seed, "bf16": settings.bf16}
@@ -89,6 +96,8 @@ class Session:
         if kind is not None and issubclass(kind, KeyboardInterrupt) and processes.is_main() and self.run.begun:
             self.run.write()  # how long it has worked
             logger.warning("stopped: the same command goes on from here, with --restart it begins anew")
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         self.run.__exit__(kind, error, trace)
 
     def prepare(
@@ -112,10 +121,16 @@ class Session:
             logger.info("going on with the unfinished run in %s", self.run.folder)
         work = self.work(model, scans)
         if "schedule" not in self.run.facts:
+            threads = None
+            if self.threads is not None:
+                threads = choose_threads(model, teacher, self.plan, self.task, self.settings)
             made = self.arrange(work, model, teacher, writer)
+            self.run.remember("threads", lambda: threads)
             if made is not None:
                 self.run.remember("speeds", made[0].to_dict)
             self.run.remember("schedule", lambda: None if made is None else made[1].to_dict())
+        elif self.threads is not None:
+            torch.set_num_threads(self.run.facts.get("threads") or self.threads)
         if (known := self.run.facts["schedule"]) is not None:
             self.schedule = Schedule.from_dict(known)
             self.speeds = Speeds.from_dict(self.run.facts["speeds"])
@@ -134,7 +149,7 @@ class Session:
         return Work(
             self.plan,
             teacher_tokens=self.task.asked_of_teacher,
-            tokens=self.task.tokens,
+            tokens=self.task.epoch_tokens,
             windows=windows,
             window=window,
             reads=self.reads(),
@@ -177,8 +192,8 @@ class Session:
             return None
         index = self.plan.stages.index(stage)
         later = self.plan.stages[index:]
-        measuring = self.schedule.measuring / self.reads() * len(later) * (2 if self.compared else 1)
-        others = measuring + self.schedule.saving
+        reading = self.schedule.measuring / self.reads() if self.reading is None else self.reading
+        others = reading * len(later) * (2 if self.compared else 1) + self.schedule.saving
         if index == 0:
             others += self.schedule.scanning
         left = max(0.0, 60 * self.minutes - self.run.seconds - others)
@@ -186,8 +201,11 @@ class Session:
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> Any:
         """The task's metrics now, once: on resuming they are what they were."""
+        began, known = time.monotonic(), f"measured.{name}" in self.run.facts
         measured = self.run.remember(f"measured.{name}", lambda: self.task.measure(model, teacher))
         if measured is not None:
+            if not known:
+                self.reading = (time.monotonic() - began) / (1 if teacher is None else 2)
             logger.info("%s: %s", name, self.task.told(measured))
         return measured
 
@@ -195,7 +213,15 @@ class Session:
         """Run a stage, or take its result if it is finished."""
         with fast_sums(self.place):
             return run_stage(
-                self.run, model, stage, self.task, teacher, self.settings, self.speeds, self.seconds_for(stage)
+                self.run,
+                model,
+                stage,
+                self.task,
+                teacher,
+                self.settings,
+                self.speeds,
+                self.seconds_for(stage),
+                self.threads,
             )
 
     def most_sensitive(self, model: PreTrainedModel, block_size: int) -> list[list[Any]]:
@@ -210,17 +236,32 @@ class Session:
         )
         return [list(cost) for cost in scan]
 
+    def pace(self) -> dict[str, Any]:
+        """How far training came: the steps of each stage, and by the clock on a CPU the threads that were used last."""
+        return {"steps": self.steps()} | ({} if self.threads is None else {"threads": torch.get_num_threads()})
+
     def logs(self) -> dict[str, Any]:
         """The losses of each stage."""
         return {stage.name: self.run.facts[f"{stage.name}.log"] for stage in self.plan.stages}
+
+    def mixture(self) -> list[dict[str, Any]]:
+        """What was read of each source of data, by stage."""
+        facts = self.run.facts
+        names = [stage.name for stage in self.plan.stages]
+        return self.task.mixture({name: facts[f"{name}.read"] for name in names if f"{name}.read" in facts})
 
     def read_tokens(self) -> dict[str, int]:
         """How many tokens each stage has read."""
         facts = self.run.facts
         return {
-            stage.name: facts[f"{stage.name}.steps"] * facts.get(f"{stage.name}.batch_tokens", stage.batch_tokens)
-            for stage in self.plan.stages
+            stage.name: steps * facts.get(f"{stage.name}.batch_tokens", stage.batch_tokens)
+            for stage, steps in zip(self.plan.stages, self.steps().values(), strict=True)
         }
+
+    def steps(self) -> dict[str, int]:
+        """How many steps each stage has made."""
+        facts, names = self.run.facts, [stage.name for stage in self.plan.stages]
+        return {name: facts.get(f"{name}.done", facts[f"{name}.steps"]) for name in names}
 
     def save(
         self,
@@ -248,9 +289,10 @@ class Session:
                 (folder / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
                 card = folder / "README.md"
                 text = completed(card.read_text(encoding="utf-8"), {"pipeline_tag": self.task.pipeline_tag})
-                text += training_section(self.task.told_data(), self.read_tokens(), state)
+                text += training_section(self.task.told_data(), results.get("mixture", ()), self.read_tokens(), state)
                 text += results_section(self.plan, *table_of(results, compared=compared))
                 card.write_text(text, encoding="utf-8")
+        logger.info("done in %s", duration(self.run.seconds))
         self.run.remove()
         processes.wait()
 

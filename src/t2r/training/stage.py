@@ -41,7 +41,7 @@ class Stage:
     epochs: float | None = option(None, help="Budget in passes over the text.", above=0, maximum=10**6)
     minutes: float | None = option(
         None,
-        help="Budget in minutes, turned into steps after a short calibration.",
+        help="Budget in minutes: the stage ends when they are over, and its learning rate follows the clock.",
         above=0,
         maximum=525_600,
     )
@@ -110,6 +110,12 @@ class Stage:
         "is read many times.",
         minimum=0,
         below=1,
+    )
+    noise_from: int = option(
+        1,
+        help="Noise begins with this reading of a block in this stage; 2: the first reading has none.",
+        minimum=1,
+        maximum=10**6,
     )
     lora_rank: int = option(16, help="Rank of the adapters.", minimum=1, maximum=10**6)
 

@@ -12,9 +12,11 @@ from t2r.training.budget import duration, plan_stage, smaller_batch, steps_of, w
 from t2r.training.checkpoints import last_checkpoint
 from t2r.training.memory import held_bytes
 from t2r.training.optimizers import choose_trained
+from t2r.training.order import epoch_items
 from t2r.training.preparation import prepared, with_lora
 from t2r.training.recipe import Stage
 from t2r.training.run import Run
+from t2r.training.threads import Threads
 from t2r.training.timing import Speeds, time_stage
 from t2r.training.trainer import Settings, StageTrainer
 
@@ -30,6 +32,7 @@ def run_stage(
     settings: Settings = Settings(),  # noqa: B008
     speeds: Speeds | None = None,
     seconds: float | None = None,
+    threads: int | None = None,
 ) -> PreTrainedModel:
     """Train a stage, or take its result if it is finished already. Returns the trained model (LoRA folded in).
 
@@ -38,7 +41,9 @@ def run_stage(
 
     Args:
         speeds: what was timed. None: a stage whose budget is time is timed now.
-        seconds: the time for this stage. None: what the stage says itself.
+        seconds: the time for this stage. None: what the stage says itself. A stage whose budget is time ends by the
+            clock: the number of its steps is a plan.
+        threads: at most so many threads are used while a stage runs by the clock. None: as many as there are.
     """
     if run.restore(stage.name, model):
         return model
@@ -47,26 +52,40 @@ def run_stage(
     dataset: Any = task.dataset(stage.block_size)
     if f"{stage.name}.steps" not in run.facts:
         steps, batch_tokens = budgeted(
-            stage, len(dataset) * stage.block_size, model, task, teacher, settings, speeds, seconds
+            stage, round(epoch_items(dataset) * stage.block_size), model, task, teacher, settings, speeds, seconds
         )
         run.remember(f"{stage.name}.batch_tokens", lambda: batch_tokens)
         run.remember(f"{stage.name}.steps", lambda: steps)
-    steps = run.facts[f"{stage.name}.steps"]
+        if stage.minutes is not None:
+            run.remember(f"{stage.name}.seconds", lambda: 60 * stage.minutes if seconds is None else seconds)
+    steps, seconds = run.facts[f"{stage.name}.steps"], run.facts.get(f"{stage.name}.seconds")
     stage = fit(with_batch(stage, run.facts.get(f"{stage.name}.batch_tokens", stage.batch_tokens)), steps)
     folder = run.checkpoints(stage.name)
     trained: Any = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
-    with prepared(trained, model, teacher, stage, settings):
+    with prepared(trained, model, teacher, stage, settings, task):
         choose_trained(trained, stage)
         cost = None if speeds is None else speeds.stages[stage.name].of(stage.batch_tokens)
-        announce(stage, steps, trained, teacher, dataset, None if cost is None else cost * steps)
-        trainer = StageTrainer(trained, stage, steps, task, folder, teacher, settings, run.logs / stage.name)
+        expected = seconds if seconds is not None or cost is None else cost * steps
+        announce(stage, steps, trained, teacher, dataset, expected)
+        trainer = StageTrainer(trained, stage, steps, task, folder, teacher, settings, run.logs / stage.name, seconds)
         trainer.add_callback(KeepsTime(run))
+        if seconds is not None and threads is not None:
+            trainer.add_callback(Threads(threads))
         checkpoint = last_checkpoint(folder)
         if checkpoint is not None:
             logger.info("going on from step %s of %s", checkpoint.name.split("-")[1], stage.name)
+            if trainer.deadline is not None:
+                trainer.deadline.load(checkpoint)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stage.train == "lora":
         model = trained.merge_and_unload()
+    done = trainer.state.global_step
+    if trainer.deadline is not None:
+        logger.info("stage %s: %s steps in %s", stage.name, f"{done:,}", duration(trainer.deadline.elapsed))
+        run.remember(f"{stage.name}.done", lambda: done)
+    if hasattr(dataset, "tokens_of_sources"):
+        counts = trainer.order.totals(done * stage.batch_tokens // stage.block_size)
+        run.remember(f"{stage.name}.read", lambda: dataset.tokens_of_sources(counts))
     run.remember(f"{stage.name}.log", lambda: [e for e in trainer.state.log_history if "loss" in e])
     run.finish(stage.name, model)
     trainer.accelerator.free_memory()
@@ -133,7 +152,7 @@ def announce(stage: Stage, steps: int, model: Any, teacher: Any, dataset: Any, s
         stage.train,
         f"{steps:,}",
         f"{steps * stage.batch_tokens:,}",
-        blocks / len(dataset),
+        blocks / epoch_items(dataset),
         "" if seconds is None else f" in about {duration(seconds)}",
         trained / 1e6,
         parameters / 1e6,

@@ -17,11 +17,13 @@ from t2r.errors import T2RError
 from t2r.model.logits import evaluating
 from t2r.tasks import Task
 from t2r.training import processes
+from t2r.training.capture import WARM_UP, CapturedStep
 from t2r.training.learner import Learner
 from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.preparation import prepared, with_lora
 from t2r.training.recipe import Recipe, Stage
-from t2r.training.trainer import Settings, batch_shape
+from t2r.training.threads import choose
+from t2r.training.trainer import Settings, batch_shape, captures
 
 SLICE = 128
 """Tokens of the first slice that is timed."""
@@ -91,6 +93,15 @@ def time_all(
     return Speeds.from_dict(processes.agreed(Speeds(stages, reading, writing).to_dict()))
 
 
+def choose_threads(
+    model: PreTrainedModel, teacher: PreTrainedModel | None, plan: Recipe, task: Task, settings: Settings
+) -> int:
+    """Use as many threads as a step of the first stage is fastest with."""
+    stage = plan.stages[0]
+    with undisturbed(model):
+        return choose(lambda: time_stage(model, stage, task, teacher, settings).of(stage.batch_tokens))
+
+
 class undisturbed:
     """Random numbers, the mode of the model and which parameters learn are afterwards as before."""
 
@@ -120,19 +131,25 @@ def time_stage(
     teacher = teacher if stage.objective == "distill" else None
     trained: Any = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
     try:
-        with prepared(trained, model, teacher, stage, settings):
+        with prepared(trained, model, teacher, stage, settings, task):
             choose_trained(trained, stage)
             learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
 
-            def step(batch: dict[str, Any]) -> None:
+            def work(batch: dict[str, Any]) -> dict[str, Any]:
                 with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
                     loss, _ = learner(batch)
                 loss.backward()
+                return {}
+
+            captured = CapturedStep(work, trained.parameters()) if captures(trained, settings) else None
+
+            def step(batch: dict[str, Any]) -> None:
+                (captured or work)(batch)
 
             rows, _ = batch_shape(stage)
             # What is compiled is compiled for one shape.
             sizes = [(rows, stage.block_size)] if settings.compiled else slices(rows, stage.block_size)
-            token = time_slices(step, task, model.device, sizes)
+            token = time_slices(step, task, model.device, sizes, warm_up=0 if captured is None else WARM_UP + 1)
             return Cost(token * OVERHEAD / processes.count(), time_optimizer(trained, stage))
     finally:
         if stage.train == "lora":
@@ -173,12 +190,16 @@ def slices(rows: int, block_size: int) -> Iterator[tuple[int, int]]:
     yield rows, block_size
 
 
-def time_slices(work: Callable[[dict[str, Any]], None], task: Task, device: torch.device, sizes: Any) -> float:
-    """Seconds for each token, by the first slice that takes long enough to tell."""
+def time_slices(
+    work: Callable[[dict[str, Any]], None], task: Task, device: torch.device, sizes: Any, warm_up: int = 0
+) -> float:
+    """Seconds for each token, by the first slice that takes long enough to tell, after so many calls of warm-up."""
     token, warm = 0.0, False
     for rows, length in sizes:
         batch = {name: x.to(device) for name, x in task.example(rows, length).items()}
         tokens = task.labels(batch).numel()
+        for _ in range(warm_up):
+            work(batch)
         seconds = timed(lambda batch=batch: work(batch), device)  # type: ignore[misc]
         if not warm and seconds < TOO_LONG:
             seconds, warm = timed(lambda batch=batch: work(batch), device), True  # type: ignore[misc]

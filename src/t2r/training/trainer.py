@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,12 @@ from t2r.errors import T2RError
 from t2r.storage import writing
 from t2r.tasks import Task
 from t2r.training import processes
+from t2r.training.capture import CapturedStep
 from t2r.training.checkpoints import last_checkpoint, seal
+from t2r.training.deadline import FASTER, Deadline
 from t2r.training.learner import Learner
 from t2r.training.optimizers import choose_trained, make_optimizer
+from t2r.training.order import Order, collate
 from t2r.training.recipe import Stage
 
 LEARNED = "learned.safetensors"
@@ -41,6 +45,9 @@ SAVE_SECONDS = 180.0
 LOOK_AT_CLOCK = 10
 """Several processes must agree that it is time, which costs something: they ask after so many steps."""
 
+COUNT, LOSS = "t2r.count", "t2r.loss"
+"""Beside the inputs of a step and the sums that it gives."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -49,7 +56,7 @@ class Settings:
     Args:
         seed: of the order of the data, of dropout and of noise.
         bf16: compute in bfloat16 where it is safe; weights stay in float32.
-        compiled: compile layers, comparisons and losses.
+        compiled: compile layers, comparisons and losses, and on a GPU replay a step as one CUDA graph.
         gradient_checkpointing: compute the activations of a layer again in the backward pass, to save memory.
         save_steps: write a checkpoint after so many steps. None: every three minutes.
         report_to: `none`, or a tracker that transformers knows.
@@ -66,7 +73,8 @@ class Settings:
 
 
 class StageTrainer(compat.TrainerHooks, Trainer):
-    """Trains one stage. `teacher` is what a distillation is measured against."""
+    """Trains one stage. `teacher` is what a distillation is measured against. With `seconds` it ends by the clock, and
+    `steps` is how many were planned."""
 
     def __init__(
         self,
@@ -78,15 +86,19 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         teacher: PreTrainedModel | None = None,
         settings: Settings = Settings(),  # noqa: B008
         logs: Path | None = None,
+        seconds: float | None = None,
     ) -> None:
         choose_trained(model, stage)
         optimizer = make_optimizer(model, stage)
         schedule = stage.make_schedule(steps)
-        scheduler = LambdaLR(optimizer, lambda step: schedule.at(step) / stage.learning_rate)
+        self.deadline = None if seconds is None else Deadline(seconds, steps)
+        reached = (lambda step: step) if self.deadline is None else self.deadline.planned_step
+        scheduler = LambdaLR(optimizer, lambda step: schedule.at(reached(step)) / stage.learning_rate)
         rows, accumulation = batch_shape(stage)
+        most = steps if self.deadline is None else FASTER * steps
         arguments = TrainingArguments(
             output_dir=str(folder),
-            max_steps=steps,
+            max_steps=most,
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=accumulation,
             max_grad_norm=stage.clip_norm or 0.0,
@@ -99,7 +111,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             logging_nan_inf_filter=False,  # a NaN is news
             report_to=[] if settings.report_to == "none" else [settings.report_to],
             seed=settings.seed,
-            data_seed=settings.seed,
+            train_sampling_strategy="sequential",
             remove_unused_columns=False,
             disable_tqdm=not settings.progress,
             dataloader_num_workers=0,
@@ -108,14 +120,19 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         )
         compat.use_one_gpu(arguments)
         learner = Learner(model, stage, task, teacher, compiled=settings.compiled)
+        self.order = Order(
+            task.dataset(stage.block_size), most * accumulation * rows * processes.count(), settings.seed
+        )
         callbacks: list[TrainerCallback] = [Watch()]
+        if self.deadline is not None:
+            callbacks.append(self.deadline)
         if settings.save_steps is None:
             callbacks.append(Clock())
         super().__init__(
             model=learner,
             args=arguments,
-            train_dataset=task.dataset(stage.block_size),
-            data_collator=task.collate,
+            train_dataset=self.order,
+            data_collator=partial(collate, rows=task.collate),
             optimizers=(optimizer, scheduler),
             callbacks=callbacks,
         )
@@ -124,7 +141,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         # Each prints what is logged to stdout, among our results.
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(Bar())
+            self.add_callback(Bar(self.deadline))
         for callback in self.callback_handler.callbacks:  # its own choice is the folder of the checkpoints, which goes
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and logs is not None:
                 callback.logging_dir = str(logs)
@@ -132,6 +149,10 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         # Whether the loss is divided by what `get_batch_samples` counts, or a mean that accumulation has to divide.
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
         self.terms: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.captured: CapturedStep | None = None
+        if captures(model, settings):
+            self.captured = CapturedStep(self.whole_step, model.parameters(), accumulates=accumulation > 1)
 
     # --- The loss -------------------------------------------------------------------------------------------
 
@@ -153,10 +174,26 @@ class StageTrainer(compat.TrainerHooks, Trainer):
     ) -> Any:
         # Processes average their gradients, so each divides its sum by its share of the count.
         count = None if num_items_in_batch is None else num_items_in_batch / processes.count()
-        loss, sums = model(dict(inputs), count)
+        loss, self.sums = model(dict(inputs), count)
+        return loss
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self.captured is None:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            sums = self.sums
+        else:
+            count = {} if num_items_in_batch is None else {COUNT: num_items_in_batch}
+            divided = self.current_gradient_accumulation_steps
+            sums = dict(self.captured(dict(inputs) | count, variant=divided))  # accelerate has moved them
+            loss = sums.pop(LOSS)
         for name, value in sums.items():
             self.terms[name] = self.terms.get(name, 0) + value
         return loss
+
+    def whole_step(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Forward and backward of a batch: the loss, and sums for the log."""
+        loss = super().training_step(self.model_wrapped, inputs, inputs.pop(COUNT, None))
+        return self.sums | {LOSS: loss}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self.terms:
@@ -178,6 +215,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             save()
             self.accelerator.wait_for_everyone()  # each process has saved its random state
             if self.is_world_process_zero():
+                if self.deadline is not None:
+                    self.deadline.save(folder)
                 seal(folder)
 
     def save_weights(self, folder: Path) -> bool:
@@ -209,7 +248,16 @@ class StageTrainer(compat.TrainerHooks, Trainer):
 
 
 class Bar(ProgressCallback):
-    """Progress on stderr, with the loss beside it."""
+    """Progress on stderr, with the loss beside it. By the clock, its end is where the time will be over."""
+
+    def __init__(self, deadline: Deadline | None = None) -> None:
+        super().__init__()
+        self.deadline = deadline
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None and self.deadline is not None and self.deadline.done:
+            self.training_bar.total = round(state.global_step / self.deadline.done)
+        super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and "loss" in (logs or {}):
@@ -255,6 +303,13 @@ class Watch(TrainerCallback):
                 f"the loss has grown from {self.best:.3g} to {loss:.3g} by step {state.global_step}: it diverges; "
                 f"lower the learning rate; {kept(args)}"
             )
+
+
+def captures(model: nn.Module, settings: Settings) -> bool:
+    """Whether steps are captured: compiled ones, on one GPU. What is computed again in a backward pass restores the
+    state of the random generator, which a graph cannot."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return on_gpu and settings.compiled and not settings.gradient_checkpointing and processes.count() == 1
 
 
 def kept(arguments: Any) -> str:

@@ -43,6 +43,30 @@ def division(
     tl.store(g_dens + row, tl.where(bounded, 0.0, -product * inv), mask=there)
 
 
+@triton.jit
+def asked(
+    q, g, inverse, g_dens, q_b, q_h, q_t, g_b, g_h, g_t, b, h, key_heads, group, time,
+    t, rows, f, f_ok, d, d_ok, rate, clock,
+    DECAY: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """What the queries of a chunk, of all heads of a group, do to s and z before it."""
+    ds = tl.zeros([BF, BV], tl.float32)
+    dz = tl.zeros([BF], tl.float32)
+    for i in range(0, group):
+        head = h * group + i
+        row = (b * key_heads * group + head) * time + t
+        queries = tile(q + b * q_b + head * q_h, q_t, t, rows, f, f_ok)
+        if DECAY:
+            queries *= tl.exp(-clock[:, None] * rate[None, :])
+        g_num = tile(g + b * g_b + head * g_h, g_t, t, rows, d, d_ok)
+        if NORMALIZED:
+            g_num *= tl.load(inverse + row, mask=rows, other=0.0)[:, None]
+        g_den = tl.load(g_dens + row, mask=rows, other=0.0)
+        ds += dot(tl.trans(queries), g_num, HOW)
+        dz += tl.sum(queries * g_den[:, None], 0)
+    return ds, dz
+
+
 @triton.jit(do_not_specialize=SIZES)
 def chunk_gradients(
     q, g, inverse, g_dens, decay, mask, document, gradients,
@@ -64,21 +88,13 @@ def chunk_gradients(
     f = f_block * BF + tl.arange(0, BF)
     d = v_block * BV + tl.arange(0, BV)
     f_ok, d_ok = f < feature, d < value
-    ds = tl.zeros([BF, BV], tl.float32)
-    dz = tl.zeros([BF], tl.float32)
-    for i in range(0, group):
-        head = h * group + i
-        row = (b * key_heads * group + head) * time + t
-        queries = tile(q + b * q_b + head * q_h, q_t, t, rows, f, f_ok)
-        if DECAY:
-            rate = tl.load(decay + h * feature + f, mask=f_ok, other=0.0)
-            queries *= tl.exp(-clock[:, None] * rate[None, :])
-        g_num = tile(g + b * g_b + head * g_h, g_t, t, rows, d, d_ok)
-        if NORMALIZED:
-            g_num *= tl.load(inverse + row, mask=rows, other=0.0)[:, None]
-        g_den = tl.load(g_dens + row, mask=rows, other=0.0)
-        ds += dot(tl.trans(queries), g_num, HOW)
-        dz += tl.sum(queries * g_den[:, None], 0)
+    rate = tl.zeros([BF], tl.float32)
+    if DECAY:
+        rate = tl.load(decay + h * feature + f, mask=f_ok, other=0.0)
+    ds, dz = asked(
+        q, g, inverse, g_dens, q_b, q_h, q_t, g_b, g_h, g_t, b, h, key_heads, group, time,
+        t, rows, f, f_ok, d, d_ok, rate, clock, DECAY, NORMALIZED, HOW, BF, BV,
+    )  # fmt: skip
     here = gradients + ((b * key_heads + h) * (chunks + 1) + c) * slot
     tl.store(here + f[:, None] * value + d[None, :], ds, mask=f_ok[:, None] & d_ok[None, :])
     if v_block == 0:

@@ -15,6 +15,16 @@ import triton.language as tl
 from t2r.ops.triton.math import SIZES, chunk, divide, dot, saturate, tile, visible
 
 
+@triton.jit
+def added(k, k_t, v, v_t, t, rows, f, f_ok, d, d_ok, rate, left, DECAY: tl.constexpr, HOW: tl.constexpr):
+    """The keys of a chunk, aged by the `left` tokens that follow them in it, and what they add to s."""
+    keys = tile(k, k_t, t, rows, f, f_ok)
+    values = tile(v, v_t, t, rows, d, d_ok)
+    if DECAY:
+        keys *= tl.exp(-left[:, None] * rate[None, :])
+    return keys, dot(tl.trans(keys), values, HOW)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def chunk_states(
     k, v, decay, mask, document, states, elapsed,
@@ -36,12 +46,13 @@ def chunk_states(
     f = f_block * BF + tl.arange(0, BF)
     d = v_block * BV + tl.arange(0, BV)
     f_ok, d_ok = f < feature, d < value
-    keys = tile(k + b * k_b + h * k_h, k_t, t, real & keep, f, f_ok)
-    values = tile(v + b * v_b + h * v_h, v_t, t, real & keep, d, d_ok)
+    rate = tl.zeros([BF], tl.float32)
     if DECAY:
         rate = tl.load(decay + h * feature + f, mask=f_ok, other=0.0)
-        keys *= tl.exp(-(length - clock)[:, None] * rate[None, :])
-    own = dot(tl.trans(keys), values, HOW)
+    keys, own = added(
+        k + b * k_b + h * k_h, k_t, v + b * v_b + h * v_h, v_t, t, real & keep, f, f_ok, d, d_ok, rate,
+        length - clock, DECAY, HOW,
+    )  # fmt: skip
     here = states + ((b * key_heads + h) * (chunks + 1) + c + 1) * slot
     tl.store(here + f[:, None] * value + d[None, :], own, mask=f_ok[:, None] & d_ok[None, :])
     if v_block == 0:

@@ -11,6 +11,7 @@ from torch import Tensor
 from t2r.ops.common import State, Sums, _counts, safe_denominator
 from t2r.ops.triton import backward as back
 from t2r.ops.triton import forward as fore
+from t2r.ops.triton import running
 from t2r.ops.triton.blocks import block, inner, on_device, precision
 from t2r.ops.triton.presence import INTERPRETED
 
@@ -21,6 +22,8 @@ MANY_WARPS = 8
 """Of a program with many tiles at once: its registers would spill with fewer. Chunks of 128 want 8 everywhere."""
 SCANNED = 4 if INTERPRETED else 16
 """Chunk states that the scan loads at a time."""
+MANY = 128
+"""Programs that fill a GPU: with as many tiles of states, each program goes through time by itself."""
 
 
 class Plan(NamedTuple):
@@ -87,6 +90,11 @@ class Plan(NamedTuple):
         }
 
     @property
+    def running(self) -> bool:
+        """Whether each tile of a state goes through time in one program. Otherwise chunks run in parallel."""
+        return self.batch * self.key_heads * self.row_blocks * self.column_blocks >= MANY
+
+    @property
     def row_blocks(self) -> int:
         return -(-self.feature // self.rows)
 
@@ -126,21 +134,28 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [x.stride(i) for x in tensors for i in range(3)]
 
 
+def _empty_state(plan: Plan, like: Tensor, signed: bool) -> State:
+    shape = (plan.batch, plan.key_heads, plan.feature)
+    s, z = like.new_empty(*shape, plan.value), like.new_empty(shape)
+    return State(s, z, torch.empty_like(z) if signed else None)
+
+
+def _pointers(state: State) -> tuple[Tensor, Tensor, Tensor]:
+    """Its tensors, and a stand-in for one that is not there."""
+    return state.s, state.z, state.z if state.z_abs is None else state.z_abs
+
+
 def _scan(
     plan: Plan, states: Tensor, slot: int, first: State | None, shared: _Shared, elapsed: Tensor, *, reverse: bool
 ) -> State:
     """Run the scan over `states`, from the first state; the last one is returned."""
     signed = plan.signed and not reverse
-    shape = (plan.batch, plan.key_heads, plan.feature)
-    s, z = states.new_empty(*shape, plan.value), states.new_empty(shape)
-    last = State(s, z, torch.empty_like(z) if signed else None)
+    last = _empty_state(plan, states, signed)
     begin = last if first is None else first.map(torch.Tensor.contiguous)
     width = 32 if INTERPRETED else 64
     fore.scan[(plan.batch * plan.key_heads, -(-slot // width))](
-        states,
-        begin.s, begin.z, begin.z if begin.z_abs is None else begin.z_abs,
-        last.s, last.z, last.z if last.z_abs is None else last.z_abs,
-        shared.decay, elapsed, plan.key_heads, *plan.units, plan.chunks, slot,
+        states, *_pointers(begin), *_pointers(last), shared.decay, elapsed,
+        plan.key_heads, *plan.units, plan.chunks, slot,
         HAS_FIRST=first is not None, SIGNED=signed, AGES=plan.flags["DECAY"] or plan.flags["PACKED"],
         DECAY=plan.flags["DECAY"], REVERSE=reverse, BY_ROWS=INTERPRETED, BC=SCANNED, BE=width,
         ALIGN=plan.align, num_warps=4,
@@ -153,6 +168,15 @@ def _states(plan: Plan, k: Tensor, v: Tensor, first: State | None, shared: _Shar
     shape = (plan.batch, plan.key_heads, plan.chunks + 1, plan.state_slot)
     states = torch.empty(shape, dtype=torch.float32, device=k.device)
     elapsed = states.new_empty(plan.batch, plan.chunks)
+    if plan.running:
+        last = _empty_state(plan, states, plan.signed)
+        begin = last if first is None else first.map(torch.Tensor.contiguous)
+        running.states_before[(plan.batch * plan.key_heads, plan.row_blocks * plan.column_blocks)](
+            k, v, *shared, states, *_pointers(begin), *_pointers(last), *_strides(k, v),
+            plan.key_heads, plan.time, *plan.units, plan.chunks, plan.state_slot,
+            HAS_FIRST=first is not None, SIGNED=plan.signed, **plan.flags, **plan.blocks,
+        )  # fmt: skip
+        return states, elapsed, last
     fore.chunk_states[(plan.batch * plan.key_heads, plan.row_blocks * plan.column_blocks, plan.chunks)](
         k, v, *shared, states, elapsed, *_strides(k, v),
         plan.key_heads, plan.time, *plan.units, plan.chunks, plan.state_slot,
@@ -209,14 +233,22 @@ def _backward(
         first = None if s is None or z is None else State(s, z, z_abs)
         states, elapsed, _ = _states(plan, k, v, first, shared)
         gradients = states.new_empty(plan.batch, plan.key_heads, plan.chunks + 1, plan.slot)
-        back.chunk_gradients[(plan.batch * plan.key_heads, rows * columns, plan.chunks)](
-            q, g, inverse, g_den, *shared, gradients, *_strides(q, g), *sizes, plan.slot, **normal
-        )
         last = None
         if ds is not None or dz is not None:
             zeros = State.zeros(k, v)
             last = State(zeros.s if ds is None else ds, zeros.z if dz is None else dz)
-        begin = _scan(plan, gradients, plan.slot, last, shared, elapsed, reverse=True)
+        if plan.running:
+            begin = _empty_state(plan, states, False)
+            final = begin if last is None else last.map(torch.Tensor.contiguous)
+            running.gradients_after[(plan.batch * plan.key_heads, rows * columns)](
+                q, g, inverse, g_den, *shared, gradients, final.s, final.z, begin.s, begin.z, *_strides(q, g),
+                *sizes, plan.slot, HAS_LAST=last is not None, **normal,
+            )  # fmt: skip
+        else:
+            back.chunk_gradients[(plan.batch * plan.key_heads, rows * columns, plan.chunks)](
+                q, g, inverse, g_den, *shared, gradients, *_strides(q, g), *sizes, plan.slot, **normal
+            )
+            begin = _scan(plan, gradients, plan.slot, last, shared, elapsed, reverse=True)
         shape = (plan.batch, plan.chunks, plan.key_heads, plan.feature) if decay is not None else (0,)
         d_decay = states.new_empty(shape)
         back.feature_gradients[(plan.batch * plan.key_heads, rows, plan.chunks)](

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from t2r.attention.projection import Affine, ProjectionAttention
+from t2r.attention.merged import Affine
+from t2r.attention.projection import ProjectionAttention
 from t2r.surgery.adapters.base import Family
 
 

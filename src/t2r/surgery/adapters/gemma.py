@@ -2,4 +2,4 @@
 
 from t2r.surgery.adapters.base import Family
 
-FAMILY = Family("gemma")
+FAMILY = Family("gemma", plain_projections=True)

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from t2r.attention.projection import Affine, ProjectionAttention
+from t2r.attention.merged import Affine
+from t2r.attention.projection import ProjectionAttention
 from t2r.surgery.adapters.base import Family
 
 

@@ -2,4 +2,4 @@
 
 from t2r.surgery.adapters.base import Family
 
-FAMILY = Family("granite")
+FAMILY = Family("granite", plain_projections=True)

@@ -24,6 +24,10 @@ class RotatedAttention(ProjectionAttention):
     """Whether the map sees queries and keys after their rotation. Exact attention is always rotated."""
 
     @property
+    def merge_obstacle(self) -> str | None:
+        return "between its projections and the map its queries and keys are rotated by position or normalized"
+
+    @property
     def scaling(self) -> float:  # type: ignore[override]
         return self.head_dim**-0.5
 

@@ -2,4 +2,4 @@
 
 from t2r.surgery.adapters.base import Family
 
-FAMILY = Family("stablelm")
+FAMILY = Family("stablelm", plain_projections=True)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from t2r.attention.projection import Affine, ProjectionAttention
+from t2r.attention.merged import Affine
+from t2r.attention.projection import ProjectionAttention
 from t2r.surgery.adapters.base import Family, Shape, Site
 
 
@@ -111,6 +112,7 @@ def t5_like(model_type: str, recurrent: type[T5Projections], family: type[Family
         cross_attention="layer.1.EncDecAttention",
         recurrent=recurrent,
         positions="relative",
+        positions_by_row=True,
     )
 
 

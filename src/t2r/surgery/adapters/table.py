@@ -58,11 +58,17 @@ def rows() -> Iterator[tuple[str, ...]]:
             f"`{model_type}`",
             description(found),
             "attention interface" if found.recurrent is None else "own module",
-            "yes" if found.merges else "no: positions are rotated in between",
+            merge_of(found),
             "" if found.cross_attention is None else "yes",
             POSITIONS[found.positions],
             "the matrix" + "".join(f", without {name}" for name in sorted(found.lacks)),
         )
+
+
+def merge_of(found: Family) -> str:
+    if found.merges:
+        return "yes"
+    return "with `rotary=False`" if found.plain_projections else "no: queries and keys are changed in between"
 
 
 def description(found: Family) -> str:

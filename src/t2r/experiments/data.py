@@ -1,0 +1,106 @@
+"""The texts that experiments use: by which name, in which file, where from, and how it is prepared."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from t2r.errors import T2RError
+from t2r.storage import kind_of, whole_file
+
+PACKED = ("", ".xz", ".gz")
+"""A file may be compressed."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text by the name that experiments call it."""
+
+    files: tuple[str, ...]
+    """Where it may be inside the user's folder, without the suffix of a compressed file."""
+    source: str
+    """What it is, and where it comes from."""
+    raw: tuple[str, ...] = ()
+    """The same as published, which is detokenized first (see `t2r.data.wikitext`)."""
+    lines: int | None = None
+    """Only so many lines of it, from the beginning."""
+
+
+def wikitext(split: str) -> Text:
+    return Text(
+        files=(f"wikitext/{split}.txt",),
+        raw=(f"wikitext/{split}.raw.txt", f"wikitext/wiki.{split}.raw"),
+        source="WikiText-2 raw (Salesforce/wikitext, wikitext-2-raw-v1, on the Hugging Face hub)",
+    )
+
+
+TEXTS = {f"wikitext/{split}": wikitext(split) for split in ("train", "valid", "test")} | {
+    f"novels/{split}": Text(
+        files=(f"novels/{split}.txt",),
+        source="English novels in the public domain (Project Gutenberg), a paragraph a line; train, valid and test are "
+        "different books",
+    )
+    for split in ("train", "valid", "test")
+}
+WIKI = (
+    "English Wikipedia, without the articles of WikiText valid and test and without paragraphs that share a run of 13 \
+words with them"
+)
+TEXTS |= {
+    "wiki/enwiki2018-core": Text(("wiki/enwiki2018-core.txt",), f"{WIKI}: 4,835 long articles, 15.6M words"),
+    "wiki/enwiki2014-later": Text(("wiki/enwiki2014-later.txt",), f"{WIKI}: 8,577 later articles, 14.0M words"),
+    "speeches": Text(
+        ("speeches.txt", "mt/en-de/more/europarl3.en"),
+        source="the English side of Europarl (statmt.org/europarl), a sentence a line",
+        lines=8000,
+    ),
+}
+
+
+def missing(names: Sequence[str], folder: Path | None) -> list[str]:
+    """The files of the texts that are not there."""
+    return [
+        TEXTS[name].files[0]
+        for name in names
+        if folder is None or not (_find(folder, TEXTS[name].files) or _find(folder, TEXTS[name].raw))
+    ]
+
+
+def check_names(names: Sequence[str], where: str) -> None:
+    if unknown := sorted(set(names) - set(TEXTS)):
+        raise T2RError(f"{where}: no text {', '.join(unknown)}; known are {', '.join(TEXTS)}")
+
+
+def prepared(name: str, folder: Path, work: Path) -> Path:
+    """The file of a text: the user's own, or one that is made of it in the folder `work`."""
+    text = TEXTS[name]
+    found, raw = _find(folder, text.files), None
+    if found is None:
+        raw = _find(folder, text.raw)
+    elif text.lines is None:
+        return found
+    out = work / f"{name}.txt"
+    if out.is_file():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if found is not None:
+        opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(found.suffix, open)
+        with whole_file(out) as temporary, opener(found, "rt", encoding="utf-8") as lines:
+            temporary.write_text("".join(islice(lines, text.lines)), encoding="utf-8")
+    elif raw is not None:
+        from t2r.data.wikitext import prepare
+
+        prepare(str(raw), out)
+    else:
+        raise T2RError(f"there is no text {name} in {folder}")
+    return out
+
+
+def _find(folder: Path, files: Sequence[str]) -> Path | None:
+    paths = (folder / f"{name}{suffix}" for name in files for suffix in PACKED)
+    return next((path for path in paths if kind_of(path) == "file"), None)

@@ -1,0 +1,94 @@
+"""What came of an experiment: figures, commands, machine, versions, date, and how long each step took."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from t2r.errors import T2RError
+from t2r.storage import json_text, write_text
+
+DROPPED = ("log", "by_position", "nll")
+"""Parts of results that no table shows, and that would make a record long."""
+
+
+def recorded(name: str) -> dict[str, Any] | None:
+    """The record of an experiment in the repository."""
+    entry = files("t2r.experiments").joinpath("records").joinpath(f"{name}.json")
+    return json.loads(entry.read_text(encoding="utf-8")) if entry.is_file() else None
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    write_text(path, json_text(record, 1) + "\n")
+
+
+def compact(value: Any, names: Mapping[str, str]) -> Any:
+    """Results for a record: five digits, and the names of an experiment in place of the paths of this machine."""
+    if isinstance(value, dict):
+        return {compact(key, names): compact(part, names) for key, part in value.items() if key not in DROPPED}
+    if isinstance(value, list):
+        return [compact(part, names) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, str):
+        for path in sorted(names, key=len, reverse=True):  # a folder may be the beginning of another
+            value = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w-])", names[path].replace("\\", r"\\"), value)
+    return value
+
+
+def machine() -> dict[str, Any]:
+    """Devices and versions, asked of another process: this one does not load torch."""
+    asked = subprocess.run([sys.executable, "-m", "t2r", "info", "--json"], capture_output=True, text=True)
+    if asked.returncode:
+        raise T2RError(f"t2r info fails: {asked.stderr.strip() or asked.returncode}")
+    facts = json.loads(asked.stdout)
+    cpu, gpus = facts["devices"]["cpu"], facts["devices"]["cuda"]
+    return {
+        "machine": {
+            "gpus": [gpu["name"] for gpu in gpus],
+            "cpu": _processor(),
+            "cores": cpu["cores"],
+            "threads": cpu["threads"],
+        },
+        "versions": {name: version for name, version in facts["versions"].items() if version},
+        "commit": commit(),
+    }
+
+
+def _processor() -> str | None:
+    """The name of the CPU, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        import platform
+
+        return platform.processor() or platform.machine() or None
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    if named:
+        return named
+    import platform
+
+    return platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of a checkout, with a + if files were changed since; None outside of one."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    if head is None or git("ls-files", "--error-unmatch", Path(__file__).name) is None:  # or it is another's checkout
+        return None
+    return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

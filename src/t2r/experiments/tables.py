@@ -1,0 +1,298 @@
+"""The tables of docs/results.md, from the records of experiments.
+
+Run `python -m t2r.experiments.tables docs/results.md` to bring the page up to date. `<!-- record: NAME -->` begins what
+was recorded of an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several; `<!-- end -->`
+ends either. The text between such parts is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from t2r.experiments.record import recorded
+
+PART = re.compile(r"(<!-- (record|together): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+WIDTH = 118
+Row = Sequence[str]
+
+
+def page(text: str) -> str:
+    """The same page with what is generated up to date."""
+    return PART.sub(lambda found: f"{found[1]}{_part(found[2], found[3].split())}{found[4]}", text)
+
+
+def _part(kind: str, names: Sequence[str]) -> str:
+    if kind == "record":
+        (name,) = names
+        record = recorded(name)
+        if record is None:
+            return f"Not recorded yet: `t2r reproduce {name}`.\n"
+        return "\n".join([provenance(record), commands(record), *record_tables(record)])
+    step, *experiments = names
+    found = [record for name in experiments if (record := recorded(name)) is not None]
+    results = [result for record in found for result in _results(record, step)]
+    if not results:
+        return f"Not recorded yet: {', '.join(f'`t2r reproduce {name}`' for name in experiments)}.\n"
+    return "\n".join(evaluation_tables(_once(results)))
+
+
+def _results(record: Mapping[str, Any], step: str) -> list[dict[str, Any]]:
+    """The rows of an evaluation; a model that the experiment made is called by the experiment's name."""
+    rows: list[dict[str, Any]] = next(
+        (part["result"] for part in record["steps"] if part["name"] == step and "result" in part), []
+    )
+    made = {part["name"] for part in record["steps"]}
+    return [row | {"model": record["experiment"]} if row["model"] in made else row for row in rows]
+
+
+def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each model once: the teacher is in every record."""
+    return list({(row["model"], row.get("variant")): row for row in reversed(list(rows))}.values())[::-1]
+
+
+# --- A record -----------------------------------------------------------------------------------------------
+
+
+def provenance(record: Mapping[str, Any]) -> str:
+    """When, where, with what, and how long: a line."""
+    where = record["machine"]
+    device = ", ".join(where.get("gpus") or []) or f"{where.get('cpu') or 'CPU'}, {where.get('cores')} cores"
+    versions = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
+    seconds = [part["seconds"] for part in record["steps"] if part.get("seconds") is not None]
+    took = [f"{sum(seconds) / 60:.1f} minutes in all"] if seconds else []
+    known = [record["date"], device, versions, f"commit {record['commit']}" if record.get("commit") else "", *took]
+    line = f"`t2r reproduce {record['experiment']}`: " + "; ".join(word for word in known if word) + "."
+    if record.get("hand_run"):
+        line = f"{'; '.join(word for word in known if word)}. {record['hand_run']}"
+    if not record.get("complete", True):
+        line += " Not all steps are recorded."
+    return wrapped(line) + "\n"
+
+
+def wrapped(line: str) -> str:
+    lines = [""]
+    for word in line.split():
+        if len(lines[-1]) + len(word) + 1 > WIDTH:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
+def commands(record: Mapping[str, Any]) -> str:
+    """The commands of its steps, a block of code, with how long each took and which could not be run."""
+    lines = []
+    for part in record["steps"]:
+        took = "" if part.get("seconds") is None else f"    # {part['seconds']:.0f} s"
+        first, *rest = _folded(part["command"])
+        lines += [f"    {first}", *(f"        {line}" for line in rest)]
+        lines[-1] += took
+        if "failed" in part:
+            lines.append(f"        # could not be run: {part['failed']}")
+    return "\n".join(lines) + "\n"
+
+
+def _folded(command: str) -> list[str]:
+    """Folded before options, with a backslash at the end of each line but the last."""
+    lines: list[str] = []
+    for piece in re.split(r" (?=--)", command):
+        if lines and len(lines[-1]) + len(piece) + 1 <= WIDTH - 16:
+            lines[-1] += f" {piece}"
+        else:
+            lines.append(piece)
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def record_tables(record: Mapping[str, Any]) -> list[str]:
+    """Every step's figures, as Markdown."""
+    found: list[str] = []
+    for part in record["steps"]:
+        if "result" not in part:
+            continue
+        command = part["command"].split()[1]
+        if command == "evaluate":
+            found += evaluation_tables(part["result"])
+        elif command == "bench" and isinstance(part["result"], list):
+            found += [decoding_table(report) for report in part["result"]]
+        elif command == "bench":
+            found.append(ops_table(part["result"]))
+        else:
+            found.append(training_table(part["result"]))
+    return [table for table in _joined(found) if table]
+
+
+def _joined(tables: Iterable[str]) -> list[str]:
+    """Tables of one shape, such as those of two benchmarks, become one."""
+    joined: list[str] = []
+    for table in tables:
+        header, rule, rows = (*table.split("\n", 2), "", "")[:3]
+        if joined and rule and joined[-1].startswith(f"{header}\n{rule}\n"):
+            joined[-1] += rows
+        else:
+            joined.append(table)
+    return joined
+
+
+# --- Tables of a step ---------------------------------------------------------------------------------------
+
+
+def training_table(result: Mapping[str, Any]) -> str:
+    """Perplexity on the way from the teacher to the last stage."""
+    teacher = result.get("teacher")
+    rows = [("teacher", teacher), ("swapped, not trained", result.get("swapped")), ("before", result.get("untrained"))]
+    rows += [(f"after {name}", scores) for name, scores in result.get("stages", {}).items()]
+    base = (teacher or {}).get("perplexity")
+    cells = [
+        (name, _against(scores["perplexity"], None if name == "teacher" else base), _number(scores.get("kl"), 3))
+        for name, scores in rows
+        if scores
+    ]
+    return markdown(("training", "perplexity", "KL to the teacher"), cells)
+
+
+def evaluation_tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Perplexity by text and window, recall, and tasks: a row for each model and variant."""
+    found = []
+    if "perplexity" in results[0]:
+        found.append(_quality(results))
+    if results[0].get("recall"):
+        found.append(_recall(results))
+    if "tasks" in results[0]:
+        found.append(_tasks(results))
+    return found
+
+
+def _quality(results: Sequence[Mapping[str, Any]]) -> str:
+    measured = [result.get("measured") or [result] for result in results]
+    windows = len({part["window"] for part in measured[0]}) > 1
+    header = ["model"]
+    for part in measured[0]:
+        place = f"{_short(part['text'])}, {part['tokens']:,} tokens" + (
+            f", windows of {part['window']:,}" if windows else ""
+        )
+        header.append(place)
+    header += ["KL to the teacher", "kept"]
+    rows = []
+    for result, parts in zip(results, measured, strict=True):
+        cells = [_name(result)]
+        for part in parts:
+            ratio = part.get("ratio")
+            cells.append(_against(part["perplexity"], None if ratio is None else part["perplexity"] / ratio))
+        kl = [_number(part.get("kl"), 3) for part in parts]
+        kept = [f"{part['kept_bytes'] / 2**20:.1f} MiB" for part in parts if part.get("kept_bytes")]
+        rows.append([*cells, ", ".join(filter(None, kl)), ", ".join(dict.fromkeys(kept))])
+    return markdown(header, rows)
+
+
+def _recall(results: Sequence[Mapping[str, Any]]) -> str:
+    first = results[0]["recall"]
+    header = [f"recall of {first[0]['trials']} (chance {first[0]['chance']:.1%}) after"]
+    header += [f"{row['distance']:,} tokens" for row in first]
+    rows = []
+    for result in results:
+        cells = []
+        for row in result["recall"]:
+            interval = row.get("interval")
+            known = f" ({100 * interval[0]:.0f}-{100 * interval[1]:.0f})" if interval else ""
+            cells.append(f"{100 * row['accuracy']:.1f} %{known}")
+        rows.append([_name(result), *cells])
+    return markdown(header, rows)
+
+
+def _tasks(results: Sequence[Mapping[str, Any]]) -> str:
+    chosen = [
+        (task, next(key for key in ("acc_norm,none", "acc,none") if key in scores))
+        for task, scores in results[0]["tasks"].items()
+        if "acc,none" in scores
+    ]
+    rows = []
+    for result in results:
+        if "tasks" not in result:
+            continue
+        cells = []
+        for task, key in chosen:
+            name, _, kind = key.partition(",")
+            scores = result["tasks"][task]
+            cells.append(f"{scores[key]:.3f} ± {scores[f'{name}_stderr,{kind}']:.3f}")
+        rows.append([_name(result), *cells])
+    return markdown(["accuracy", *(task for task, _ in chosen)], rows)
+
+
+def ops_table(result: Mapping[str, Any]) -> str:
+    """Linear against softmax attention; on a GPU the backward pass of softmax is measured, too."""
+    settings = result["settings"]
+    shape = f"{settings['heads']}, {settings['feature_size']}{' with decay' if settings['decay'] else ''}, "
+    shape += f"{settings['head_dim']}"
+    header = ["heads, feature size, head size", "batch × length", "softmax forward", "ours", "ratio"]
+    gpu = any(row.get("softmax_training") is not None for row in result["rows"])
+    header += ["softmax forward + backward", "ours", "ratio"] if gpu else ["forward + backward", "peak memory"]
+    rows = []
+    for row in result["rows"]:
+        cells = [shape, f"{settings['batch']} × {row['length']:,}"]
+        cells += _pair(row["softmax_forward"], row["linear_forward"])
+        if gpu:
+            cells += _pair(row["softmax_training"], row["linear_training"])
+        else:
+            cells += [_milliseconds(row["linear_training"]), f"{row['memory_multiple']:.2f}"]
+        rows.append(cells)
+    return markdown(header, rows)
+
+
+def decoding_table(report: Mapping[str, Any]) -> str:
+    """A row for each model and way to decode: milliseconds of a step after each length, and what is kept then."""
+    points = report["points"]
+    lengths = list(dict.fromkeys(point["length"] for point in points))
+    header = [f"ms per step, batch {report['settings']['batch']}", *(f"after {length:,}" for length in lengths)]
+    rows = []
+    for model in dict.fromkeys(point["model"] for point in points):
+        own = [point for point in points if point["model"] == model]
+        held = [f"{point['cache_bytes'] / 2**20:.3g}" for point in own]
+        name = ", ".join([_short(Path(model.split(", ")[0]).name), *model.split(", ")[1:]])
+        rows.append([name, *(f"{point['milliseconds']:.2f}" for point in own), ", ".join(dict.fromkeys(held))])
+    return markdown([*header, "kept, MiB"], rows)
+
+
+def _pair(softmax: float, ours: float) -> list[str]:
+    ratio = softmax / ours
+    return [_milliseconds(softmax), _milliseconds(ours), f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"]
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3f} ms" if value < 1 else f"{value:.3g} ms"
+
+
+def _name(result: Mapping[str, Any]) -> str:
+    return result["model"] + (f", {result['variant']}" if "variant" in result else "")
+
+
+def _short(text: str) -> str:
+    return re.sub(r"(\.txt)?(\.xz|\.gz)?$", "", text)
+
+
+def _against(value: float | None, base: float | None) -> str:
+    """A perplexity, and how far above another it is."""
+    if value is None:
+        return "not finite"
+    digits = f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+    return digits if base is None else f"{digits} ({100 * (value / base - 1):+.1f} %)"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def markdown(header: Row, rows: Iterable[Row]) -> str:
+    """A table without the columns that are empty in every row."""
+    body = [list(row) for row in rows]
+    used = [i for i in range(len(header)) if i == 0 or any(row[i] for row in body)]
+    lines = [[header[i] for i in used], *([row[i] for i in used] for row in body)]
+    text = [f"| {' | '.join(line)} |\n" for line in lines]
+    return text[0] + "|" + " --- |" * len(used) + "\n" + "".join(text[1:])
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,170 @@
+"""Models that remember less: windows with sinks, rounded states, and what is kept in memory."""
+
+import copy
+
+import pytest
+import torch
+
+import t2r
+from families import tiny
+from t2r import T2RError
+from t2r.attention.softmax import SoftmaxWindow
+from t2r.evaluation import Variant
+from t2r.evaluation.generation import wilson
+from t2r.evaluation.logits import logits_by_slice
+from t2r.evaluation.variants import Memory, memory_of
+from t2r.surgery.adapters import family_of
+
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float64, but for the logits, which are rounded to float32
+DECODERS = ["gpt2", "opt", "llama", "gpt_neox", "qwen2"]
+
+
+def logits(model, ids, variant=None):
+    return torch.cat(list(logits_by_slice(model, ids, 0, ids.shape[1], variant)), dim=1).detach()
+
+
+def ids_of(length=20, rows=2):
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def kept(name="llama", **options):
+    """The middle one of three layers keeps softmax attention."""
+    return t2r.swap(tiny(name, torch.float64), feature_size=6, softmax_layers=[1], **options).eval()
+
+
+def one_layer(name):
+    """A single layer, in which a token has no way into another's output but the attention itself."""
+    model = tiny(name, torch.float64)
+    del family_of(model).decoder_layers(model)[1:]
+    return model
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_window_as_long_as_the_text_is_the_full_model(name):
+    model, ids = tiny(name, torch.float64).eval(), ids_of()
+    torch.testing.assert_close(logits(model, ids, Variant(window=20)), logits(model, ids), **CLOSE)
+    torch.testing.assert_close(logits(model, ids, Variant(window=1, sinks=20)), logits(model, ids), **CLOSE)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_only_the_window_and_the_sinks_are_seen(name):
+    model, ids, variant = one_layer(name), ids_of(), Variant(window=5, sinks=2)
+    before = logits(model, ids, variant)[:, -1]
+    for position, matters in {0: True, 1: True, 2: False, 10: False, 14: False, 15: True, 18: True}.items():
+        changed = ids.clone()
+        changed[:, position] = (changed[:, position] + 1) % 90
+        after = logits(model, changed, variant)[:, -1]
+        assert torch.equal(before, after) != matters, position
+
+
+def test_the_layers_of_a_window_reach_further_than_one(seed):
+    model, ids, variant = tiny("llama", torch.float64).eval(), ids_of(), Variant(window=5)
+    before = logits(model, ids, variant)[:, -1]
+    changed = {}
+    for position in (6, 8):  # three layers of four tokens back each: 19 - 12 = 7
+        other = ids.clone()
+        other[:, position] += 1
+        changed[position] = not torch.equal(before, logits(model, other, variant)[:, -1])
+    assert changed == {6: False, 8: True}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_kept_layers_take_a_window(name):
+    model, ids = kept(name), ids_of()
+    full = logits(model, ids)
+    torch.testing.assert_close(logits(model, ids, Variant(window=20)), full, **CLOSE)
+    limited = logits(model, ids, Variant(window=4, sinks=1))
+    torch.testing.assert_close(limited[:, :5], full[:, :5], **CLOSE)  # nothing is out of sight yet
+    assert not torch.allclose(limited[:, 6:], full[:, 6:], atol=1e-6)
+
+
+def test_a_window_of_kept_layers_is_the_teachers_window_where_all_layers_are_kept():
+    """Swapped, but with exact attention in the only recurrent layer: the same as the stock model with a mask."""
+    stock, ids = tiny("llama", torch.float64).eval(), ids_of()
+    model = t2r.swap(copy.deepcopy(stock), feature_size=6, softmax_layers=[0, 1]).eval()
+    window = SoftmaxWindow(4, 2)
+    with torch.no_grad(), t2r.exact_attention(model):
+        ours = model(ids, use_cache=False, t2r_window=window).logits
+    torch.testing.assert_close(ours.float(), logits(stock, ids, Variant(window=4, sinks=2)), **CLOSE)
+
+
+def test_what_cannot_be_limited_is_refused():
+    ids = ids_of()
+    with pytest.raises(T2RError, match="no softmax attention"):
+        logits(t2r.swap(tiny("llama", torch.float32), feature_size=6), ids, Variant(window=4))
+    with pytest.raises(T2RError, match="no recurrent state"):
+        logits(tiny("llama", torch.float32), ids, Variant(state="bfloat16"))
+    with pytest.raises(T2RError, match="sliding window of its own"):
+        logits(tiny("gemma2", torch.float32), ids, Variant(window=4))
+
+
+def test_a_model_that_ignores_the_mask_is_found_out(monkeypatch):
+    model = tiny("llama", torch.float32)
+    forward = type(model.model).forward
+    monkeypatch.setattr(type(model.model), "forward", lambda self, *a, attention_mask=None, **k: forward(self, *a, **k))
+    with pytest.raises(T2RError, match="ignores the mask"):
+        logits(model, ids_of(), Variant(window=4))
+
+
+@pytest.mark.parametrize("every", [1, 7, 64])
+def test_a_state_in_float32_changes_nothing_and_one_in_bfloat16_a_little(every):
+    model, ids = t2r.swap(tiny("llama", torch.float32), feature_size=6, decay=True).eval(), ids_of()
+    full = logits(model, ids)
+    same = logits(model, ids, Variant(state="float32", every=every))
+    torch.testing.assert_close(same, full, atol=1e-4, rtol=1e-4)
+    rounded = logits(model, ids, Variant(state="bfloat16", every=every))
+    torch.testing.assert_close(rounded[:, :every], full[:, :every], atol=1e-4, rtol=1e-4)  # the state is not read yet
+    if every < 20:
+        error = (rounded[:, every:] - full[:, every:]).abs().max()
+        assert 1e-4 < error < 0.3 * full.abs().max()
+
+
+def test_the_state_is_rounded_after_every_step(monkeypatch):
+    """By hand: a step, then the state in bfloat16, then the next step."""
+    model, ids = kept(decay=True), ids_of(rows=1)
+    cache, expected = model.make_cache(), []
+    with torch.no_grad():
+        for token in ids[0]:
+            expected.append(model(token.view(1, 1), past_key_values=cache, use_cache=True).logits)
+            for layer in cache.layers:
+                if hasattr(layer, "state"):
+                    layer.state = layer.state.map(lambda x: x.bfloat16().double())
+    found = logits(model, ids, Variant(state="bfloat16"))
+    torch.testing.assert_close(found, torch.cat(expected, dim=1).float(), atol=1e-5, rtol=1e-5)
+
+
+def test_memory_is_what_the_cache_holds():
+    teacher = tiny("llama", torch.bfloat16)
+    cache = teacher(ids_of(12, rows=1), use_cache=True).past_key_values
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert memory_of(teacher).at(12) == memory_of(tiny("llama", torch.float32)).at(12) == held
+    limited = memory_of(teacher, Variant(window=5, sinks=2))
+    assert limited.at(6) == held // 2
+    assert limited.at(7) == limited.at(1000) == held * 7 // 12
+    rnn = t2r.swap(tiny("llama", torch.float32), feature_size=6)
+    with torch.no_grad():
+        state = rnn(ids_of(12, rows=1), use_cache=True).past_key_values.nbytes
+    assert memory_of(rnn) == Memory(state, 0, None)
+    assert memory_of(rnn, Variant(state="bfloat16")).at(1000) == state // 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "window", "window=", "window=-1", "window=0", "sinks=4", "state=int8", "window=4,window=5", "far=3",
+             "window=4,state=bfloat16", "state=bfloat16,every=0", "every=2"],
+)  # fmt: skip
+def test_a_variant_that_means_nothing_is_refused(text):
+    with pytest.raises(T2RError, match="variant"):
+        Variant.parse(text)
+
+
+def test_a_variant_says_what_it_is():
+    assert str(Variant.parse("window=386,sinks=4")) == "window 386 + 4 sinks"
+    assert str(Variant.parse("state=bfloat16, every=64")) == "state in bfloat16 every 64 tokens"
+
+
+def test_wilson():
+    low, high = wilson(0, 256)
+    assert low == 0
+    assert high == pytest.approx(0.0148, abs=1e-4)
+    assert wilson(256, 256) == pytest.approx((1 - high, 1.0))
+    assert wilson(128, 256) == pytest.approx((0.4392, 0.5608), abs=1e-4)  # a published example: 50 % of 256

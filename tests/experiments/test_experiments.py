@@ -1,0 +1,352 @@
+"""Experiments: run from end to end on a toy, stopped and repeated, with what is missing said, and their tables."""
+
+import json
+import lzma
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from families import tiny
+from t2r.cli import app
+from t2r.data.mixture import parse_sources
+from t2r.data.wikitext import detokenize, prepare
+from t2r.errors import T2RError
+from t2r.experiments import load_experiment, reproduce, shipped_experiments
+from t2r.experiments.data import TEXTS, missing, prepared
+from t2r.experiments.experiment import make_experiment
+from t2r.experiments.record import compact, recorded
+from t2r.experiments.tables import evaluation_tables, markdown, page, provenance, record_tables, training_table
+from t2r.training.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+RAW = " = Fish = \n\n The old man ( of the sea ) went out , with a @-@ boat , to catch 1 @,@ 000 fish . \n" * 60
+TOY = """
+title: A toy
+models: {{teacher: nobody/nothing}}
+steps:
+  - name: rnn
+    command: >
+      t2r convert {{model:teacher}} {{out:rnn}} --train {{data:wikitext/train}} --valid {{data:wikitext/valid}}
+      --limit 2 --feature-size 4 --device cpu --set block_size=16 --set batch_tokens=32 --set transfer.steps={steps}
+      --set distill.steps=2 --set warmup_steps=1
+  - name: controls
+    command: >
+      t2r evaluate {{model:teacher}} {{out:rnn}} --text {{data:wikitext/valid}} --text {{data:wikitext/train}}
+      --window 16 --window 32 --stride 8 --limit 2 --no-generation --device cpu
+      --variant {{model:teacher}}:window=4,sinks=1 --variant {{out:rnn}}:state=bfloat16
+  - name: tasks
+    optional: true
+    command: t2r evaluate {{model:teacher}} --no-such-option
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A teacher, texts and an experiment. Everything is below tmp_path."""
+    monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    core = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.train_from_iterator([RAW], trainers.WordLevelTrainer(special_tokens=["<pad>", "<s>", "</s>", "<unk>"]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    tiny("llama", torch.float32).save_pretrained(tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    folder = tmp_path / "texts" / "wikitext"
+    folder.mkdir(parents=True)
+    (folder / "wiki.train.raw").write_text(RAW)
+    with lzma.open(folder / "valid.raw.txt.xz", "wt") as file:
+        file.write(RAW)
+    (tmp_path / "toy.yaml").write_text(TOY.format(steps=3))
+    return tmp_path
+
+
+def given(toy, out="out"):
+    return {"data_folder": toy / "texts", "models": {"teacher": str(toy / "llama")}, "out": toy / out}
+
+
+def test_from_end_to_end_and_again(toy, capfd):
+    record = reproduce(str(toy / "toy.yaml"), **given(toy), steps=["rnn"])
+    assert [part["name"] for part in record["steps"]] == ["rnn"]
+    assert not record["complete"]
+    capfd.readouterr()
+    record = reproduce(str(toy / "toy.yaml"), **given(toy))
+    said = capfd.readouterr().err
+    assert (
+        f"t2r: rnn: t2r convert {toy / 'llama'} {toy / 'out' / 'rnn'} --train {toy}/out/data/wikitext/train.txt" in said
+    )
+    assert record == json.loads((toy / "out" / "record.json").read_text())
+    assert (record["experiment"], record["complete"]) == ("toy", True)
+    assert record["machine"]["cores"] == os.cpu_count()
+    assert {"t2r", "python", "torch", "transformers"} <= set(record["versions"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
+    rnn, controls, tasks = record["steps"]
+    assert rnn["command"].startswith("t2r convert teacher rnn --train wikitext/train --valid wikitext/valid --limit 2")
+    assert rnn["seconds"] > 0
+    assert rnn["result"]["stages"]["distill"]["kl"] > 0
+    assert [r["model"] for r in controls["result"]] == ["teacher", "teacher", "rnn", "rnn"]
+    assert [m["text"] for m in controls["result"][0]["measured"]] == ["wikitext/valid"] * 2 + ["wikitext/train"] * 2
+    assert "result" not in tasks
+    assert "No such option" in tasks["failed"]
+    assert str(toy) not in json.dumps(record)  # a record names no folder of this machine
+    assert "log" not in rnn["result"]
+    assert (toy / "out" / "data" / "wikitext" / "valid.txt").read_text() == detokenize(RAW)
+
+    # Again: nothing but the optional step, which failed, is run.
+    again = reproduce(str(toy / "toy.yaml"), **given(toy))
+    said = capfd.readouterr().err
+    assert said.count("done before") == 2
+    assert again["steps"][:2] == record["steps"][:2]
+    tables = "\n".join(record_tables(record))
+    assert "teacher, window 4 + 1 sinks" in tables
+    assert f"{controls['result'][3]['perplexity']:.2f}" in tables
+    assert "could not be run" not in tables
+
+    # Another command for a finished step is not taken for the same.
+    (toy / "toy.yaml").write_text(TOY.format(steps=4))
+    with pytest.raises(T2RError, match="another command"):
+        reproduce(str(toy / "toy.yaml"), **given(toy))
+
+
+@pytest.mark.slow
+def test_stopped_in_a_step_it_goes_on(toy):
+    """Killed during the training, which has a checkpoint by then: the same command goes on, and counts all seconds."""
+    often = TOY.format(steps=4000).replace("--set block_size", "--save-steps 5 --set block_size", 1)
+    (toy / "toy.yaml").write_text(often)
+    words = [sys.executable, "-m", "t2r", "reproduce", str(toy / "toy.yaml"), "--data", str(toy / "texts")]
+    words += ["--model", f"teacher={toy / 'llama'}", "--out", str(toy / "out"), "--json"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 240
+        while not list(toy.glob("out/rnn.run/**/checkpoint-*/complete")) and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 130
+    assert not (toy / "out" / "steps" / "rnn.json").exists()
+    before = float((toy / "out" / "steps" / "rnn.seconds").read_text())
+    assert before > 0
+    # 4,000 steps are too many to wait for: that it goes on is enough.
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        goes_on, lines = False, []
+        for line in process.stderr:
+            lines.append(line)
+            if "going on with the unfinished run" in line:
+                goes_on = True
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert goes_on, lines
+    assert float((toy / "out" / "steps" / "rnn.seconds").read_text()) > before
+
+
+def test_what_is_missing_is_said_in_a_line(toy):
+    options = given(toy)
+    with pytest.raises(T2RError, match=r"wikitext/train.txt, wikitext/valid.txt .* a folder that --data names"):
+        reproduce(str(toy / "toy.yaml"), **options | {"data_folder": None})
+    (toy / "texts" / "wikitext" / "wiki.train.raw").unlink()
+    with pytest.raises(T2RError, match=r"needs wikitext/train.txt \(or .xz, .gz\) in .*texts"):
+        reproduce(str(toy / "toy.yaml"), **options)
+    (toy / "texts" / "wikitext" / "train.txt").write_text("text")
+    with pytest.raises(T2RError, match="there is no folder"):
+        reproduce(str(toy / "toy.yaml"), **options | {"models": {"teacher": str(toy / "nowhere")}})
+    with pytest.raises(T2RError, match="has no model student"):
+        reproduce(str(toy / "toy.yaml"), **options | {"models": {"student": "x"}})
+    with pytest.raises(T2RError, match="has no step draw; it has rnn, controls, tasks"):
+        reproduce(str(toy / "toy.yaml"), **options, steps=["draw"])
+    with pytest.raises(T2RError, match="no experiment 'nothing'"):
+        reproduce("nothing")
+    with pytest.raises(T2RError, match=r"step rnn failed: .*nobody/nothing"):
+        reproduce(str(toy / "toy.yaml"), **options | {"models": {}})
+    assert not (toy / "out" / "steps" / "rnn.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"steps": None}, "steps is a list"),
+        ({"extra": 1}, "it is made of"),
+        ({"command": "rm -rf /"}, "begins with t2r"),
+        ({"command": "t2r serve x"}, "its command is one of"),
+        ({"command": "t2r evaluate {model:other}"}, "no model other"),
+        ({"command": "t2r evaluate {out:rnn}"}, "no step before it makes rnn"),
+        ({"command": "t2r evaluate {data:nothing}"}, "no text nothing"),
+        ({"command": "t2r convert {model:m} {out:other}"}, "it makes the folder"),
+        ({"name": "../a", "command": "t2r bench ops"}, "has a name"),
+    ],
+)
+def test_an_experiment_that_makes_no_sense_is_refused(change, says):
+    step = {"name": "one", "command": "t2r bench ops"} | {k: v for k, v in change.items() if k in ("name", "command")}
+    said = {"models": {"m": "x/y"}, "steps": [step]} | {k: v for k, v in change.items() if k in ("steps", "extra")}
+    with pytest.raises(T2RError, match=re.escape(says)):
+        make_experiment(said, "test")
+
+
+# --- What ships ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_experiments())
+def test_every_shipped_command_is_one_that_t2r_takes(name):
+    """As far as its options go, by the parser itself: nothing is run."""
+    for step in load_experiment(name).steps:
+        group = typer.main.get_command(app)
+        words = list(step.words(lambda kind, name: name))
+        with group.make_context("t2r", list(words), resilient_parsing=False) as context:
+            command_name, command, rest = group.resolve_command(context, words)
+            while hasattr(command, "resolve_command"):
+                with command.make_context(command_name, list(rest), parent=context) as inner:
+                    command_name, command, rest = command.resolve_command(inner, rest)
+            with command.make_context(command_name, list(rest), parent=context):
+                pass
+
+
+def training_of(name):
+    """The tokens that an experiment's first step reads, and its mixture, by the recipe and the sources themselves."""
+    step = load_experiment(name).steps[0]
+    words = step.words(lambda kind, name: name)
+    values = {
+        flag: [value for word, value in pairwise(words) if word == flag] for flag in ("--set", "--train", "--recipe")
+    }
+    plan = load_recipe(*(values["--recipe"] or ["distill-lm"]), values["--set"])
+    return sum((stage.steps or 0) * stage.batch_tokens for stage in plan.stages), parse_sources(values["--train"])
+
+
+def test_the_teacher_is_finetuned_alike():
+    tokens, mixture = training_of("smollm2-pure")
+    finetuned, same = training_of("smollm2-finetuned")
+    assert finetuned == pytest.approx(tokens, rel=0.01)
+    assert same == mixture
+    assert training_of("smollm2-kept")[1] == mixture
+    _, without = training_of("smollm2-pure-no-wikitext")
+    assert without == [source for source in mixture if source.source != "wikitext/train"]
+
+
+def test_the_list_names_models_and_texts():
+    done = CliRunner().invoke(app, ["reproduce", "--list"])
+    assert done.exit_code == 0
+    for name in shipped_experiments():
+        experiment = load_experiment(name)
+        assert f"{name}: {experiment.title}" in done.stdout
+        assert all(TEXTS[text].source in done.stdout for text in experiment.texts())
+    listed = json.loads(CliRunner().invoke(app, ["reproduce", "--list", "--json"]).stdout)
+    assert [entry["name"] for entry in listed] == shipped_experiments()
+
+
+def test_the_command_line_refuses_what_it_cannot_read():
+    for words, says in (([], "name an experiment"), (["ops-cpu", "--model", "x"], "write NAME=FOLDER")):
+        assert says in str(CliRunner().invoke(app, ["reproduce", *words]).exception)
+
+
+def test_the_page_is_what_the_records_say():
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert text == page(text), "run: python -m t2r.experiments.tables docs/results.md"
+    shown = set(re.findall(r"<!-- record: ([\w-]+) -->", text))
+    assert shown == set(shipped_experiments())
+
+
+@pytest.mark.parametrize("name", shipped_experiments())
+def test_records_say_where_their_numbers_are_from(name):
+    record = recorded(name)
+    if record is None:
+        return
+    assert record["experiment"] == name
+    assert record["date"]
+    assert record["machine"]
+    assert record["versions"]
+    assert provenance(record)
+    if not record.get("hand_run"):  # then it is of the experiment as it is, or of a part of it
+        labels = {step.name: step.label for step in load_experiment(name).steps}
+        commands = {part["name"]: part["command"] for part in record["steps"]}
+        assert commands == {step: labels[step] for step in commands}
+        assert record["complete"] == (commands.keys() == labels.keys())
+    for part in record["steps"]:
+        assert shlex.split(part["command"])[0] == "t2r"
+
+
+# --- Tables -------------------------------------------------------------------------------------------------
+
+
+def test_a_change_of_a_record_changes_the_page(tmp_path, monkeypatch):
+    text = "before\n<!-- record: x -->\nold\n<!-- end -->\nafter\n"
+    assert page(text) == text.replace("old\n", "Not recorded yet: `t2r reproduce x`.\n")
+    record = {
+        "experiment": "x",
+        "date": "2026-11-16",
+        "machine": {"gpus": ["NVIDIA H200"]},
+        "versions": {"torch": "2.11"},
+        "steps": [
+            {
+                "name": "rnn",
+                "command": "t2r convert a b",
+                "seconds": 90.0,
+                "result": {"teacher": {"perplexity": 20.0}, "stages": {"distill": {"perplexity": 22.0, "kl": 0.1}}},
+            },
+            {"name": "tasks", "command": "t2r evaluate a", "seconds": 1.0, "failed": "no data"},
+        ],
+    }
+    monkeypatch.setattr("t2r.experiments.tables.recorded", lambda name: record)
+    made = page(text)
+    assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes in all" in made
+    assert "    t2r convert a b    # 90 s" in made
+    assert "| after distill | 22.00 (+10.0 %) | 0.100 |" in made
+    assert "could not be run: no data" in made
+    assert made.startswith("before\n")
+    assert made.endswith("<!-- end -->\nafter\n")
+    assert page(made) == made
+
+
+def test_evaluations_as_tables():
+    recall = [{"distance": 16, "accuracy": 0.5, "chance": 0.125, "trials": 256, "interval": [0.44, 0.56]}]
+    one = {"model": "teacher", "text": "w", "window": 512, "tokens": 10, "perplexity": 20.0, "recall": recall}
+    other = one | {"model": "rnn", "variant": "window 4", "perplexity": 21.0, "ratio": 1.05, "kept_bytes": 3 << 20}
+    quality, recalled = evaluation_tables([one, other])
+    assert "| rnn, window 4 | 21.00 (+5.0 %) | 3.0 MiB |" in quality  # no column for a KL that nobody has
+    assert "| teacher | 50.0 % (44-56) |" in recalled
+    assert markdown(("a", "b", "c"), [("1", "", "3")]) == "| a | c |\n| --- | --- |\n| 1 | 3 |\n"
+    assert training_table({"untrained": {"perplexity": 9.5}, "stages": {}}).endswith("| before | 9.50 |\n")
+
+
+def test_a_record_is_short_and_names_no_folder():
+    value = {"log": [1], "x": [{"path": "/a/b/c.txt", "by_position": []}], "n": 1.23456789, "k": True}
+    assert compact(value, {"/a/b": "out", "/a/b/c.txt": "text"}) == {"x": [{"path": "text"}], "n": 1.2346, "k": True}
+    names = {"m": "smollm2", "runs/pure": "pure"}
+    assert compact(["m", "some model", "no runs/pure:", "runs/pure2"], names) == [
+        "smollm2", "some model", "no pure:", "runs/pure2"
+    ]  # fmt: skip
+
+
+# --- Texts --------------------------------------------------------------------------------------------------
+
+
+def test_wikitext_becomes_ordinary_text(tmp_path):
+    raw = " = A = \n In 1 @,@ 234 ( or [ 5 @.@ 6 ] ) % they did n't see Ann 's well @-@ known \" dog \" ; why ? \n"
+    text = " = A =\n In 1,234 (or [5.6])% they didn't see Ann's well-known \" dog \"; why?\n"
+    assert detokenize(raw) == text
+    (tmp_path / "raw").write_text(raw)
+    prepare(str(tmp_path / "raw"), tmp_path / "out.txt")
+    assert (tmp_path / "out.txt").read_text() == text
+
+
+def test_texts_are_found_prepared_and_shortened(tmp_path):
+    assert missing(["novels/train", "speeches"], tmp_path) == ["novels/train.txt", "speeches.txt"]
+    (tmp_path / "novels").mkdir()
+    (tmp_path / "novels" / "train.txt").write_text("a novel")
+    with lzma.open(tmp_path / "speeches.txt.xz", "wt") as file:
+        file.writelines(f"line {i}\n" for i in range(9000))
+    assert missing(["novels/train", "speeches"], tmp_path) == []
+    assert prepared("novels/train", tmp_path, tmp_path / "work") == tmp_path / "novels" / "train.txt"
+    lines = prepared("speeches", tmp_path, tmp_path / "work").read_text().splitlines()
+    assert lines == [f"line {i}" for i in range(TEXTS["speeches"].lines)]

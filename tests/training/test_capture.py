@@ -1,0 +1,138 @@
+"""Training by a replayed CUDA graph gives the losses and weights of training without one."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import t2r
+from families import VOCABULARY, tiny
+from t2r import compat
+from t2r.attention.interface import UNMASKED
+from t2r.tasks import LanguageModeling
+from t2r.training import trainer
+from t2r.training.capture import WARM_UP, CapturedStep
+from t2r.training.learner import Learner
+from t2r.training.recipe import Stage
+from t2r.training.run import Run
+from t2r.training.stages import run_stage
+from t2r.training.trainer import Settings
+
+LENGTH = 16
+
+
+class Rows(LanguageModeling):
+    """Random tokens in blocks; the last batch of an epoch is smaller than the others."""
+
+    def __init__(self):
+        super().__init__(None, [])
+        self.ids = torch.randint(3, VOCABULARY, (22, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def dataset(self, block_size):
+        return [{"input_ids": row, "labels": row} for row in self.ids]
+
+
+def test_without_a_gpu_nothing_is_captured():
+    settings = Settings(compiled=True)
+    assert not trainer.captures(tiny("gpt2"), settings)
+
+
+def test_a_step_waits_for_its_warm_up():
+    """On a CPU the work runs as it is until the capture is due."""
+    calls = []
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def work(inputs):
+        calls.append(1)
+        (inputs["x"] * weight).sum().backward()
+        return {"x": inputs["x"]}
+
+    step = CapturedStep(work, [weight])
+    for _ in range(WARM_UP):
+        step({"x": torch.ones(2)})
+    assert len(calls) == WARM_UP
+    torch.testing.assert_close(weight.grad, torch.full((2,), float(WARM_UP)))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "qwen3"])
+@torch.no_grad()
+def test_without_masks_logits_are_the_same(model_type):
+    """Sliding windows and capped scores too, in stock models, in kept layers and under exact attention."""
+    ids = torch.randint(3, VOCABULARY, (2, 24))
+    stock = tiny(model_type, torch.float64)
+    swapped = t2r.swap(copy.deepcopy(stock), feature_map="hedgehog", softmax_layers=[1])
+    for model in (stock, swapped):
+        expected = model(ids).logits
+        compat.set_attention_implementation(model, UNMASKED)
+        torch.testing.assert_close(model(ids).logits, expected)
+    with t2r.exact_attention(swapped):
+        torch.testing.assert_close(swapped(ids).logits, stock(ids).logits)
+
+
+def test_layers_look_at_no_values_while_a_step_is_captured():
+    """Every value that a step looks at would end the capture."""
+    base = tiny("llama").requires_grad_(False)
+    model = t2r.swap(copy.deepcopy(base), feature_map="t2r", decay=True, rotary=False)
+    for part in (model, base):
+        compat.set_attention_implementation(part, UNMASKED)
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH))
+    for objective in ("transfer", "distill", "task"):
+        trains = "maps" if objective == "transfer" else "all"
+        stage = Stage("only", objective, trains, steps=1, block_size=LENGTH, batch_tokens=2 * LENGTH)
+        learner = Learner(model, stage, Rows(), base if objective == "distill" else None).train()
+        batch = {"input_ids": ids, "labels": ids}
+        count = torch.tensor(2 * LENGTH)
+        learner(dict(batch), count)  # verifies the parts of the model, once
+        with Looks() as looks:
+            learner(dict(batch), count)[0].backward()
+        assert not looks.seen, objective
+
+
+class Looks(TorchDispatchMode):
+    """Records operations that need a value on the host."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("objective", ["transfer", "distill", "task"])
+def test_captured_training_is_training(tmp_path, monkeypatch, caplog, objective, accumulation):
+    options = {"feature_map": "t2r", "activation": "softmax", "key_weights": True, "decay": True, "rotary": False}
+    base = tiny("llama").cuda().requires_grad_(False)
+    model = t2r.swap(copy.deepcopy(base), shared=False, grouped=False, seed=3, **options)
+    stage = Stage(
+        "only",
+        objective,
+        "maps" if objective == "transfer" else "all",
+        steps=16,
+        block_size=LENGTH,
+        batch_tokens=4 * LENGTH * accumulation,
+        device_tokens=4 * LENGTH,
+        learning_rate=1e-2,
+        schedule="constant",
+    )
+    losses, weights = {}, {}
+    for captured in (False, True):
+        own = copy.deepcopy(model)
+        run = Run(tmp_path / f"run{captured}", {})
+        with monkeypatch.context() as patch, caplog.at_level("INFO"):
+            if not captured:
+                patch.setattr(trainer, "captures", lambda *_: False)
+            run_stage(run, own, stage, Rows(), base, Settings(progress=False, compiled=True))
+        losses[captured] = [entry["loss"] for entry in run.facts["only.log"]]
+        weights[captured] = {name: p.detach() for name, p in own.named_parameters()}
+    assert "replayed as one CUDA graph" in caplog.text
+    torch.testing.assert_close(losses[True], losses[False], rtol=2e-3, atol=2e-3)
+    for name, expected in weights[False].items():  # sums in another order, through 16 steps of Adam
+        difference = (weights[True][name] - expected).norm() / expected.norm().clamp_min(1e-3)
+        assert difference < 2e-2, name
