@@ -87,6 +87,7 @@ def run(
     steps: int = 16,
     repeats: int = 5,
     engine: bool = False,
+    compiled: bool = False,
     window: bool = False,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
@@ -98,6 +99,7 @@ def run(
 
     Args:
         engine: a second row for each model, decoded by captured steps. A softmax model has one on a GPU only.
+        compiled: fuse captured steps by torch.compile.
         window: a row for the first model with a window whose keys and values take as many bytes as the smallest
             state of the others: the same memory, spent on softmax attention.
         progress: called with a line about what is being done.
@@ -121,14 +123,14 @@ def run(
     readers = [Reader(name, model, batch, seed) for name, model in ready.items()]
     if engine:
         readers += [
-            EngineReader(reader) if isinstance(reader.model, T2RModel) else CapturedReader(reader)
+            (EngineReader if isinstance(reader.model, T2RModel) else CapturedReader)(reader, compiled)
             for reader in list(readers)
             if isinstance(reader.model, T2RModel) or reader.model.device.type == "cuda"
         ]
     points = []
     with evaluating(*ready.values()):
         if window and len(readers) > 1:
-            readers += windowed(readers, engine and first.device.type == "cuda")
+            readers += windowed(readers, engine and first.device.type == "cuda", compiled)
         for length in lengths:
             for reader in readers:
                 tell(f"{reader.name}: reading {length:,} tokens")
@@ -210,15 +212,16 @@ class Reader:
 class EngineReader(Reader):
     """A converted model by the captured step of `t2r.Engine`."""
 
-    def __init__(self, other: Reader) -> None:
+    def __init__(self, other: Reader, compiled: bool = False) -> None:
         super().__init__(f"{other.name}, engine", other.model, other.batch, other.seed)
+        self.compiled = compiled
         self.decode: DecodeStep | None = None
 
     def milliseconds(self, steps: int) -> float:
         size = self.length + 1 + steps if self.model.kept_layers() else None
         if self.decode is None or self.decode.max_length != size:
             self.decode = None  # its memory is free before the next is allocated
-            self.decode = DecodeStep(self.model, self.batch, size)
+            self.decode = DecodeStep(self.model, self.batch, size, compiled=self.compiled)
         for row in range(self.batch):
             self.decode.put(row, self.cache, row, 0, True)
         decode = self.decode
@@ -228,8 +231,9 @@ class EngineReader(Reader):
 class CapturedReader(Reader):
     """A softmax model by a captured step on transformers' static cache, which is as long as the text."""
 
-    def __init__(self, other: Reader) -> None:
+    def __init__(self, other: Reader, compiled: bool = False) -> None:
         super().__init__(f"{other.name}, captured", other.model, other.batch, other.seed, other.window)
+        self.compiled = compiled
         self.graph: Any = None
         self.size = 0
 
@@ -262,15 +266,16 @@ class CapturedReader(Reader):
             self.token.copy_(out.logits[:, -1:].argmax(-1))
             self.position.add_(1)
 
+        run = torch.compile(forward, dynamic=False) if self.compiled else forward
         stream = torch.cuda.Stream(model.device)
         stream.wait_stream(torch.cuda.current_stream(model.device))
         with torch.cuda.stream(stream):
-            forward()
+            run()
         torch.cuda.current_stream(model.device).wait_stream(stream)
         self.fill()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            forward()
+            run()
 
     def fill(self) -> None:
         """What was read, in the static buffers."""
@@ -282,7 +287,7 @@ class CapturedReader(Reader):
             self.position.fill_(self.length)
 
 
-def windowed(readers: Sequence[Reader], captured: bool) -> list[Reader]:
+def windowed(readers: Sequence[Reader], captured: bool, compiled: bool) -> list[Reader]:
     """The first model with a window: its keys and values take as many bytes as the smallest state of the others."""
     teacher = readers[0]
     for reader in readers:
@@ -292,7 +297,7 @@ def windowed(readers: Sequence[Reader], captured: bool) -> list[Reader]:
         return []
     size = max(1, min(states) // teacher.held_bytes())
     made = Reader(f"{teacher.name}, window of {size:,}", teacher.model, teacher.batch, teacher.seed, size)
-    return [made, *([CapturedReader(made)] if captured else [])]
+    return [made, *([CapturedReader(made, compiled)] if captured else [])]
 
 
 def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:

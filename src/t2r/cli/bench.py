@@ -64,6 +64,9 @@ def bench_decode(
     engine: Annotated[
         bool, typer.Option(help="Also by captured steps: t2r.Engine, and on a GPU the teacher's likewise.")
     ] = True,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Fuse captured steps by torch.compile, on a GPU.")
+    ] = False,
     window: Annotated[
         bool, typer.Option(help="Also the teacher with a window that takes as many bytes as the state.")
     ] = True,
@@ -97,6 +100,7 @@ def bench_decode(
                 steps=steps,
                 repeats=repeats,
                 engine=engine,
+                compiled=compile_,
                 window=window,
             )
             reports.append(report)

@@ -53,6 +53,7 @@ class Engine:
         generation_config: the options of every call that does not give its own; otherwise the model's.
         rows: how many sequences run at a time; by default as many as are given at once.
         max_length: the most tokens of a sequence, where softmax layers were kept; by default buffers grow as needed.
+        compiled: fuse the kernels of a step by torch.compile, on a GPU. It takes a minute or so, once for each size.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Engine:
         *,
         rows: int | None = None,
         max_length: int | None = None,
+        compiled: bool = False,
     ) -> None:
         if not isinstance(model, T2RModel):
             raise T2RError("the engine runs converted models: for any other use model.generate")
@@ -69,7 +71,7 @@ class Engine:
             raise T2RError(f"an engine needs at least one row; got rows={rows}")
         self.model: Any = model
         self.generation_config = generation_config
-        self.rows, self.max_length = rows, max_length
+        self.rows, self.max_length, self.compiled = rows, max_length, compiled
         self.obstacle = no_static_cache(self.model)
         self.decode: DecodeStep | None = None
         self.look_every = LOOK_EVERY if self.model.device.type == "cuda" else 1
@@ -307,7 +309,7 @@ class Engine:
             before = 0 if decode is None else decode.max_length or 0
             size = self.max_length or (before if length <= before else max(-(-length // BLOCK) * BLOCK, 2 * before))
         self.decode = None  # its memory is free before the next is allocated
-        self.decode = DecodeStep(self.model, rows, size, source)
+        self.decode = DecodeStep(self.model, rows, size, source, compiled=self.compiled)
         self.free = list(range(rows))[::-1]
         return self.decode
 

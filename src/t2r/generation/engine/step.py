@@ -28,11 +28,14 @@ class DecodeStep:
     computes with them. A row that is `greedy` finds its next token in `tokens` already: the likeliest one. A row
     that is not `active` stays at position 0, whatever it reads.
 
-    On a GPU the step is a CUDA graph, on a CPU a `Recording`; elsewhere it runs as it is.
+    On a GPU the step is a CUDA graph, on a CPU a `Recording`; elsewhere it runs as it is. With `compiled`,
+    torch.compile fuses the kernels of the graph first.
     """
 
-    def __init__(self, model: Any, rows: int, max_length: int | None, source: Tensor | None = None) -> None:
-        self.model, self.rows, self.max_length = model, rows, max_length
+    def __init__(
+        self, model: Any, rows: int, max_length: int | None, source: Tensor | None = None, *, compiled: bool = False
+    ) -> None:
+        self.model, self.rows, self.max_length, self.compiled = model, rows, max_length, compiled
         seq2seq = bool(model.config.is_encoder_decoder)
         self.cache = model.make_static_cache(rows=rows, max_length=max_length)
         self.own = self.cache.self_attention_cache if seq2seq else self.cache
@@ -140,18 +143,19 @@ class DecodeStep:
     def captured(self) -> Callable[[], None]:
         with NoValues():
             self.forward()
+        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
         device = self.tokens.device
         with torch.cuda.device(device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):
-                    self.forward()
+                    forward()
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(self.graph):
-                    self.forward()
+                    forward()
             except RuntimeError as error:
                 raise CannotRecord(str(error)) from error
 
