@@ -195,7 +195,7 @@ def check_source(source: str) -> None:
     elif kind is not None:
         raise T2RError(f"{source} is a file: give the folder that the model is in")
     elif not HUB_NAME.fullmatch(source):
-        raise T2RError(f"there is no folder {source}")
+        raise T2RError(f"there is no folder {source or repr(source)}")
 
 
 def has_file(source: str, name: str, revision: str | None) -> bool:

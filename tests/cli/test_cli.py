@@ -1,6 +1,7 @@
 """The command line, as a user meets it."""
 
 import json
+import logging
 import re
 import resource
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 import t2r
 from t2r import cli
+from t2r.cli.common import calm
 from t2r.cli.stages import stage_overrides
 from t2r.training.recipe import load_recipe
 
@@ -103,6 +105,19 @@ def test_every_public_name_can_be_had():
     assert set(t2r.__all__) <= set(dir(t2r))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         t2r.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(("rank", "told"), [(None, True), ("0", True), ("1", False)])
+def test_of_several_processes_the_first_tells_what_happens(rank, told, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with calm(quiet=False, info=True):
+        logging.getLogger("t2r.training").warning("a batch is smaller")
+        logging.getLogger("t2r.training").error("it went wrong")
+    written = capsys.readouterr().err
+    assert ("a batch is smaller" in written) == told
+    assert "it went wrong" in written
 
 
 def test_version(run):

@@ -216,6 +216,17 @@ def test_the_model_card(tmp_path):
     assert (first / "README.md").read_text() == "my own words"
 
 
+@pytest.mark.parametrize(("model_type", "tag"), [("gpt2", "text-generation"), ("marian", "text2text-generation")])
+def test_the_model_card_has_the_tag_of_a_pipeline(model_type, tag, tmp_path):
+    tiny(model_type, torch.float32).save_pretrained(tmp_path / "base")
+    for named in (tag, "translation"):
+        auto = AutoModelForSeq2SeqLM if model_type == "marian" else AutoModelForCausalLM
+        model = t2r.swap(auto.from_pretrained(tmp_path / "base"), feature_size=8)
+        model.save_pretrained(tmp_path / named)
+        assert f"pipeline_tag: {named}\n" in (tmp_path / named / "README.md").read_text()
+        (tmp_path / "base" / "README.md").write_text("---\npipeline_tag: translation\n---\n")
+
+
 @pytest.mark.parametrize("card", [None, "# no metadata", "---\nlicense: [unclosed\n---\n", "---\njust words\n---\n"])
 def test_a_base_model_without_a_license(card, tmp_path):
     tiny("gpt2").save_pretrained(tmp_path / "base")

@@ -108,6 +108,21 @@ def test_a_batch_follows_the_machine():
     assert fast.batch_tokens == 16384
 
 
+def test_rates_follow_the_root_of_a_smaller_batch():
+    """At the recipe's rate, steps of one block of 256 tokens made the KL of a 15M model grow from 1.17 to 1.73; at the
+    rate of the root it fell to 0.98."""
+    stage = Stage(
+        "distill", "distill", "all", steps=9, batch_tokens=16384, learning_rate=2.5e-4, map_learning_rate=2e-3
+    )
+    made = with_batch(stage, 256 * 4)
+    assert made.learning_rate == pytest.approx(2.5e-4 / 4)
+    assert made.map_learning_rate == pytest.approx(2e-3 / 4)
+    assert "at a rate of 6.3e-05" in budget.smaller_batch(stage, 256 * 4)
+    maps = Stage("transfer", "transfer", "maps", steps=9, batch_tokens=8192, learning_rate=2.5e-2)
+    assert with_batch(maps, 512).learning_rate == 2.5e-2
+    assert "rate" not in budget.smaller_batch(maps, 512)
+
+
 def test_several_processes_share_a_smaller_batch(monkeypatch):
     monkeypatch.setattr(budget.processes, "count", lambda: 3)
     assert [budget.halved(blocks) for blocks in (12, 9, 6, 3)] == [6, 3, 3, 0]

@@ -183,7 +183,8 @@ class T2RCache(DynamicCache, StateMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         # With an early exit, the layers behind it have read nothing.
-        filled = [layer for layer in self.layers if layer.is_initialized] or self.layers
+        layers: list[Any] = self.layers
+        filled = [layer for layer in layers if layer.is_initialized] or layers
         for layer in filled:  # all or none
             if isinstance(layer, RecurrentLayer):
                 layer.check_crop(tokens_to_remove)

@@ -128,7 +128,7 @@ def show(parts: Iterable[object]) -> None:
 
 def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str, as_json: bool, quiet: bool) -> None:
     """The results of training, printed by one of its processes."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         return
     if as_json:
         print_json(results)
@@ -138,17 +138,23 @@ def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str,
         show([measured, f"saved in {out}"])
 
 
+def is_first_process() -> bool:
+    """Whether this is the only process of a command, or the first of those that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def calm(quiet: bool, info: bool = False) -> Iterator[None]:
     """Keep stderr clean: libraries log only errors, and show progress only in a terminal.
 
-    Notices of t2r are a line each, unless `quiet`; with `info` also what it is doing."""
+    Notices of t2r are a line each, unless `quiet`; with `info` also what it is doing. Of several processes, the first
+    one tells them."""
     from transformers.utils import logging as of_transformers
 
     ours, hub = logging.getLogger("t2r"), logging.getLogger("huggingface_hub")
     notes = logging.StreamHandler(sys.stderr)
     notes.setFormatter(logging.Formatter("t2r: note: %(message)s"))
-    notes.setLevel(logging.ERROR if quiet else logging.NOTSET)
+    notes.setLevel(logging.ERROR if quiet or not is_first_process() else logging.NOTSET)
     before = of_transformers.get_verbosity(), hub.level, of_transformers.is_progress_bar_enabled()
     level = ours.level
     if info:

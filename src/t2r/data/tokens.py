@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from t2r.data import fingerprint
 from t2r.data.chat import Part
 from t2r.data.corpus import FORMAT, CorpusWriter, TokenCorpus, read_header
+from t2r.data.progress import is_watched
 from t2r.data.text import Source, find_sources
 from t2r.errors import T2RError
 
@@ -91,11 +92,12 @@ def tokenize_corpus(
 
 
 def read_all(
-    sources: list[Source], tokenizer: PreTrainedTokenizerBase, lines: bool, progress: bool, title: str = "tokenising"
+    sources: list[Source], tokenizer: PreTrainedTokenizerBase, lines: bool, progress: bool, title: str = "tokenizing"
 ) -> Iterator[Part]:
     """Every source, one after the other, behind a bar that counts the bytes read."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (progress and is_watched(console))) as bar:
         task = bar.add_task("", total=sum(source.size for source in sources))
         done = 0
         for source in sources:

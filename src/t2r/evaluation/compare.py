@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from t2r.data.progress import is_watched
 from t2r.errors import T2RError
 from t2r.evaluation.generation import DISTANCES, recall, recall_tokens, repeated, repetition
 from t2r.evaluation.harness import find_tasks, harness
@@ -285,12 +286,13 @@ def _title(source: Model) -> str:
 @contextmanager
 def _progress_bar(title: str, shown: bool) -> Iterator[Any]:
     """Yields what `perplexity` calls after each batch: a bar on stderr, so that stdout stays clean."""
-    if not shown:
-        yield None
-        return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    if not shown or not is_watched(console):
+        yield None
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task(title)
         yield lambda done, total: bar.update(task, completed=done, total=total)

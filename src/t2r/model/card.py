@@ -15,7 +15,8 @@ def model_card(model: Any) -> str:
     """A Hugging Face model card for a swapped model."""
     config: T2RConfig = model.t2r_config
     base, license_ = origin(model.config.name_or_path)
-    metadata = {"library_name": "t2r", "base_model": base, "tags": ["t2r", "linear-attention", "rnn"]}
+    metadata: dict[str, Any] = {"library_name": "t2r", "base_model": base, "tags": ["t2r", "linear-attention", "rnn"]}
+    metadata["pipeline_tag"] = pipeline_tag(model)
     if license_:
         metadata["license"] = license_
     chosen = {name: getattr(config, name) for name in OPTIONS if getattr(config, name) is not None}
@@ -46,6 +47,15 @@ The license of the base model applies to this one: {metadata.get("license", "see
 | --- | --- |
 {chr(10).join(f"| {name} | {value} |" for name, value in chosen.items())}
 """
+
+
+def pipeline_tag(model: Any) -> str:
+    """The task that the base model's card names; otherwise the one that its class is for."""
+    source = model.config.name_or_path
+    named = front_matter(Path(source) / "README.md").get("pipeline_tag") if source else None
+    if isinstance(named, str):
+        return named
+    return "text2text-generation" if model.config.is_encoder_decoder else "text-generation"
 
 
 def origin(source: str) -> tuple[str, str | None]:

@@ -7,6 +7,7 @@ measured, and a step has fewer tokens. All of this is decided from what was time
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,11 +190,22 @@ def steps_of(stage: Stage, tokens: int) -> int:
 
 
 def smaller_batch(stage: Stage, batch_tokens: int) -> str:
-    return f"a step of {stage.name} has {batch_tokens:,} tokens instead of {stage.batch_tokens:,}"
+    words = f"a step of {stage.name} has {batch_tokens:,} tokens instead of {stage.batch_tokens:,}"
+    made = with_batch(stage, batch_tokens)
+    return words if made.learning_rate == stage.learning_rate else f"{words}, at a rate of {made.learning_rate:.2g}"
 
 
 def with_batch(stage: Stage, batch_tokens: int) -> Stage:
-    return stage if batch_tokens == stage.batch_tokens else dataclasses.replace(stage, batch_tokens=batch_tokens)
+    """The stage with a batch of another size.
+
+    Learning rates follow the root of the batch, as Adam's noise does: at the recipe's rate, steps of one block make a
+    model worse. Maps alone, which learn from every attention output of a block, keep theirs."""
+    if batch_tokens == stage.batch_tokens:
+        return stage
+    scale = 1.0 if stage.train == "maps" else math.sqrt(batch_tokens / stage.batch_tokens)
+    rates = ("learning_rate", "map_learning_rate", "min_learning_rate", "warmup_init")
+    scaled = {name: scale * rate for name in rates if (rate := getattr(stage, name)) is not None}
+    return dataclasses.replace(stage, batch_tokens=batch_tokens, **scaled)
 
 
 def in_minutes(seconds: float) -> str:
