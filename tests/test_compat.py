@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig, GPT2Config, LlamaConfig, MarianConfig
+from transformers import AutoConfig, GenerationConfig, GPT2Config, LlamaConfig, MarianConfig
 
 import t2r
 from families import batch, tiny
@@ -47,6 +47,12 @@ def test_the_attention_implementation_of_every_part():
     compat.set_attention_implementation(model, "t2r")
     assert compat.attention_implementation(model) == "t2r"
     assert {compat.attention_implementation(part) for part in (model.encoder, model.decoder)} == {"t2r"}
+
+
+def test_the_attention_implementation_that_loading_asks_for(tmp_path):
+    t2r.swap(tiny("gpt2", torch.float32), feature_size=8).save_pretrained(tmp_path)
+    assert compat.requested_attention(AutoConfig.from_pretrained(tmp_path)) is None
+    assert compat.requested_attention(AutoConfig.from_pretrained(tmp_path, attn_implementation="sdpa")) == "sdpa"
 
 
 def test_who_is_on_the_attention_interface():

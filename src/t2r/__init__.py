@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 
 # The public API: a name, and where it lives, as "module" or "module:attribute".
 _EXPORTS = {
+    "Engine": "t2r.generation.engine:Engine",
     "T2RCache": "t2r.attention.cache:T2RCache",
     "T2RConfig": "t2r.config:T2RConfig",
     "T2RError": "t2r.errors:T2RError",
@@ -37,6 +38,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "Engine",
     "SwappedModel",
     "T2RCache",
     "T2RConfig",
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from t2r.config import T2RConfig
     from t2r.errors import T2RError
     from t2r.evaluation.compare import evaluate
+    from t2r.generation.engine import Engine
     from t2r.generation.state import read_document
     from t2r.generation.text import generate
     from t2r.hub import load, load_tokenizer

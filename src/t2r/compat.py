@@ -24,6 +24,11 @@ def attention_implementation(model: PreTrainedModel) -> str | None:
     return model.config._attn_implementation
 
 
+def requested_attention(config: Any) -> str | None:
+    """The attention function that a model was to be loaded with: the Auto classes put it into the configuration."""
+    return config._attn_implementation
+
+
 def set_attention_implementation(model: nn.Module, name: str | None) -> None:
     """Make every part of a model use this attention function. T5's encoder and decoder have a configuration each.
 

@@ -68,8 +68,8 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
 
     def __setattr__(self, name: str, value: Any) -> None:
         base = vars(self).get("base_config")
-        of_base = isinstance(base, PreTrainedConfig) and name in vars(base) and name not in vars(self)
-        if of_base and not name.startswith("_"):
+        of_base = isinstance(base, PreTrainedConfig) and (name in vars(base) or name in base.attribute_map)
+        if of_base and name not in vars(self) and not name.startswith("_"):
             setattr(base, name, value)
         else:
             super().__setattr__(name, value)

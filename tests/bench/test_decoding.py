@@ -133,3 +133,25 @@ def test_what_cannot_be_measured_is_refused():
     without_cache = {"a": OpenAIGPTLMHeadModel(config).eval()}
     with pytest.raises(T2RError, match="has no cache"):
         decoding.run(without_cache, [8], **SHORT)
+
+
+def test_captured_steps_and_a_window_of_the_same_memory():
+    """On a CPU: the engine's row of the converted model, and the teacher with a window."""
+    models = pair("llama", feature_size=8)
+    report = decoding.run(models, [6, 40], engine=True, window=True, **SHORT)
+    names = [point.model for point in report.points if point.length == 40]
+    assert names[:3] == ["teacher", "RNN", "RNN, engine"]
+    assert names[3].startswith("teacher, window of ")
+    size = int(names[3].rsplit(" ", 1)[1])
+    held = {point.model: point.cache_bytes for point in report.points if point.length == 40}
+    assert held["RNN, engine"] == held["RNN"]
+    per_token = held["teacher"] // 40
+    assert held[names[3]] == size * per_token <= held["RNN"] < (size + 1) * per_token
+    assert set(report.crossovers) == set(names[1:])
+
+
+def test_a_kept_layer_in_the_engine():
+    models = pair("llama", feature_size=8, softmax_layers=[1])
+    report = decoding.run(models, [6, 20], engine=True, **SHORT)
+    held = {(p.model, p.length): p.cache_bytes for p in report.points}
+    assert held["RNN, engine", 20] > held["RNN, engine", 6]

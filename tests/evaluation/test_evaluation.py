@@ -2,10 +2,8 @@
 
 import io
 import json
-import lzma
 import math
 import os
-import runpy
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +33,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import t2r
 from t2r import T2RError
+from t2r.data import wikitext
 from t2r.evaluation import compare, encode, evaluate, harness, perplexity, recall, repetition, tables
 from t2r.evaluation.generation import repeated
 from t2r.evaluation.logits import logits_by_slice
@@ -678,11 +677,9 @@ def test_without_lm_eval_a_line_says_so(monkeypatch):
 def test_smollm2_on_wikitext(teachers, tmp_path):
     folder = os.environ.get("T2R_DATA")
     if not folder:
-        pytest.skip("T2R_DATA does not name a folder with wikitext/valid.raw.txt.xz and detokenize.py")
-    with lzma.open(Path(folder, "wikitext", "valid.raw.txt.xz"), "rt") as file:
-        raw = file.read()
+        pytest.skip("T2R_DATA does not name a folder with wikitext/valid.raw.txt.xz")
     text = tmp_path / "valid.txt"
-    text.write_text(runpy.run_path(str(Path(folder, "detokenize.py")))["detokenize"](raw))
+    wikitext.prepare(str(Path(folder, "wikitext", "valid.raw.txt.xz")), text)
     (result,) = evaluate([str(teachers / "smollm2")], text, limit=8, batch_size=4, generation=False, device="cpu")
     # The first 8 of the 200 windows over which float32 gives 19.04.
     assert result["tokens"] == 8 * 256

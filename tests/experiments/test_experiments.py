@@ -9,14 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from families import tiny
+from t2r.cli import app
+from t2r.data.mixture import parse_sources
 from t2r.data.wikitext import detokenize, prepare
 from t2r.errors import T2RError
 from t2r.experiments import load_experiment, reproduce, shipped_experiments
@@ -24,6 +29,7 @@ from t2r.experiments.data import TEXTS, missing, prepared
 from t2r.experiments.experiment import make_experiment
 from t2r.experiments.record import compact, recorded
 from t2r.experiments.tables import evaluation_tables, markdown, page, provenance, record_tables, training_table
+from t2r.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 RAW = " = Fish = \n\n The old man ( of the sea ) went out , with a @-@ boat , to catch 1 @,@ 000 fish . \n" * 60
@@ -43,7 +49,7 @@ steps:
       --variant {{model:teacher}}:window=4,sinks=1 --variant {{out:rnn}}:state=bfloat16
   - name: tasks
     optional: true
-    command: t2r evaluate {{model:teacher}} --task {{examples:no/such/task}} --device cpu
+    command: t2r evaluate {{model:teacher}} --no-such-option
 """
 
 
@@ -72,6 +78,10 @@ def given(toy, out="out"):
 
 
 def test_from_end_to_end_and_again(toy, capfd):
+    record = reproduce(str(toy / "toy.yaml"), **given(toy), steps=["rnn"])
+    assert [part["name"] for part in record["steps"]] == ["rnn"]
+    assert not record["complete"]
+    capfd.readouterr()
     record = reproduce(str(toy / "toy.yaml"), **given(toy))
     said = capfd.readouterr().err
     assert (
@@ -89,7 +99,7 @@ def test_from_end_to_end_and_again(toy, capfd):
     assert [r["model"] for r in controls["result"]] == ["teacher", "teacher", "rnn", "rnn"]
     assert [m["text"] for m in controls["result"][0]["measured"]] == ["wikitext/valid"] * 2 + ["wikitext/train"] * 2
     assert "result" not in tasks
-    assert tasks["failed"]
+    assert "No such option" in tasks["failed"]
     assert str(toy) not in json.dumps(record)  # a record names no folder of this machine
     assert "log" not in rnn["result"]
     assert (toy / "out" / "data" / "wikitext" / "valid.txt").read_text() == detokenize(RAW)
@@ -110,6 +120,7 @@ def test_from_end_to_end_and_again(toy, capfd):
         reproduce(str(toy / "toy.yaml"), **given(toy))
 
 
+@pytest.mark.slow
 def test_stopped_in_a_step_it_goes_on(toy):
     """Killed during the training, which has a checkpoint by then: the same command goes on, and counts all seconds."""
     often = TOY.format(steps=4000).replace("--set block_size", "--save-steps 5 --set block_size", 1)
@@ -154,6 +165,8 @@ def test_what_is_missing_is_said_in_a_line(toy):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"teacher": str(toy / "nowhere")}})
     with pytest.raises(T2RError, match="has no model student"):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"student": "x"}})
+    with pytest.raises(T2RError, match="has no step draw; it has rnn, controls, tasks"):
+        reproduce(str(toy / "toy.yaml"), **options, steps=["draw"])
     with pytest.raises(T2RError, match="no experiment 'nothing'"):
         reproduce("nothing")
     with pytest.raises(T2RError, match=r"step rnn failed: .*nobody/nothing"):
@@ -188,10 +201,6 @@ def test_an_experiment_that_makes_no_sense_is_refused(change, says):
 @pytest.mark.parametrize("name", shipped_experiments())
 def test_every_shipped_command_is_one_that_t2r_takes(name):
     """As far as its options go, by the parser itself: nothing is run."""
-    import typer
-
-    from t2r.cli import app
-
     for step in load_experiment(name).steps:
         group = typer.main.get_command(app)
         words = list(step.words(lambda kind, name: name))
@@ -202,6 +211,43 @@ def test_every_shipped_command_is_one_that_t2r_takes(name):
                     command_name, command, rest = command.resolve_command(inner, rest)
             with command.make_context(command_name, list(rest), parent=context):
                 pass
+
+
+def training_of(name):
+    """The tokens that an experiment's first step reads, and its mixture, by the recipe and the sources themselves."""
+    step = load_experiment(name).steps[0]
+    words = step.words(lambda kind, name: name)
+    values = {
+        flag: [value for word, value in pairwise(words) if word == flag] for flag in ("--set", "--train", "--recipe")
+    }
+    plan = load_recipe(*(values["--recipe"] or ["distill-lm"]), values["--set"])
+    return sum((stage.steps or 0) * stage.batch_tokens for stage in plan.stages), parse_sources(values["--train"])
+
+
+def test_the_teacher_is_finetuned_alike():
+    tokens, mixture = training_of("smollm2-pure")
+    finetuned, same = training_of("smollm2-finetuned")
+    assert finetuned == pytest.approx(tokens, rel=0.01)
+    assert same == mixture
+    assert training_of("smollm2-kept")[1] == mixture
+    _, without = training_of("smollm2-pure-no-wikitext")
+    assert without == [source for source in mixture if source.source != "wikitext/train"]
+
+
+def test_the_list_names_models_and_texts():
+    done = CliRunner().invoke(app, ["reproduce", "--list"])
+    assert done.exit_code == 0
+    for name in shipped_experiments():
+        experiment = load_experiment(name)
+        assert f"{name}: {experiment.title}" in done.stdout
+        assert all(TEXTS[text].source in done.stdout for text in experiment.texts())
+    listed = json.loads(CliRunner().invoke(app, ["reproduce", "--list", "--json"]).stdout)
+    assert [entry["name"] for entry in listed] == shipped_experiments()
+
+
+def test_the_command_line_refuses_what_it_cannot_read():
+    for words, says in (([], "name an experiment"), (["ops-cpu", "--model", "x"], "write NAME=FOLDER")):
+        assert says in str(CliRunner().invoke(app, ["reproduce", *words]).exception)
 
 
 def test_the_page_is_what_the_records_say():
@@ -221,9 +267,11 @@ def test_records_say_where_their_numbers_are_from(name):
     assert record["machine"]
     assert record["versions"]
     assert provenance(record)
-    if not record.get("hand_run"):  # then it is of the experiment as it is
+    if not record.get("hand_run"):  # then it is of the experiment as it is, or of a part of it
         labels = {step.name: step.label for step in load_experiment(name).steps}
-        assert {part["name"]: part["command"] for part in record["steps"]} == labels
+        commands = {part["name"]: part["command"] for part in record["steps"]}
+        assert commands == {step: labels[step] for step in commands}
+        assert record["complete"] == (commands.keys() == labels.keys())
     for part in record["steps"]:
         assert shlex.split(part["command"])[0] == "t2r"
 
@@ -274,6 +322,10 @@ def test_evaluations_as_tables():
 def test_a_record_is_short_and_names_no_folder():
     value = {"log": [1], "x": [{"path": "/a/b/c.txt", "by_position": []}], "n": 1.23456789, "k": True}
     assert compact(value, {"/a/b": "out", "/a/b/c.txt": "text"}) == {"x": [{"path": "text"}], "n": 1.2346, "k": True}
+    names = {"m": "smollm2", "runs/pure": "pure"}
+    assert compact(["m", "some model", "no runs/pure:", "runs/pure2"], names) == [
+        "smollm2", "some model", "no pure:", "runs/pure2"
+    ]  # fmt: skip
 
 
 # --- Texts --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from t2r.model.merge import TOLERANCE, difference, merge_cost
 from t2r.surgery.adapters import family as registered
 
 MERGES = [name for name in FAMILIES if registered(name).merges]
-UNROTATED = [name for name in FAMILIES if registered(name).merges_unrotated]
+UNROTATED = [name for name in FAMILIES if registered(name).plain_projections]
 family = pytest.mark.parametrize("model_type", MERGES)
 unrotated = pytest.mark.parametrize("model_type", UNROTATED)
 options = pytest.mark.parametrize(

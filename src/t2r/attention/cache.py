@@ -182,10 +182,13 @@ class T2RCache(DynamicCache, StateMixin):
         return {"self": self.layers}
 
     def crop(self, tokens_to_remove: int) -> None:
-        for layer in self.layers:  # all or none
+        # With an early exit, the layers behind it have read nothing.
+        filled = [layer for layer in self.layers if layer.is_initialized] or self.layers
+        for layer in filled:  # all or none
             if isinstance(layer, RecurrentLayer):
                 layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        for layer in filled:
+            layer.crop(tokens_to_remove)
 
     # What rearranges the batch rearranges its padding.
 

@@ -53,13 +53,15 @@ class InterfaceAttention(Mergeable):
     rotary: bool = True
     """Whether the map sees queries and keys after their rotation. Without it the stock forward gets a rotation by
     angles of zero, so that it works for every way to rotate."""
+    direct: bool = False
+    """Nothing stands between projections and map, so that the recurrence needs no stock forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((kwargs[name] for name in self.cache_arguments if kwargs.get(name) is not None), None)
-        if self.merged is not None:
-            return self.forward_merged(*args, cache=cache, **kwargs)
         mode = mode_of(self)
         layer = adopt(cache, self.layer_idx, recurrent=mode is None)
+        if self.merged is not None or (self.direct and mode is None):
+            return self.forward_directly(*args, layer=layer, **kwargs)
         rotation = kwargs.get("position_embeddings")
         # An observer sees what the map would see: rotated or not. Exact attention is always rotated.
         if self.rotary or (mode is not None and mode.observer is None):
@@ -68,7 +70,7 @@ class InterfaceAttention(Mergeable):
             kwargs["position_embeddings"] = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
         return super().forward(*args, **kwargs, t2r_call=Call(layer, mode, rotation))
 
-    # --- Merged: the forward is ours ------------------------------------------------------------------------
+    # --- Without the stock forward --------------------------------------------------------------------------
 
     @property
     def merge_obstacle(self) -> str | None:
@@ -102,18 +104,23 @@ class InterfaceAttention(Mergeable):
     def values(self, hidden_states: Tensor) -> Tensor:
         return self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def forward_merged(
+    def forward_directly(
         self,
         hidden_states: Tensor,
         *args: Any,
-        cache: Any,
+        layer: Any,
         attention_mask: Tensor | None = None,
         t2r_documents: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        layer = adopt(cache, self.layer_idx, recurrent=True)
+        """What the stock forward computes with a rotation by zero, without rotating; or the merged form."""
         mask = t2r_documents if attention_mask is None else attention_mask
-        out = self.attend_merged(hidden_states, mask, layer)
+        if self.merged is not None:
+            out = self.attend_merged(hidden_states, mask, layer)
+        else:
+            projected = (self.q_proj(hidden_states), self.k_proj(hidden_states))
+            q, k = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
+            out = self.attend(q, k, self.values(hidden_states), mask, layer, self.scaling)
         return self.output_projection(out.transpose(1, 2).flatten(2)), None
 
 

@@ -31,6 +31,8 @@ class RecurrentLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    only_real_tokens = False
+    """None of the tokens to come is padding, whatever the mask says."""
 
     def __init__(self) -> None:
         super().__init__()

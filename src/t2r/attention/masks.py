@@ -64,7 +64,8 @@ def fixed_mask(position: Tensor, size: int, mask: Tensor | None) -> Tensor | Non
     """The mask of one token over the buffers of a static cache, all of one shape however much was read; `position` is
     how many tokens came before. A static cache of recurrent layers alone has a size of 1: the token itself."""
     if size == 1:
-        return None if mask is None else mask[:, -1:]
+        # A slice would keep the stride of the growing mask, and a compiled step would be compiled again for each token.
+        return None if mask is None else mask[:, -1:].contiguous()
     seen = torch.arange(size, device=position.device)[None] <= position
     return seen if mask is None else seen & pad(mask.bool(), (0, size - mask.shape[1]))
 

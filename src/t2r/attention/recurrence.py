@@ -54,15 +54,17 @@ class Recurrence(nn.Module):
     def advance(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
         """Outputs of one token or many. With a cache layer, its state comes before them and is advanced."""
         v = self.spread(v)
-        position = layer.position if isinstance(layer, RecurrentLayer) else None
-        padding, starts = padding_and_starts(mask, phi_k.shape[2], position)
+        recurrent = isinstance(layer, RecurrentLayer)
+        if recurrent and layer.only_real_tokens:
+            mask = None
+        padding, starts = padding_and_starts(mask, phi_k.shape[2], layer.position if recurrent else None)
         how: dict[str, Any] = {
             "mask": padding,
             "starts": starts,
             "decay": self.feature_map.decay,
             "signed": self.feature_map.signed,
         }
-        if isinstance(layer, RecurrentLayer):
+        if recurrent:
             return layer.advance(phi_q, phi_k, v, **how)
         out, _ = ops.linear_attention(phi_q, phi_k, v, **how)
         return out

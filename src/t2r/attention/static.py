@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from t2r.attention.cache import T2RCache
-from t2r.attention.layers import RecurrentLayer
+from t2r.attention.layers import RecurrentLayer, fill_layer, layer_tensors
 from t2r.errors import T2RError
 from t2r.ops import State, linear_attention, step
 
@@ -77,11 +77,11 @@ class StaticRecurrentLayer(RecurrentLayer):
     def get_seq_length(self) -> Any:
         return self.length if self.lengths is None else self.lengths.max()
 
-    def put(self, row: int, other: Any) -> None:
-        """Copy the state of a layer of one row."""
+    def put(self, row: int, other: Any, other_row: int = 0, real: Tensor | None = None) -> None:
+        """Copy one row of another layer's state."""
         for own, new in zip(self.state, other.state, strict=True):
             if own is not None:
-                own[row].copy_(new[0])
+                own[row].copy_(new[other_row])
         self.length, self.is_initialized = max(self.length, other.length), True
 
     def reset(self, rows: Any = slice(None)) -> None:
@@ -146,12 +146,16 @@ class StaticSoftmaxLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return int(self.keys.shape[2])
 
-    def put(self, row: int, other: Any) -> None:
-        length = other.keys.shape[2]
+    def put(self, row: int, other: Any, other_row: int = 0, real: Tensor | None = None) -> None:
+        """Copy the keys and values of one row of another layer; of the positions that are `real`, if given."""
+        keys, values = other.keys[other_row], other.values[other_row]
+        if real is not None:
+            keys, values = keys[:, real.to(keys.device)], values[:, real.to(values.device)]
+        length = keys.shape[1]
         if length > self.keys.shape[2]:
             raise T2RError(f"{length} tokens do not fit a static cache of {self.keys.shape[2]}")
-        self.keys[row, :, :length].copy_(other.keys[0])
-        self.values[row, :, :length].copy_(other.values[0])
+        self.keys[row, :, :length].copy_(keys)
+        self.values[row, :, :length].copy_(values)
         self.filled = True
 
     def reset(self, rows: Any = slice(None)) -> None:
@@ -172,6 +176,7 @@ class StaticT2RCache(T2RCache):
         super().__init__(layers, model)
         self.lengths = lengths
         self.kept = next((layer for layer in layers if isinstance(layer, StaticSoftmaxLayer)), None)
+        self.counts_by_row = False
 
     @property
     def rows(self) -> int:
@@ -181,6 +186,18 @@ class StaticT2RCache(T2RCache):
         if self.kept is not None:
             return self.kept.get_mask_sizes(query_length)
         return query_length, 0
+
+    def only_steps(self, by_row: bool) -> None:
+        """From now on single tokens are read, none of them padding.
+
+        With `by_row`, `get_seq_length` says how many tokens each row has read `[rows, 1]`, for models that take their
+        positions from it; otherwise the most of any row."""
+        self.counts_by_row = by_row
+        for layer in self.layers:
+            layer.only_real_tokens = True
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.lengths[:, None] if self.counts_by_row else super().get_seq_length(layer_idx)
 
     def step_inputs(self) -> dict[str, Tensor]:
         """For the forward of one token for every row: their positions and the mask, of a shape that never changes.
@@ -195,11 +212,29 @@ class StaticT2RCache(T2RCache):
         }
 
     def put(self, row: int, other: T2RCache, other_row: int = 0) -> None:
-        """Copy one sequence of another cache (a prefill, a saved state) into a row."""
-        one = other if other.rows == 1 and other.padding is None else other.take(other_row)
-        for own, new in zip(self.layers, one.layers, strict=True):
-            own.put(row, new)
-        self.lengths[row] = one.get_seq_length()
+        """Copy one sequence of another cache (a prefill, a saved state) into a row, without its padding."""
+        length, real = other.get_seq_length(), None
+        if other.padding is not None:
+            real = other.attention_mask()[other_row].bool()
+            length -= int(other.padding.tokens[other_row])
+        for own, new in zip(self.layers, other.layers, strict=True):
+            own.put(row, new, other_row, real)
+        self.lengths[row] = length
+
+    def take(self, row: int) -> Any:
+        """One sequence as a cache of its own, which grows as any other."""
+        model: Any = self.model()
+        new, length = model.make_cache(), int(self.lengths[row])
+        for own, layer in zip(self.layers, new.layers, strict=True):
+            held = {name: x[row : row + 1] for name, x in layer_tensors(own).items()}
+            if isinstance(own, StaticSoftmaxLayer):
+                held = {name: x[:, :, :length] for name, x in held.items()}
+            fill_layer(layer, {name: x.clone() for name, x in held.items()}, length)
+        return new
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a step updates, beside the lengths."""
+        return [x for layer in self.layers for x in layer_tensors(layer).values()]
 
     def reset(self, rows: Any = slice(None)) -> None:
         """Forget all rows, or those of an index."""

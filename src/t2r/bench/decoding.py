@@ -1,8 +1,11 @@
 """What one more token costs, and what must be kept for it, after ever longer texts: whole models side by side.
 
-A step is the model's own forward on one token with its own cache: keys and values that grow where attention is softmax,
-a state of fixed size where it is recurrent. The text before it is random tokens, which the model has really read: how
-long something takes does not depend on what they say.
+A model decodes in up to two ways. One is its own forward on one token with its own cache, which is what
+`model.generate()` runs. The other is a step at fixed addresses that is captured once and replayed: a converted model
+has `t2r.Engine`, a softmax model on a GPU the same with transformers' static cache, as long as the text and no longer.
+
+The text before is random tokens, which the model has really read: how long a step takes does not depend on what they
+say.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StaticCache
 
 from t2r.attention.cache import cache_bytes
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.evaluation.logits import evaluating
+from t2r.generation.engine.step import DecodeStep
+from t2r.model.modeling import T2RModel
 from t2r.surgery.adapters import family_of
 
 if TYPE_CHECKING:
@@ -55,6 +60,8 @@ class Point:
     """Of the whole batch."""
     cache_bytes: int
     """Of the whole batch, before the step."""
+    spread: float = 0.0
+    """Between the slowest and the fastest round, relative to the median."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +86,24 @@ def run(
     batch: int = 1,
     steps: int = 16,
     repeats: int = 5,
+    engine: bool = False,
+    compiled: bool = False,
+    window: bool = False,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Measure the models, given by what to call them, after each of these lengths. The first is compared with.
 
     Times are medians over `repeats` rounds of `steps` tokens; the models take turns, so that whatever else the machine
-    does falls on all alike. `progress` is called with a line about what is being done."""
+    does falls on all alike.
+
+    Args:
+        engine: a second row for each model, decoded by captured steps. A softmax model has one on a GPU only.
+        compiled: fuse captured steps by torch.compile.
+        window: a row for the first model with a window whose keys and values take as many bytes as the smallest
+            state of the others: the same memory, spent on softmax attention.
+        progress: called with a line about what is being done.
+    """
     lengths = sorted(set(lengths))
     if not models or not lengths:
         raise T2RError("name at least one model and one length to measure")
@@ -103,8 +121,16 @@ def run(
     tell = progress or (lambda line: None)
     ready = {name: with_positions(model, lengths[-1] + 1 + steps) for name, model in models.items()}
     readers = [Reader(name, model, batch, seed) for name, model in ready.items()]
+    if engine:
+        readers += [
+            (EngineReader if isinstance(reader.model, T2RModel) else CapturedReader)(reader, compiled)
+            for reader in list(readers)
+            if isinstance(reader.model, T2RModel) or reader.model.device.type == "cuda"
+        ]
     points = []
     with evaluating(*ready.values()):
+        if window and len(readers) > 1:
+            readers += windowed(readers, engine and first.device.type == "cuda", compiled)
         for length in lengths:
             for reader in readers:
                 tell(f"{reader.name}: reading {length:,} tokens")
@@ -114,12 +140,14 @@ def run(
             times = zip(*rounds[1:], strict=True)  # the first also pays for what is set up once
             for reader, own in zip(readers, times, strict=True):
                 each = median(own)
-                points.append(Point(reader.name, length, each, 1e3 * batch / each, cache_bytes(reader.cache)))
+                spread = (max(own) - min(own)) / each
+                held = reader.held_bytes()
+                points.append(Point(reader.name, length, each, 1e3 * batch / each, held, spread))
 
     def times_of(name: str) -> list[float]:
         return [point.milliseconds for point in points if point.model == name]
 
-    reference, *others = models
+    reference, *others = [reader.name for reader in readers]
     return Report(
         Settings(
             batch, steps, repeats, str(first.dtype).removeprefix("torch."), str(first.device), torch.get_num_threads()
@@ -131,10 +159,10 @@ def run(
 
 
 class Reader:
-    """A model, and its cache of the text that it has read so far."""
+    """A model, and its cache of the text that it has read so far. A step is the model's own forward."""
 
-    def __init__(self, name: str, model: Any, batch: int, seed: int) -> None:
-        self.name, self.model, self.batch = name, model, batch
+    def __init__(self, name: str, model: Any, batch: int, seed: int, window: int | None = None) -> None:
+        self.name, self.model, self.batch, self.seed, self.window = name, model, batch, seed, window
         self.generator = torch.Generator().manual_seed(seed)
         self.cache: Any = None
         self.length = 0
@@ -145,6 +173,8 @@ class Reader:
         return ids.to(self.model.device)
 
     def read_until(self, length: int) -> None:
+        """Read on. With a window, what has left it is not there to be read: a step costs what it costs there."""
+        length = length if self.window is None else min(length, self.window)
         while self.length < length:
             count = min(READ, length - self.length)
             read = self.model(input_ids=self.tokens(count), past_key_values=self.cache, use_cache=True)
@@ -153,21 +183,121 @@ class Reader:
                 raise T2RError(f"{self.name} has no cache: it reads the whole text again for every token")
             self.length += count
 
+    def held_bytes(self) -> int:
+        return cache_bytes(self.cache)
+
     def milliseconds(self, steps: int) -> float:
         """Of a step, on average over so many. They go to a copy of the cache: its length stays as it is."""
         cache, tokens = copy.deepcopy(self.cache), self.tokens(1 + steps)
-        started = 0.0
-        for i in range(1 + steps):
-            if i == 1:  # the first has also brought the copy to where it is used
-                self.wait()
-                started = time.perf_counter()
+
+        def step(i: int) -> None:
             self.model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True)
+
+        return self.timed(step, steps)
+
+    def timed(self, step: Callable[[int], None], steps: int) -> float:
+        step(0)  # the first has also brought the copy to where it is used
+        self.wait()
+        started = time.perf_counter()
+        for i in range(1, 1 + steps):
+            step(i)
         self.wait()
         return (time.perf_counter() - started) * 1e3 / steps
 
     def wait(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
+
+
+class EngineReader(Reader):
+    """A converted model by the captured step of `t2r.Engine`."""
+
+    def __init__(self, other: Reader, compiled: bool = False) -> None:
+        super().__init__(f"{other.name}, engine", other.model, other.batch, other.seed)
+        self.compiled = compiled
+        self.decode: DecodeStep | None = None
+
+    def milliseconds(self, steps: int) -> float:
+        size = self.length + 1 + steps if self.model.kept_layers() else None
+        if self.decode is None or self.decode.max_length != size:
+            self.decode = None  # its memory is free before the next is allocated
+            self.decode = DecodeStep(self.model, self.batch, size, compiled=self.compiled)
+        for row in range(self.batch):
+            self.decode.put(row, self.cache, row, 0, True)
+        decode = self.decode
+        return self.timed(lambda i: decode.run(), steps)
+
+
+class CapturedReader(Reader):
+    """A softmax model by a captured step on transformers' static cache, which is as long as the text."""
+
+    def __init__(self, other: Reader, compiled: bool = False) -> None:
+        super().__init__(f"{other.name}, captured", other.model, other.batch, other.seed, other.window)
+        self.compiled = compiled
+        self.graph: Any = None
+        self.size = 0
+
+    def milliseconds(self, steps: int) -> float:
+        size = self.length + 2 + steps
+        if self.graph is None or self.size != size:
+            self.size, self.graph = size, None
+            self.capture(size)
+        self.fill()
+        return self.timed(lambda i: self.graph.replay(), steps)
+
+    def capture(self, size: int) -> None:
+        model = self.model
+        self.static: Any = StaticCache(config=model.config, max_cache_len=size)
+        self.token = self.tokens(1)
+        model(input_ids=self.token, past_key_values=self.static, use_cache=True)  # allocates it
+        self.fill()
+        self.position = torch.full_like(self.token, self.length)
+        column = torch.arange(size, device=model.device)
+
+        def forward() -> None:
+            seen = (column <= self.position[:, :1])[:, None, None, :]
+            out = model(
+                input_ids=self.token,
+                position_ids=self.position,
+                attention_mask=seen,
+                past_key_values=self.static,
+                use_cache=True,
+            )
+            self.token.copy_(out.logits[:, -1:].argmax(-1))
+            self.position.add_(1)
+
+        run = torch.compile(forward, dynamic=False) if self.compiled else forward
+        stream = torch.cuda.Stream(model.device)
+        stream.wait_stream(torch.cuda.current_stream(model.device))
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream(model.device).wait_stream(stream)
+        self.fill()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            run()
+
+    def fill(self) -> None:
+        """What was read, in the static buffers."""
+        for own, read in zip(self.static.layers, self.cache.layers, strict=True):
+            own.keys[:, :, : self.length].copy_(read.keys)
+            own.values[:, :, : self.length].copy_(read.values)
+            own.cumulative_length.fill_(self.length)
+        if hasattr(self, "position"):
+            self.position.fill_(self.length)
+
+
+def windowed(readers: Sequence[Reader], captured: bool, compiled: bool) -> list[Reader]:
+    """The first model with a window: its keys and values take as many bytes as the smallest state of the others."""
+    teacher = readers[0]
+    for reader in readers:
+        reader.read_until(1)
+    states = [reader.held_bytes() for reader in readers if isinstance(reader.model, T2RModel)]
+    if not states:
+        return []
+    size = max(1, min(states) // teacher.held_bytes())
+    made = Reader(f"{teacher.name}, window of {size:,}", teacher.model, teacher.batch, teacher.seed, size)
+    return [made, *([CapturedReader(made, compiled)] if captured else [])]
 
 
 def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:

@@ -1,18 +1,14 @@
 """t2r bench ..."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from t2r.cli.common import AsJson, print_json, show
+from t2r.cli.common import RUN, AsJson, Device, Dtype, Quiet, calm, print_json, show
 
 app = typer.Typer(help="Measure speed and memory on this machine.")
-
-
-@app.callback()
-def root() -> None:
-    """A callback makes `ops` a command of its own, even while it is the only one."""
 
 
 @app.command("ops")
@@ -52,3 +48,67 @@ def bench_ops(
         print_json(asdict(report))
     else:
         show(ops.tables(report))
+
+
+@app.command("decode")
+def bench_decode(
+    models: Annotated[
+        list[str], typer.Argument(help="Folders or hub names; the others are compared with the first, the teacher.")
+    ],
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens read before; may be repeated. [default: 512 2048 8192]")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be repeated. [default: 1]")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that are timed at a time.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of which the median is taken.")] = 5,
+    engine: Annotated[
+        bool, typer.Option(help="Also by captured steps: t2r.Engine, and on a GPU the teacher's likewise.")
+    ] = True,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Fuse captured steps by torch.compile, on a GPU.")
+    ] = False,
+    window: Annotated[
+        bool, typer.Option(help="Also the teacher with a window that takes as many bytes as the state.")
+    ] = True,
+    dtype: Dtype = RUN["dtype"].default,
+    device: Device = RUN["device"].default,
+    page: Annotated[str | None, typer.Option(help="Write the tables and figures to this HTML file.")] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """What one more token costs after longer and longer texts: time and memory, model by model.
+
+    \b
+    t2r bench decode smollm2 smollm2-rnn                          side by side, interleaved medians
+    t2r bench decode smollm2 smollm2-rnn --batch 1 --batch 16 --length 512 --length 32768
+    t2r bench decode smollm2 smollm2-rnn --page speed.html        with figures
+
+    It says from which length on each model is faster than the first.
+    """
+    from t2r.bench import decoding
+    from t2r.hub import choose_device, load_model
+
+    with calm(quiet or as_json):
+        place = str(choose_device(device))
+        loaded = {name: load_model(name, dtype=dtype, device=place) for name in models}
+        reports = []
+        for rows in batch or [1]:
+            report = decoding.run(
+                loaded,
+                length or decoding.LENGTHS,
+                batch=rows,
+                steps=steps,
+                repeats=repeats,
+                engine=engine,
+                compiled=compile_,
+                window=window,
+            )
+            reports.append(report)
+        if page is not None:
+            from t2r.reporting.speed import decoding_page
+
+            decoding_page(reports).write(Path(page))
+    if as_json:
+        print_json([asdict(report) for report in reports])
+    else:
+        show([part for report in reports for part in decoding.tables(report)])

@@ -17,6 +17,7 @@ def reproduce(
         list[str] | None, typer.Option(help="NAME=FOLDER: where a model of the experiment is. Repeatable.")
     ] = None,
     out: Annotated[str | None, typer.Option(help="The folder to work in. [default: runs/NAME]")] = None,
+    step: Annotated[list[str] | None, typer.Option(help="Run only this step. Repeatable. [default: all]")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the experiments, their models and their texts.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -60,7 +61,7 @@ def reproduce(
             raise T2RError(f"--model {given}: write NAME=FOLDER")
         folders[known] = folder
     signal.signal(signal.SIGTERM, _interrupt)  # or the command that a step has started would go on without us
-    record = run(name, data_folder=data, models=folders, out=out)
+    record = run(name, data_folder=data, models=folders, out=out, steps=step or [])
     if as_json:
         print_json(record)
     else:

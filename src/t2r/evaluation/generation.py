@@ -16,6 +16,8 @@ from t2r.evaluation.inputs import encode
 from t2r.evaluation.logits import check_positions, evaluating, logits_by_slice
 from t2r.evaluation.perplexity import fitting_batch
 from t2r.evaluation.variants import Variant
+from t2r.generation.engine import Engine
+from t2r.model.modeling import T2RModel
 
 PROMPTS = (
     "The history of the city begins",
@@ -63,20 +65,21 @@ def repetition(
         "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
     }
     rates = {}
+    swapped: Any = model
+    generate = Engine(model).generate if isinstance(model, T2RModel) else swapped.generate
     with evaluating(model), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         for name, options in ways.items():
             torch.manual_seed(seed)
             written = [
                 ids
                 for batch in _of_equal_length(coded, batch_size)
-                for ids in _continue(model, batch.to(model.device), new_tokens, options)
+                for ids in _continue(generate, batch.to(model.device), new_tokens, options)
             ]
             rates[name] = sum(repeated(ids, n) for ids in written) / len(written)
     return Repetition(**rates)
 
 
-def _continue(model: PreTrainedModel, prompts: Tensor, new_tokens: int, options: dict[str, Any]) -> list[list[int]]:
-    generate: Any = model.generate
+def _continue(generate: Any, prompts: Tensor, new_tokens: int, options: dict[str, Any]) -> list[list[int]]:
     ids: Tensor = generate(
         prompts,
         attention_mask=torch.ones_like(prompts),

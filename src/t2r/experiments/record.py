@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ def compact(value: Any, names: Mapping[str, str]) -> Any:
         return float(f"{value:.5g}")
     if isinstance(value, str):
         for path in sorted(names, key=len, reverse=True):  # a folder may be the beginning of another
-            value = value.replace(path, names[path])
+            value = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w-])", names[path].replace("\\", r"\\"), value)
     return value
 
 

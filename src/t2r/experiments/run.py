@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from t2r.storage import json_text, kind_of, write_text
 
 BEAT = 5.0
 """Seconds between two notes of how long a step has run, so that a step that was killed still counts."""
+TELL = 60.0
+"""Seconds between two lines that say that a step still runs."""
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -31,6 +33,7 @@ def reproduce(
     data_folder: str | Path | None = None,
     models: Mapping[str, str] | None = None,
     out: str | Path | None = None,
+    steps: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run an experiment and return its record, which is `record.json` in the folder `out`.
 
@@ -42,8 +45,12 @@ def reproduce(
         data_folder: holds the texts that the experiment names.
         models: folders, or names on the hub, for the experiment's models. Others come from where it says.
         out: the folder to work in. None: `runs/NAME`.
+        steps: run only these; the record then has them and what was finished before. Empty: all.
     """
     experiment = load_experiment(name)
+    if unknown := sorted(set(steps) - {step.name for step in experiment.steps}):
+        known = ", ".join(step.name for step in experiment.steps)
+        raise T2RError(f"experiment {experiment.name} has no step {', '.join(unknown)}; it has {known}")
     folder = Path("runs", experiment.name) if out is None else Path(out)
     places = Places(experiment, None if data_folder is None else Path(data_folder), models or {}, folder)
     places.check()
@@ -51,6 +58,8 @@ def reproduce(
     result: dict[str, Any] = {"experiment": experiment.name, "complete": False, "date": None, **record.machine()}
     result["steps"] = []
     for step in experiment.steps:
+        if steps and step.name not in steps and not (folder / "steps" / f"{step.name}.json").is_file():
+            continue
         result["steps"].append(_run_step(step, places, folder / "steps"))
         result["date"] = time.strftime("%Y-%m-%d")
         result["complete"] = len(result["steps"]) == len(experiment.steps)
@@ -124,7 +133,7 @@ def _run_step(step: Step, places: Places, folder: Path) -> dict[str, Any]:
     if _made(step, places):  # all but the note that it is
         code, seconds, output, last = 0, before, "", ""
     else:
-        code, seconds, output, last = _call(words, before, clock)
+        code, seconds, output, last = _call(step.name, words, before, clock)
     part: dict[str, Any] = {"name": step.name, "command": step.label, "seconds": round(seconds, 1)}
     if code:
         why = last.removeprefix("t2r: ") or f"exit code {code}"
@@ -148,7 +157,7 @@ def _made(step: Step, places: Places) -> Path | None:
     return results if results.is_file() else None
 
 
-def _call(words: list[str], before: float, clock: Path) -> tuple[int, float, str, str]:
+def _call(step: str, words: list[str], before: float, clock: Path) -> tuple[int, float, str, str]:
     """Run `t2r ...`: its exit code, seconds with those of earlier attempts, JSON, and the last line of its messages.
 
     A command that trains shows its messages; it writes its results into the folder that it makes."""
@@ -162,7 +171,7 @@ def _call(words: list[str], before: float, clock: Path) -> tuple[int, float, str
             sys.stderr.flush()
             last[0] = line.strip() or last[0]
 
-    began = time.monotonic()
+    began, told = time.monotonic(), before
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stdout:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
@@ -172,7 +181,11 @@ def _call(words: list[str], before: float, clock: Path) -> tuple[int, float, str
             while True:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(BEAT)
-                write_text(clock, f"{before + time.monotonic() - began:.1f}")
+                seconds = before + time.monotonic() - began
+                write_text(clock, f"{seconds:.1f}")
+                if seconds > told + TELL:
+                    _say(f"{step}: {seconds:.0f} s so far")
+                    told = seconds
                 if process.returncode is not None:
                     break
         except BaseException:  # Ctrl-C, or a signal that main() turns into an exception

@@ -115,6 +115,8 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
         command = part["command"].split()[1]
         if command == "evaluate":
             found += evaluation_tables(part["result"])
+        elif command == "bench" and isinstance(part["result"], list):
+            found += [decoding_table(report) for report in part["result"]]
         elif command == "bench":
             found.append(ops_table(part["result"]))
         else:
@@ -237,6 +239,20 @@ def ops_table(result: Mapping[str, Any]) -> str:
             cells += [_milliseconds(row["linear_training"]), f"{row['memory_multiple']:.2f}"]
         rows.append(cells)
     return markdown(header, rows)
+
+
+def decoding_table(report: Mapping[str, Any]) -> str:
+    """A row for each model and way to decode: milliseconds of a step after each length, and what is kept then."""
+    points = report["points"]
+    lengths = list(dict.fromkeys(point["length"] for point in points))
+    header = [f"ms per step, batch {report['settings']['batch']}", *(f"after {length:,}" for length in lengths)]
+    rows = []
+    for model in dict.fromkeys(point["model"] for point in points):
+        own = [point for point in points if point["model"] == model]
+        held = [f"{point['cache_bytes'] / 2**20:.3g}" for point in own]
+        name = ", ".join([_short(Path(model.split(", ")[0]).name), *model.split(", ")[1:]])
+        rows.append([name, *(f"{point['milliseconds']:.2f}" for point in own), ", ".join(dict.fromkeys(held))])
+    return markdown([*header, "kept, MiB"], rows)
 
 
 def _pair(softmax: float, ours: float) -> list[str]:

@@ -265,6 +265,8 @@ class AffineMap(FeatureMap):
         return self.activate((self.query_map or self.key_map)(q))
 
     def keys(self, k: Tensor) -> Tensor:
+        if k.shape[2] == 1 and not torch.is_grad_enabled():  # one product for both
+            return self.activate_keys(affine(k, *self.affine_k()))
         y = self.key_map(k)
         return self.activate_keys(y if self.key_weight is None else torch.cat([y, self.key_weight(k)], dim=-1))
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from t2r.attention.cache import T2RCache
 from t2r.data.chat import render
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
+from t2r.generation.engine import Engine, ForGenerate, say_elsewhere
 from t2r.generation.state import check_vocabulary
 from t2r.generation.text import Stream, check_lengths, checked_options, special_tokens
 from t2r.model.modeling import T2RModel
@@ -45,6 +47,7 @@ class Conversation:
         if any((self.options.get(name) or 1) > 1 for name in ("num_beams", "num_return_sequences")):
             raise T2RError("a conversation has one answer at a time: leave out num_beams and num_return_sequences")
         self.messages: list[dict[str, str]] = []
+        self.engine = Engine(model, rows=1) if isinstance(model, T2RModel) else None
         self.text = ""
         """All that was said, as the model has read it."""
         self.unread: list[int] = []
@@ -79,21 +82,33 @@ class Conversation:
 
     def answer(self, ids: list[int], on_text: Callable[[str], None] | None) -> str:
         stops, pad = special_tokens(self.model, self.tokenizer)
-        options: dict[str, Any] = {"pad_token_id": pad, "return_dict_in_generate": True, **self.options}
+        options: dict[str, Any] = {"pad_token_id": pad, **self.options}
         if on_text is not None:
             options["streamer"] = Stream(self.tokenizer, on_text)
         given = torch.tensor([ids], device=self.model.device)
         check_lengths(self.model, [ids], self.options["max_new_tokens"])
-        if self.state is None:
-            out = self.model.generate(given, attention_mask=torch.ones_like(given), **options)
-        else:
-            out = self.model.continue_from(self.state, given, **options)
-        written = out.sequences[0, given.shape[1] :].tolist()
+        written, state = self.written(given, options)
         if isinstance(self.model, T2RModel):
-            self.state, self.unread = out.past_key_values, written[-1:]  # the last token was never an input
+            self.state, self.unread = state, written[-1:]  # the last token was never an input
         else:
             self.unread = [*ids, *written]
         said = str(self.tokenizer.decode([t for t in written if t not in stops], skip_special_tokens=True))
         # Beyond a template's own marks: what the model wrote, its end included, is what it has read.
         self.text += str(self.tokenizer.decode(written, skip_special_tokens=False))
         return said
+
+    def written(self, given: Tensor, options: dict[str, Any]) -> tuple[list[int], Any]:
+        """The tokens of an answer, and the state after them."""
+        if self.engine is not None:
+            try:
+                how = {"attention_mask": torch.ones_like(given), **options}
+                group = self.engine.attempt(given, state=self.state, keep_state=True, **how)
+                return group.sequences[0].tokens, group.sequences[0].state
+            except ForGenerate as reason:
+                say_elsewhere(reason)
+        options = {"return_dict_in_generate": True, **options}
+        if self.state is None:
+            out = self.model.generate(given, attention_mask=torch.ones_like(given), **options)
+        else:
+            out = self.model.continue_from(self.state, given, **options)
+        return out.sequences[0, given.shape[1] :].tolist(), out.past_key_values

@@ -17,6 +17,7 @@ from t2r.attention.cache import T2RCache, cache_bytes
 from t2r.data.chat import render
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
+from t2r.generation.engine import Engine, ForGenerate, say_elsewhere
 from t2r.generation.state import check_vocabulary, refuse_stateless
 from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
@@ -132,12 +133,14 @@ def complete(
         torch.manual_seed(seed)
     if on_text is not None:
         options["streamer"] = Stream(tokenizer, on_text)
+    engine = Engine(model) if isinstance(model, T2RModel) else None
     for start in range(0, len(prompts), batch_size):
         batch = range(len(prompts))[start : start + batch_size]
         real = [i for i in batch if ids[i]]
         done: dict[int, Completion] = {}
         if real:
-            run = complete_batch(model, tokenizer, [prompts[i] for i in real], [ids[i] for i in real], options, state)
+            given = [prompts[i] for i in real], [ids[i] for i in real]
+            run = complete_batch(model, tokenizer, *given, options, state, engine)
             done = dict(zip(real, run, strict=True))
         for i in batch:
             yield done.get(i) or Completion(prompts[i], "", [], 0, 0, 0.0, 0, *setting(model, 0))
@@ -150,23 +153,21 @@ def complete_batch(
     rows: list[list[int]],
     options: dict[str, Any],
     state: T2RCache | None = None,
+    engine: Engine | None = None,
 ) -> list[Completion]:
     """Run the model on one batch of prompts, given as text and as token ids."""
     seq2seq = model.config.is_encoder_decoder
     stops, pad = special_tokens(model, tokenizer)
     input_ids, mask = (x.to(model.device) for x in padded(rows, pad, left=not seq2seq))
-    fixed = {"attention_mask": mask, "pad_token_id": pad, "return_dict_in_generate": True}
+    options = {"attention_mask": mask, "pad_token_id": pad, **options}
     began = time.perf_counter()
     try:
-        if state is None:
-            out = model.generate(input_ids, **fixed, **options)
-        else:
-            out = model.continue_from(state, input_ids, **fixed, **options)
+        sequences, held = run(model, engine, input_ids, state, options)
     except T2RError:
         raise
     except ValueError as error:  # how transformers refuses options that do not go together
         raise T2RError(f"cannot generate: {error}") from error
-    new = out.sequences[:, 1 if seq2seq else input_ids.shape[1] :].tolist()  # a decoder starts with one token
+    new = sequences[:, 1 if seq2seq else input_ids.shape[1] :].tolist()  # a decoder starts with one token
     seconds = time.perf_counter() - began
     new = [until_stop(row, stops) for row in new]
     texts = tokenizer.batch_decode(new, skip_special_tokens=True)
@@ -182,11 +183,29 @@ def complete_batch(
                 len(rows[i]),
                 sum(map(len, new[own])),
                 sum(map(len, new)) / seconds,
-                0 if out.past_key_values is None else cache_bytes(out.past_key_values) // len(rows),
+                held // len(rows),
                 *setting(model, input_ids.shape[1]),
             )
         )
     return completions
+
+
+def run(
+    model: Any, engine: Engine | None, input_ids: Tensor, state: T2RCache | None, options: dict[str, Any]
+) -> tuple[Tensor, int]:
+    """Sequences, and the bytes of the cache after them; by the engine if there is one and it can do it."""
+    if engine is not None:
+        try:
+            sequences = engine.attempt(input_ids, state=state, **options).result()
+            return sequences, engine.state_bytes(sequences, state)
+        except ForGenerate as reason:
+            say_elsewhere(reason)
+    options = {"return_dict_in_generate": True, **options}
+    if state is None:
+        out = model.generate(input_ids, **options)
+    else:
+        out = model.continue_from(state, input_ids, **options)
+    return out.sequences, 0 if out.past_key_values is None else cache_bytes(out.past_key_values)
 
 
 def setting(model: Any, length: int) -> tuple[str, str, str | None]:

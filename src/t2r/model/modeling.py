@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NoReturn, Self, cast
 
 import torch
 import transformers
@@ -68,9 +68,15 @@ class T2RModel(SavedModel, compat.ModelHooks):
         inputs |= kwargs
         for name in ("attention_mask", "decoder_attention_mask"):
             refuse_full_mask(inputs.get(name))
-        if inputs.get("output_attentions"):
+        wanted = inputs.get("output_attentions")
+        if self.config.output_attentions if wanted is None else wanted:
             raise T2RError("output_attentions: a recurrent layer never forms attention weights")
-        if inputs.get("past_key_values") is None:
+        if compat.attention_implementation(cast(Any, self)) != NAME:
+            refuse_other_attention(compat.attention_implementation(cast(Any, self)))
+        cache = inputs.get("past_key_values")
+        if isinstance(cache, tuple | list):
+            raise T2RError("past_key_values is a tuple: give a cache (model.make_cache(), or what a forward returned)")
+        if cache is None:
             packed = is_packed(inputs)
             if inputs.get("use_cache") is None:
                 # In training a cache would only keep every state alive.
@@ -92,10 +98,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         if attn_implementation != NAME:
-            raise T2RError(
-                f"attn_implementation={attn_implementation!r} would put softmax attention back into a recurrent "
-                "model; to compare with it, use t2r.exact_attention(model)"
-            )
+            refuse_other_attention(attn_implementation)
 
     # --- The state ------------------------------------------------------------------------------------------
 
@@ -111,6 +114,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
         model: Any = self
         stock: list[Any] = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
         count, kept = self.count_layers(), self.kept_layers()
+        stock += [DynamicLayer() for _ in range(count - len(stock))]  # `generate` with an early exit hides them
         own = T2RCache([stock[i] if i in kept else RecurrentLayer() for i in range(count)], model)
         if not self.config.is_encoder_decoder:
             return own
@@ -182,12 +186,23 @@ class T2RModel(SavedModel, compat.ModelHooks):
 
     # --- Generation -----------------------------------------------------------------------------------------
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        raise T2RError(
+            "continuous batching keeps keys and values in pages, and a recurrent model has none: give generate a "
+            "batch, or advance the rows of model.make_static_cache(rows)"
+        )
+
     def start_cache(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], rows: int, length: int
     ) -> bool:
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "static"):
-            raise T2RError(f"cache_implementation={kind!r} is not for recurrent models: leave it unset, or use static")
+            raise T2RError(
+                f"cache_implementation={kind!r} is for keys and values, which grow; a recurrent state is small and of "
+                "fixed size: leave it unset, or use static"
+            )
+        if generation_config.prefill_chunk_size is not None and self.config.is_encoder_decoder:
+            raise T2RError("prefill_chunk_size would cut the mask of the source: leave it unset for encoder-decoders")
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False:
             cache = self.make_static_cache(rows, length) if kind == "static" else self.make_cache()
@@ -307,6 +322,13 @@ def is_packed(inputs: dict[str, Any]) -> bool:
     if positions is None or inputs.get("attention_mask") is not None or positions.shape[-1] == 1:
         return False
     return torch.compiler.is_compiling() or bool((positions.diff(dim=-1) != 1).any())
+
+
+def refuse_other_attention(name: Any) -> NoReturn:
+    raise T2RError(
+        f"attn_implementation={name!r} would put softmax attention back into a recurrent model; to compare with it, "
+        "use t2r.exact_attention(model)"
+    )
 
 
 def note_padding(inputs: dict[str, Any]) -> None:

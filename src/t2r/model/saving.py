@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from t2r import __version__
+from t2r import __version__, compat
+from t2r.attention.interface import NAME
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.card import model_card
 from t2r.storage import write_text
+
+logger = logging.getLogger(__name__)
 
 REMOTE_CODE = "modeling_t2r.py"
 """Saved beside the weights, so that `trust_remote_code=True` finds t2r without an `import t2r`."""
@@ -81,11 +85,18 @@ class SavedModel:
     ) -> Self:
         """Load a saved model. Strict: a tensor that is missing, unexpected or misshaped is an error."""
         source = pretrained_model_name_or_path
-        if not isinstance(config, T2RConfig):
+        if config is None or isinstance(config, str | os.PathLike):
             hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-            config = T2RConfig.from_pretrained(source, **{k: kwargs[k] for k in hub if k in kwargs})
+            config = T2RConfig.from_pretrained(config or source, **{k: kwargs[k] for k in hub if k in kwargs})
+        elif not isinstance(config, T2RConfig):
+            config = cls.described(config, source)
         if config.base_config is None:
             raise T2RError(f"{source} is not a saved t2r model: its configuration has no base_config")
+        if kwargs.get("tp_plan") is not None:
+            raise T2RError(
+                "tp_plan: tensor parallelism would divide the heads, but not their feature maps; use device_map, or "
+                "FSDP to train"
+            )
         kwargs.pop("trust_remote_code", None)
         kwargs["ignore_mismatched_sizes"] = True  # the refusal of transformers does not name the tensor; ours does
         wants_info = kwargs.pop("output_loading_info", False)
@@ -103,11 +114,29 @@ class SavedModel:
         return (model, info) if wants_info else model  # type: ignore[return-value]
 
     @classmethod
+    def described(cls, config: Any, source: Any) -> T2RConfig:
+        """The configuration of a swapped model from that of its base model, which has the options as `config.t2r`.
+
+        Without a source (the weights are given as `state_dict`) options that are not there have their defaults."""
+        if not hasattr(config, "t2r") and source is not None:
+            raise T2RError(
+                f"config is a plain {type(config).__name__}: give a T2RConfig, the config of a swapped model, or none"
+            )
+        base = config.to_dict()
+        if hasattr(cls, "base_class"):
+            base["architectures"] = [cls.base_class.__name__]
+        return T2RConfig(**base.pop("t2r", {}), base_config=base)
+
+    @classmethod
     def building(cls, config: Any, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
         """The class to build, and the base configuration to build it from; `t2r_config` is added to the options.
 
         Options that are fields of the base configuration (`use_cache=False`) are taken out and set there."""
-        options.pop("attn_implementation", None)
+        attention = options.pop("attn_implementation", None)
+        if isinstance(config, T2RConfig):
+            attention = attention or compat.requested_attention(config)
+        if attention not in (None, NAME):
+            logger.warning("attn_implementation=%r has no effect: the attention of this model is recurrent", attention)
         if not isinstance(config, T2RConfig):
             return cls, config
         options["t2r_config"] = config

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from t2r.ops import chunked, reference
+from t2r.ops import chunked, reference, single
 from t2r.ops.common import State, Sums, normalize
 from t2r.ops.contract import Backend
 
@@ -17,6 +17,8 @@ class TorchBackend(Backend):
     """One token and a fixed state leave nothing to choose: these are the same for every form of the sequence."""
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, state: State, **how: Any) -> tuple[Tensor, State]:
+        if single.can_do(state, **how):
+            return single.step(q, k, v, state, how["decay"]), state
         return reference.step(q, k, v, state, **how)
 
     def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:

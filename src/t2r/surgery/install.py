@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from t2r import compat
-from t2r.attention.interface import NAME
+from t2r.attention.interface import NAME, InterfaceAttention
 from t2r.attention.merged import Mergeable
 from t2r.attention.recurrence import Recurrence
 from t2r.config import T2RConfig
@@ -43,6 +43,8 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
         operate(site.module, family.recurrent_class(site.module), feature_map)
         if hasattr(site.module, "rotary"):  # of the recurrent classes for families that rotate
             site.module.rotary = config.rotary  # type: ignore[assignment]
+        if isinstance(site.module, InterfaceAttention):
+            site.module.direct = family.plain_projections and site.module.merge_obstacle is None
         if config.merged:
             assert isinstance(site.module, Mergeable)
             site.module.become_merged()

@@ -44,7 +44,8 @@ def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
         change_class(module, stock_class)
         if "feature_map" in module._modules:
             del module.feature_map
-        vars(module).pop("rotary", None)
+        for name in ("rotary", "direct"):
+            vars(module).pop(name, None)
     compat.set_attention_implementation(model, implementation)
     raise refusal(family.model_type, doubt)
 

@@ -46,7 +46,8 @@ class Family:
     recurrent: type[Recurrence] | None = None
     positions: str = "rotary"  # or learned (a table that ends), sinusoidal, relative, none
     lacks: frozenset[str] = frozenset()  # what the base model cannot do, and its recurrent form neither
-    merges_unrotated: bool = False  # by the attention interface: maps fold into the projections under rotary=False
+    positions_by_row: bool = False  # the decoder of an encoder-decoder takes a count of tokens for each row [rows, 1]
+    plain_projections: bool = False  # a linear one each, with nothing but the rotation between them and the map
     tested: bool = True  # false: found by looking, so each model must prove itself when it is swapped
 
     dropouts: ClassVar[tuple[str, ...]] = ("attention_dropout", "attn_pdrop")

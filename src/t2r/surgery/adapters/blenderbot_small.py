@@ -9,4 +9,5 @@ FAMILY = Family(
     cross_attention="encoder_attn",
     recurrent=BartRecurrence,
     positions="learned",
+    positions_by_row=True,
 )

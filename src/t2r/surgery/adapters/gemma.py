@@ -2,4 +2,4 @@
 
 from t2r.surgery.adapters.base import Family
 
-FAMILY = Family("gemma", merges_unrotated=True)
+FAMILY = Family("gemma", plain_projections=True)

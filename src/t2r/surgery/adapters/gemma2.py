@@ -20,4 +20,4 @@ class Gemma2Family(Family):
             )
 
 
-FAMILY = Gemma2Family("gemma2", merges_unrotated=True)
+FAMILY = Gemma2Family("gemma2", plain_projections=True)

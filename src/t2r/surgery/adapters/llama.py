@@ -2,4 +2,4 @@
 
 from t2r.surgery.adapters.base import Family
 
-FAMILY = Family("llama", merges_unrotated=True)
+FAMILY = Family("llama", plain_projections=True)

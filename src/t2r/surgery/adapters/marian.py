@@ -45,4 +45,5 @@ FAMILY = SinusoidalTableFamily(
     cross_attention="encoder_attn",
     recurrent=BartRecurrence,
     positions="sinusoidal",
+    positions_by_row=True,
 )

@@ -2,4 +2,4 @@
 
 from t2r.surgery.adapters.base import Family
 
-FAMILY = Family("mistral", merges_unrotated=True)
+FAMILY = Family("mistral", plain_projections=True)

@@ -2,4 +2,4 @@
 
 from t2r.surgery.adapters.base import Family
 
-FAMILY = Family("phi", merges_unrotated=True)
+FAMILY = Family("phi", plain_projections=True)

@@ -2,4 +2,4 @@
 
 from t2r.surgery.adapters.base import Family
 
-FAMILY = Family("qwen2", merges_unrotated=True)
+FAMILY = Family("qwen2", plain_projections=True)

@@ -2,4 +2,4 @@
 
 from t2r.surgery.adapters.base import Family
 
-FAMILY = Family("stablelm", merges_unrotated=True)
+FAMILY = Family("stablelm", plain_projections=True)

@@ -112,6 +112,7 @@ def t5_like(model_type: str, recurrent: type[T5Projections], family: type[Family
         cross_attention="layer.1.EncDecAttention",
         recurrent=recurrent,
         positions="relative",
+        positions_by_row=True,
     )
 
 

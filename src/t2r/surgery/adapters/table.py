@@ -68,7 +68,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 def merge_of(found: Family) -> str:
     if found.merges:
         return "yes"
-    return "with `rotary=False`" if found.merges_unrotated else "no: queries and keys are changed in between"
+    return "with `rotary=False`" if found.plain_projections else "no: queries and keys are changed in between"
 
 
 def description(found: Family) -> str:

@@ -1,0 +1,393 @@
+"""Generation on static states: a decoding step is captured once and replayed, and sequences come and go.
+
+    engine = Engine(model)
+    ids = engine.generate(prompts, attention_mask=mask, max_new_tokens=64)    # what model.generate returns, sooner
+
+    sequence = engine.submit(prompt, do_sample=True, seed=1)                  # joins what is running
+    for sequence, token in engine.run():
+        ...
+
+A row of the running batch is one sequence: filled from a prefill or from a saved state, advanced with the others, freed
+at its end. It knows token ids only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from t2r.attention.cache import T2RCache
+from t2r.attention.masks import Padding
+from t2r.errors import T2RError
+from t2r.generation.engine.request import ForGenerate, prepare, seeded
+from t2r.generation.engine.sequences import Event, Group, Sequence
+from t2r.generation.engine.step import DecodeStep
+from t2r.generation.state import PIECE
+from t2r.model.modeling import T2RModel
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 8
+"""On a GPU, tokens between two looks at what was generated: each look waits for the device."""
+BLOCK = 256
+"""The buffers of kept softmax layers hold a multiple of so many tokens; they at least double when they grow."""
+
+
+class Engine:
+    """Generates from a converted model.
+
+    Greedy search and sampling, with transformers' own logits processors and stopping criteria; a token is the one that
+    `model.generate` chooses. What the engine cannot do (beam search, assisted decoding, returned scores) goes to
+    `model.generate`, and the log says so.
+
+    The model's weights must not change while an engine uses them.
+
+    Args:
+        generation_config: the options of every call that does not give its own; otherwise the model's.
+        rows: how many sequences run at a time; by default as many as are given at once.
+        max_length: the most tokens of a sequence, where softmax layers were kept; by default buffers grow as needed.
+        compiled: fuse the kernels of a step by torch.compile, on a GPU. It takes a minute or so, once for each size.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: GenerationConfig | None = None,
+        *,
+        rows: int | None = None,
+        max_length: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        if not isinstance(model, T2RModel):
+            raise T2RError("the engine runs converted models: for any other use model.generate")
+        if rows is not None and rows < 1:
+            raise T2RError(f"an engine needs at least one row; got rows={rows}")
+        self.model: Any = model
+        self.generation_config = generation_config
+        self.rows, self.max_length, self.compiled = rows, max_length, compiled
+        self.obstacle = no_static_cache(self.model)
+        self.decode: DecodeStep | None = None
+        self.look_every = LOOK_EVERY if self.model.device.type == "cuda" else 1
+        """Tokens between two looks at what was generated, where the step chooses all of them."""
+        self.waiting: deque[Group] = deque()
+        self.groups: list[Group] = []
+        self.free: list[int] = []
+
+    # --- One batch ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        state: T2RCache | None = None,
+        seed: int | None = None,
+        streamer: BaseStreamer | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """What `model.generate` returns: prompts and continuations `[sequences, tokens]`.
+
+        Args:
+            input_ids: prompts `[batch, tokens]`, padded on the left (with their `attention_mask`), or sources.
+            state: what was read before the prompts; it is left as it is.
+            seed: of sampling; None takes torch's default generator.
+            streamer: gets the tokens of one sequence as they come.
+            options: of `model.generate`.
+        """
+        try:
+            return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
+        except ForGenerate as reason:
+            say_elsewhere(reason)
+        if seed is not None:
+            torch.manual_seed(seed)
+        if self.generation_config is not None:
+            options = {"generation_config": self.generation_config, **options}
+        if state is not None:
+            return self.model.continue_from(state, input_ids, streamer=streamer, **options)
+        sequences: Tensor = self.model.generate(input_ids, streamer=streamer, **options)
+        return sequences
+
+    def attempt(
+        self,
+        input_ids: Tensor,
+        *,
+        state: T2RCache | None = None,
+        seed: int | None = None,
+        streamer: BaseStreamer | None = None,
+        keep_state: bool = False,
+        **options: Any,
+    ) -> Group:
+        """`generate` without the way out: sequences that are finished, with their states if those are to be kept.
+
+        Raises:
+            ForGenerate: only `model.generate` can do this.
+        """
+        group = self.admitted(input_ids, state, seed, keep_state, options)
+        if streamer is not None:
+            if len(group.sequences) > 1:
+                raise T2RError("a streamer takes one sequence at a time: use engine.stream for a batch")
+            streamer.put(group.request.ids.cpu())
+        for event in self.until_done(group):
+            if streamer is not None:
+                streamer.put(torch.tensor([event.token]))
+        if streamer is not None:
+            streamer.end()
+        return group
+
+    def stream(
+        self, input_ids: Tensor, *, state: T2RCache | None = None, seed: int | None = None, **options: Any
+    ) -> Iterator[tuple[int, int]]:
+        """Pairs of a sequence's place in the batch and its next token, as they come."""
+        try:
+            group = self.admitted(input_ids, state, seed, False, options)
+        except ForGenerate as reason:
+            raise T2RError(f"the engine cannot stream this: {reason}") from reason
+        for event in self.until_done(group):
+            yield event.sequence.index, event.token
+
+    def until_done(self, group: Group) -> Iterator[Event]:
+        """Run until a group is done; what else is running goes on with it."""
+        try:
+            while group.running:
+                yield from (event for event in self.step() if event.sequence in group.sequences)
+        finally:
+            for sequence in group.running:  # whoever listened has gone, or something failed
+                self.cancel(sequence)
+
+    def state_bytes(self, sequences: Tensor, state: T2RCache | None = None) -> int:
+        """The bytes that these sequences held at their end: all their tokens were read but the last."""
+        assert self.decode is not None
+        before = 0 if state is None else state.get_seq_length()
+        return sequences.shape[0] * self.decode.row_bytes(before + sequences.shape[1] - 1)
+
+    # --- A running batch ------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        input_ids: Tensor,
+        *,
+        state: T2RCache | None = None,
+        seed: int | None = None,
+        keep_state: bool = False,
+        **options: Any,
+    ) -> Sequence:
+        """Let one prompt `[1, tokens]` or `[tokens]` join; it waits until a row is free.
+
+        Options as for `generate`. With `keep_state` the sequence has its state at its end."""
+        input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+        options = {"attention_mask": torch.ones_like(input_ids), **options}  # one prompt needs no padding
+        try:
+            group = self.admitted(input_ids, state, seed, keep_state, options)
+        except ForGenerate as reason:
+            raise T2RError(f"this cannot join a running batch: {reason}") from reason
+        if len(group.sequences) != 1:
+            self.waiting.remove(group)
+            raise T2RError(f"submit takes one sequence, and this would be {len(group.sequences)}: submit each")
+        return group.sequences[0]
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence now; its row is free."""
+        sequence.finished = True
+        self.release()
+        self.waiting = deque(group for group in self.waiting if group.running)
+
+    def run(self) -> Iterator[Event]:
+        """Every new token, until nothing runs or waits."""
+        while self.busy:
+            yield from self.step()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.groups or self.waiting)
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Let in whoever has room, and advance what runs by one token, or up to `look_every`."""
+        events = []
+        while self.waiting and self.has_room(self.waiting[0]):
+            events += self.start(self.waiting.popleft())
+        if not self.groups:
+            return events
+        assert self.decode is not None
+        for tokens in self.decoded():
+            for group in self.groups:
+                if not group.plain:
+                    rows = [sequence.row for sequence in group.sequences]
+                    chosen = group.choose(self.decode.logits[rows].clone())
+                    self.decode.tokens[rows] = chosen[:, None]
+                    own = chosen.tolist()
+                else:
+                    own = [0 if s.row is None else tokens[s.row] for s in group.sequences]
+                new = group.advance(own)
+                events += new
+                for sequence in (event.sequence for event in new if group.keep_state and event.sequence.finished):
+                    sequence.state = self.decode.own.take(sequence.row)
+        self.release()
+        return events
+
+    def decoded(self) -> list[list[int]]:
+        """Run the step; the tokens of every row, for each time. Without plain groups nobody asks for them."""
+        assert self.decode is not None
+        if any(group.keep_state or not group.plain for group in self.groups):
+            self.decode.run()
+            return [self.decode.tokens[:, 0].tolist() if any(group.plain for group in self.groups) else []]
+        left = min(group.new_tokens - len(s.tokens) for group in self.groups for s in group.running)
+        history = []
+        for _ in range(min(self.look_every, left)):
+            self.decode.run()
+            history.append(self.decode.tokens[:, 0].clone())
+        tokens: list[list[int]] = torch.stack(history).tolist()
+        return tokens
+
+    # --- Rows -----------------------------------------------------------------------------------------------
+
+    def admitted(
+        self, input_ids: Tensor, state: Any, seed: int | None, keep_state: bool, options: dict[str, Any]
+    ) -> Group:
+        """A group of sequences, prepared and waiting."""
+        if self.model.training:
+            raise ForGenerate("the model is in training mode")
+        if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
+            raise ForGenerate("the model is spread over several devices")
+        if self.obstacle is not None:
+            raise ForGenerate(self.obstacle)
+        if state is not None and self.model.config.is_encoder_decoder:
+            raise T2RError("a state to continue from is for language models")
+        if keep_state and self.model.config.is_encoder_decoder:
+            raise T2RError("keep_state is for language models: the state of an encoder-decoder includes its source")
+        device = self.model.device
+        if options.get("attention_mask") is not None:
+            options = {**options, "attention_mask": options["attention_mask"].to(device)}
+        if state is not None:  # as in `continue_from`: new tokens count, unless a mask says otherwise
+            options = {"attention_mask": torch.ones_like(input_ids, device=device), **options}
+        with torch.no_grad():
+            request = prepare(self.model, input_ids.to(device), options, self.generation_config)
+        group = Group(request, state, seeded(seed, device), keep_state)
+        self.check_room(group)
+        self.waiting.append(group)
+        return group
+
+    def needed_length(self, group: Group) -> int:
+        """The tokens that a kept softmax layer has to hold for a group."""
+        before = 0 if group.state is None else group.state.get_seq_length()
+        return before + group.max_length
+
+    def check_room(self, group: Group) -> None:
+        count, length = len(group.sequences), self.needed_length(group)
+        if group.state is not None:
+            self.model.check_generated_length(length)
+        if self.rows is not None and count > self.rows:
+            raise T2RError(f"{count} sequences at once, and the engine has {self.rows} rows: give fewer at a time")
+        if self.max_length is not None and self.model.kept_layers() and length > self.max_length:
+            raise T2RError(f"{length} tokens are more than the engine's max_length of {self.max_length}")
+
+    def has_room(self, group: Group) -> bool:
+        """Whether a group can start now. While nothing runs the engine makes room, within its limits."""
+        count, length = len(group.sequences), self.needed_length(group)
+        if self.groups and self.decode is not None and not self.decode.by_row:
+            return False  # this decoder counts positions for the batch as a whole
+        kept = bool(self.model.kept_layers())
+        fits = self.decode is not None and (not kept or length <= (self.decode.max_length or 0))
+        return (fits and count <= len(self.free)) or not self.groups
+
+    def make_room(self, group: Group, source: Tensor | None) -> DecodeStep:
+        """A decoding step with rows for this group. It is made anew only if there is none, or it is too small."""
+        count, length = len(group.sequences), self.needed_length(group)
+        kept = bool(self.model.kept_layers())
+        decode = self.decode
+        if decode is not None and count <= len(self.free) and (not kept or length <= (decode.max_length or 0)):
+            return decode
+        rows = self.rows or max(count, 0 if decode is None else decode.rows)
+        size = None
+        if kept:
+            before = 0 if decode is None else decode.max_length or 0
+            size = self.max_length or (before if length <= before else max(-(-length // BLOCK) * BLOCK, 2 * before))
+        self.decode = None  # its memory is free before the next is allocated
+        self.decode = DecodeStep(self.model, rows, size, source, compiled=self.compiled)
+        self.free = list(range(rows))[::-1]
+        return self.decode
+
+    def start(self, group: Group) -> list[Event]:
+        """Read the prompts of a group, and give each a row and its first token."""
+        encoded = group.request.inputs.get("encoder_outputs")
+        decode = self.make_room(group, None if encoded is None else encoded[0])
+        cache, logits = self.prefill(group)
+        chosen = group.choose(logits)
+        events = group.advance(chosen.tolist())
+        self.groups.append(group)
+        for i, sequence in enumerate(group.sequences):
+            if sequence.finished and group.keep_state:
+                sequence.state = cache.take(i)
+            if sequence.finished and group.plain:
+                continue
+            sequence.row = self.free.pop()
+            decode.put(sequence.row, cache, i, chosen[i], group.plain)
+        self.release()
+        return events
+
+    def prefill(self, group: Group) -> tuple[Any, Tensor]:
+        """Read the prompts in parallel, in pieces: the cache after them, and the logits of the next token."""
+        ids, inputs, past = group.request.ids, dict(group.request.inputs), 0
+        if self.model.config.is_encoder_decoder:
+            out = self.model(**self.model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs))
+            return inputs["past_key_values"], out.logits[:, -1].to(torch.float32, copy=True)
+        cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
+        if group.state is not None:
+            times, rest = divmod(ids.shape[0], group.state.rows)
+            if rest:
+                raise T2RError(f"{ids.shape[0]} prompts for a state of {group.state.rows} sequences")
+            cache, past = group.state.fork(times), group.state.get_seq_length()
+            read = cache.attention_mask().to(ids.device)
+            mask = torch.cat([read, torch.ones_like(ids) if mask is None else mask.to(read)], dim=1)
+            mask = None if bool(mask.all()) else mask
+        read_so_far = torch.ones(ids.shape[0], past + ids.shape[1], device=ids.device) if mask is None else mask
+        positions = (read_so_far.cumsum(1).long() - 1).clamp_min(0)[:, past:]
+        for start in range(0, ids.shape[1], PIECE):
+            end = min(start + PIECE, ids.shape[1])
+            part: dict[str, Any] = {"input_ids": ids[:, start:end], "past_key_values": cache, "use_cache": True}
+            if mask is not None:
+                part["attention_mask"] = mask[:, : past + end]
+            if "position_ids" in inputs:
+                part["position_ids"] = positions[:, start:end]
+            if "logits_to_keep" in inputs:
+                part["logits_to_keep"] = 1
+            logits = self.model(**part).logits
+        if mask is not None:
+            cache.padding = Padding.of(mask)
+        return cache, logits[:, -1].to(torch.float32, copy=True)
+
+    def release(self) -> None:
+        """Free the rows of what is finished."""
+        for group in self.groups:
+            # Sequences whose tokens are chosen together stay together.
+            done = [s for s in group.sequences if s.finished] if group.plain or not group.running else []
+            for sequence in done:
+                if sequence.row is not None:
+                    assert self.decode is not None
+                    self.decode.free(sequence.row)
+                    self.free.append(sequence.row)
+                    sequence.row = None
+        self.groups = [group for group in self.groups if group.running]
+
+
+def no_static_cache(model: Any) -> str | None:
+    """Why the state of this model has no fixed size; None: it has."""
+    if not model.kept_layers():
+        return None
+    if model.config.is_encoder_decoder:
+        return "cross attention that kept softmax has no state of fixed size"
+    try:
+        model.make_static_cache(rows=1, max_length=1)
+    except T2RError as reason:
+        return str(reason)
+    return None
+
+
+def say_elsewhere(reason: ForGenerate) -> None:
+    logger.warning("model.generate() does this, and not the engine: %s", reason)

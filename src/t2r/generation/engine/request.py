@@ -1,0 +1,104 @@
+"""What a call of `generate` asks for, as transformers itself prepares it, and whether the engine can do it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.configuration_utils import GenerationMode
+
+MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+UNSUPPORTED = {
+    "output_scores": "scores are returned",
+    "output_logits": "logits are returned",
+    "output_attentions": "attention weights are returned",
+    "output_hidden_states": "hidden states are returned",
+    "return_dict_in_generate": "more than the sequences is returned",
+    "cache_implementation": "a cache_implementation is named",
+    "prefill_chunk_size": "a prefill_chunk_size is named",
+}
+"""Options of a GenerationConfig that only `generate()` knows, and why a call with them goes there."""
+
+
+class ForGenerate(Exception):
+    """The engine cannot do this; `generate()` can. The message says why."""
+
+
+class Request(NamedTuple):
+    """A call of `generate` with everything prepared, up to the first forward."""
+
+    ids: Tensor
+    """The prompts, padded on the left; for an encoder-decoder what its decoder starts with."""
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    inputs: dict[str, Any]
+    """Further inputs of the model's forward: masks, positions, an empty cache, the encoder's outputs."""
+
+
+def prepare(
+    model: Any, input_ids: Tensor, options: dict[str, Any], generation_config: GenerationConfig | None
+) -> Request:
+    """Let transformers prepare a call of `generate`: the options merged and checked, the processors and criteria made,
+    the source encoded.
+
+    Raises:
+        ForGenerate: the engine cannot do what the call asks for.
+    """
+    options = dict(options)
+    for name in ("assistant_model", "inputs_embeds", "past_key_values", "custom_generate", "negative_prompt_ids"):
+        if options.get(name) is not None:
+            raise ForGenerate(f"{name} is given")
+    tokenizer = options.pop("tokenizer", None)
+    if generation_config is not None:
+        generation_config = copy.deepcopy(generation_config)
+        options = generation_config.update(**options)
+    # transformers does not hand the tokenizer on to a decoding method that is not its own.
+    source = options if generation_config is None else generation_config.__dict__
+    if (strings := source.pop("stop_strings", None)) is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings need the tokenizer: pass tokenizer=")
+        criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
+        options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
+        if generation_config is not None:
+            generation_config.stop_strings = None
+    if getattr(model.generation_config, "stop_strings", None) is not None:
+        raise ForGenerate("the model's own generation_config has stop_strings")
+
+    def taken(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> Request:
+        return Request(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+
+    request: Request = model.generate(input_ids, generation_config=generation_config, custom_generate=taken, **options)
+    if (reason := why_not(request.config)) is not None:
+        raise ForGenerate(reason)
+    return request
+
+
+def why_not(config: GenerationConfig) -> str | None:
+    """Why the engine cannot follow this configuration; None: it can."""
+    mode = config.get_generation_mode()
+    if mode not in MODES:
+        return f"{mode.value.replace('_', ' ')} is asked for"
+    if config.use_cache is False:
+        return "use_cache is False"
+    return next((why for name, why in UNSUPPORTED.items() if getattr(config, name, None)), None)
+
+
+def accepts(model: Any, name: str) -> bool:
+    """Whether the model's forward has an argument of this name."""
+    return name in inspect.signature(model.forward).parameters
+
+
+def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
+    return None if seed is None else torch.Generator(device).manual_seed(seed)

@@ -1,0 +1,166 @@
+"""One decoding step for all rows of a static cache: captured once, then replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from t2r.attention.layers import layer_tensors
+from t2r.attention.static import StaticRecurrentLayer
+from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
+from t2r.generation.engine.request import accepts
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 3
+"""Steps before a capture: kernels are compiled and libraries are initialized outside of the graph."""
+
+
+class DecodeStep:
+    """The forward of one token for every row, at fixed addresses.
+
+    `run` reads `tokens [rows, 1]`, advances the cache and fills `logits [rows, vocabulary]`, in float32 as `generate`
+    computes with them. A row that is `greedy` finds its next token in `tokens` already: the likeliest one. A row
+    that is not `active` stays at position 0, whatever it reads.
+
+    On a GPU the step is a CUDA graph, on a CPU a `Recording`; elsewhere it runs as it is. With `compiled`,
+    torch.compile fuses the kernels of the graph first.
+    """
+
+    def __init__(
+        self, model: Any, rows: int, max_length: int | None, source: Tensor | None = None, *, compiled: bool = False
+    ) -> None:
+        self.model, self.rows, self.max_length, self.compiled = model, rows, max_length, compiled
+        seq2seq = bool(model.config.is_encoder_decoder)
+        self.cache = model.make_static_cache(rows=rows, max_length=max_length)
+        self.own = self.cache.self_attention_cache if seq2seq else self.cache
+        self.cross = self.cache.cross_attention_cache.layers if seq2seq else []
+        device = model.device
+        self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.active = torch.zeros(rows, dtype=torch.long, device=device)
+        self.greedy = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+        self.logits = torch.empty(0)
+        # The states of a source are filled: what stands for the source is never read.
+        self.source: Any = None if source is None else source.new_zeros(rows, 1, source.shape[-1])
+        self.takes_positions = accepts(model, "position_ids")
+        self.by_row = not seq2seq or model.t2r_family.positions_by_row
+        self.own.only_steps(by_row=seq2seq and self.by_row)
+        self.reset()
+        self.replay = self.capture()
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty all rows."""
+        self.own.reset()
+        self.active.zero_()
+        for i, layer in enumerate(self.cross):
+            layer.reset()
+            layer.length = 1  # filled: a source is never read in a step
+            self.cache.is_updated[i] = True
+
+    def put(self, row: int, cache: Any, other_row: int, token: Tensor | int, greedy: bool) -> None:
+        """Make one sequence of a prefilled cache a row, and say which token it reads next."""
+        own = cache.self_attention_cache if self.cross else cache
+        self.own.put(row, own, other_row)
+        for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
+            layer.put(row, other, other_row)
+        self.tokens[row] = token
+        self.active[row] = 1
+        self.greedy[row] = greedy
+
+    def free(self, row: int) -> None:
+        self.active[row] = 0
+
+    def row_bytes(self, tokens: int) -> int:
+        """What one sequence holds after so many tokens."""
+        total = 0
+        for layer in (*self.own.layers, *self.cross):
+            held = layer_tensors(layer).values()
+            if isinstance(layer, StaticRecurrentLayer):
+                total += sum(x[0].numel() * x.element_size() for x in held)
+            else:
+                total += sum(x[0, :, 0].numel() * x.element_size() * tokens for x in held)
+        return total
+
+    def forward(self) -> None:
+        self.own.lengths.mul_(self.active)
+        inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
+        if self.source is not None:
+            mask = self.own.step_inputs()["attention_mask"]
+            inputs |= {"decoder_input_ids": self.tokens, "decoder_attention_mask": mask}
+            inputs["encoder_outputs"] = BaseModelOutput(self.source)
+        else:
+            inputs |= {"input_ids": self.tokens, **self.own.step_inputs()}
+            if not self.takes_positions:
+                del inputs["position_ids"]
+        logits: Tensor = self.model(**inputs).logits[:, -1]
+        if not self.logits.numel():
+            self.logits = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
+        self.logits.copy_(logits)
+        best = self.logits.argmax(-1, keepdim=True)
+        self.tokens.copy_(torch.where(self.greedy, best, self.tokens))
+
+    def run(self) -> None:
+        """One token for every row. Nothing waits for the device."""
+        self.replay()
+
+    # --- Capture --------------------------------------------------------------------------------------------
+
+    def capture(self) -> Callable[[], None]:
+        self.eager()  # what a model computes once (a table of positions) is made before
+        kind = self.tokens.device.type
+        try:
+            if kind == "cuda":
+                return self.captured()
+            if kind == "cpu":
+                return self.recorded()
+        except CannotRecord as reason:
+            logger.warning("the decoding step of this model cannot be captured, and runs as it is: %s", reason)
+        return self.eager
+
+    @torch.no_grad()
+    def eager(self) -> None:
+        self.forward()
+
+    def recorded(self) -> Callable[[], None]:
+        inputs = [self.tokens, self.active, self.greedy]
+        outputs = [self.tokens, self.logits, self.own.lengths, *self.own.tensors()]
+        with torch.inference_mode():
+            recording = Recording(self.forward, inputs, outputs)
+
+        def replay() -> None:
+            with torch.inference_mode():
+                recording()
+
+        return replay
+
+    @torch.no_grad()
+    def captured(self) -> Callable[[], None]:
+        with NoValues():
+            self.forward()
+        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
+        device = self.tokens.device
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    forward()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(self.graph):
+                    forward()
+            except RuntimeError as error:
+                raise CannotRecord(str(error)) from error
+
+        def replay() -> None:
+            with torch.cuda.device(device):
+                self.graph.replay()
+
+        return replay

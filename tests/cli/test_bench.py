@@ -1,0 +1,26 @@
+"""t2r bench: whole models by name."""
+
+import json
+
+import torch
+from typer.testing import CliRunner
+
+import t2r
+from families import tiny
+from t2r.cli import app
+
+
+def test_decode(tmp_path):
+    teacher = tiny("llama", torch.float32)
+    teacher.save_pretrained(tmp_path / "teacher")
+    t2r.swap(teacher, feature_map="hedgehog").save_pretrained(tmp_path / "rnn")
+    models = [str(tmp_path / "teacher"), str(tmp_path / "rnn")]
+    quick = ["--length", "4", "--length", "8", "--steps", "1", "--repeats", "1", "--device", "cpu"]
+    page = tmp_path / "speed.html"
+    run = CliRunner().invoke(app, ["bench", "decode", *models, *quick, "--page", str(page)], catch_exceptions=False)
+    assert run.exit_code == 0
+    assert "engine" in run.stdout
+    assert "<svg" in page.read_text()
+    run = CliRunner().invoke(app, ["bench", "decode", *models, *quick, "--batch", "1", "--batch", "2", "--json"])
+    reports = json.loads(run.stdout)
+    assert [report["settings"]["batch"] for report in reports] == [1, 2]

@@ -1,0 +1,380 @@
+"""The engine chooses the tokens that `generate` chooses, whoever else is running."""
+
+import logging
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
+
+import t2r
+from families import EOS, PAD, VOCABULARY, batch, is_seq2seq, tiny
+from t2r import Engine, T2RError
+from t2r.generation.engine import engine as engine_module
+
+RECIPE = {
+    "rotary": False,
+    "decay": True,
+    "activation": "softmax",
+    "init": "identity",
+    "key_weights": True,
+    "shared": False,
+    "grouped": False,
+}
+CASES = {
+    "gpt2": ("gpt2", {}),
+    "gpt2 kept": ("gpt2", {"softmax_layers": [0]}),
+    "gpt2 signed": ("gpt2", {"feature_map": "rfa"}),
+    "opt": ("opt", {}),
+    "adaptive_lm": ("adaptive_lm", {}),
+    "llama": ("llama", {}),
+    "llama recipe": ("llama", RECIPE),
+    "llama recipe kept": ("llama", RECIPE | {"softmax_layers": [1]}),
+    "qwen3": ("qwen3", {"rotary": False}),
+    "marian": ("marian", {}),
+    "bart": ("bart", {}),
+    "t5": ("t5", {}),
+}
+
+
+def swapped(case, dtype=torch.float64, merged=False):
+    model_type, options = CASES[case]
+    model = t2r.swap(tiny(model_type, dtype), **({"feature_size": 8} | options)).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = PAD
+    return t2r.merge(model) if merged else model
+
+
+def inputs(case):
+    """Prompts of different lengths, padded."""
+    model_type = CASES[case][0]
+    given = batch(model_type, padding="right" if is_seq2seq(model_type) else "left")
+    return {name: x for name, x in given.items() if not name.startswith("decoder")}
+
+
+def prompts(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (1, n), generator=generator) for n in lengths]
+
+
+def alone(model, prompt, **options):
+    """What `generate` adds to one prompt."""
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return out[0, 1 if model.config.is_encoder_decoder else prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_is_generate(case):
+    model, given = swapped(case), inputs(case)
+    expected = model.generate(**given, max_new_tokens=16, do_sample=False)
+    assert torch.equal(Engine(model).generate(**given, max_new_tokens=16, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "marian"])
+def test_a_merged_model(case):
+    model, given = swapped(case, merged=True), inputs(case)
+    expected = model.generate(**given, max_new_tokens=8)
+    assert torch.equal(Engine(model).generate(**given, max_new_tokens=8), expected)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama recipe kept", "marian"])
+def test_an_engine_is_used_again_for_more_and_longer_prompts(case):
+    model, given = swapped(case), inputs(case)
+    engine = Engine(model)
+    for rows, tokens in ((1, 4), (3, 8), (2, 12)):
+        part = {name: x[:rows] for name, x in given.items()}
+        expected = model.generate(**part, max_new_tokens=tokens)
+        assert torch.equal(engine.generate(**part, max_new_tokens=tokens), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 0.7, "top_k": 5, "num_return_sequences": 2},
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2, "min_new_tokens": 6},
+    ],
+    ids=["sampled", "top-k twice", "penalty", "n-grams"],
+)
+@pytest.mark.parametrize("case", ["gpt2", "llama recipe", "marian"])
+def test_processors_and_seeds_are_those_of_generate(case, options):
+    model, given = swapped(case), inputs(case)
+    model.generation_config.eos_token_id = EOS
+    torch.manual_seed(7)
+    expected = model.generate(**given, max_new_tokens=12, **options)
+    engine = Engine(model)
+    assert torch.equal(engine.generate(**given, max_new_tokens=12, seed=7, **options), expected)
+    torch.manual_seed(7)
+    assert torch.equal(engine.generate(**given, max_new_tokens=12, **options), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+def test_each_sequence_stops_by_itself(options):
+    model, given = swapped("gpt2"), inputs("gpt2")
+    torch.manual_seed(0)
+    free = model.generate(**given, max_new_tokens=20, **options)
+    stops = [int(free[0, -17]), int(free[1, -12])]  # tokens that come at different times
+    torch.manual_seed(0)
+    expected = model.generate(**given, max_new_tokens=20, eos_token_id=stops, **options)
+    assert (expected == PAD).sum() > (given["input_ids"] == PAD).sum()
+    torch.manual_seed(0)
+    assert torch.equal(Engine(model).generate(**given, max_new_tokens=20, eos_token_id=stops, **options), expected)
+
+
+def words():
+    """A tokenizer whose tokens are the characters of the alphabet."""
+    backend = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(VOCABULARY - 3)}, unk_token="!"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="!")
+
+
+def test_stop_strings():
+    model, (prompt,), tokenizer = swapped("gpt2"), prompts([5]), words()
+    free = alone(model, prompt, max_new_tokens=20)
+    text = tokenizer.decode(free[8:10])
+    how = {"max_new_tokens": 20, "stop_strings": [text], "tokenizer": tokenizer}
+    expected = alone(model, prompt, **how)
+    assert len(expected) < 20
+    assert Engine(model).generate(prompt, **how)[0, 5:].tolist() == expected
+    engine = Engine(model, GenerationConfig(max_new_tokens=20, stop_strings=[text]))
+    assert engine.generate(prompt, tokenizer=tokenizer)[0, 5:].tolist() == expected
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine.generate(prompt)
+
+
+def test_the_engines_own_configuration():
+    model, (prompt,) = swapped("gpt2"), prompts([5])
+    engine = Engine(model, GenerationConfig(max_new_tokens=3))
+    assert engine.generate(prompt).shape == (1, 8)
+    assert engine.generate(prompt, max_new_tokens=5).shape == (1, 10)
+    assert engine.generate(prompt).shape == (1, 8)
+
+
+class Heard(BaseStreamer):
+    def __init__(self):
+        self.parts, self.ended = [], False
+
+    def put(self, value):
+        self.parts.append(value.tolist())
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("case", ["llama recipe", "marian"])
+def test_streaming(case):
+    model, given = swapped(case), inputs(case)
+    engine, how = Engine(model), {"max_new_tokens": 6, "repetition_penalty": 1.1}
+    expected = model.generate(**given, **how)
+    start = expected.shape[1] - 6
+    heard: dict[int, list[int]] = {}
+    for row, token in engine.stream(**given, **how):
+        heard.setdefault(row, []).append(token)
+    assert [heard[row] for row in range(len(expected))] == expected[:, start:].tolist()
+    one = {name: x[:1] for name, x in given.items()}
+    ours, theirs = Heard(), Heard()
+    engine.generate(**one, **how, streamer=ours)
+    model.generate(**one, **how, streamer=theirs)
+    assert (ours.parts, ours.ended) == (theirs.parts, theirs.ended)
+    with pytest.raises(T2RError, match="one sequence"):
+        engine.generate(**given, **how, streamer=Heard())
+
+
+@pytest.mark.parametrize("case", ["gpt2 kept", "llama", "llama recipe", "marian", "bart"])
+def test_sequences_join_and_leave_a_running_batch(case):
+    """Five prompts for two rows, of different lengths and options: each gets what it gets alone."""
+    model = swapped(case)
+    given = prompts([5, 1, 9, 3, 7])
+    options = [
+        {"max_new_tokens": 12},
+        {"max_new_tokens": 3},
+        {"max_new_tokens": 8, "repetition_penalty": 1.4},
+        {"max_new_tokens": 6, "do_sample": True, "seed": 3},
+        {"max_new_tokens": 1},
+    ]
+    engine = Engine(model, rows=2, max_length=40)
+    sequences = [engine.submit(p, **o) for p, o in zip(given[:3], options[:3], strict=True)]
+    heard: dict[int, list[int]] = {}
+    for count, (sequence, token) in enumerate(engine.run()):
+        heard.setdefault(id(sequence), []).append(token)
+        if count == 4:  # in the middle
+            sequences += [engine.submit(p[0], **o) for p, o in zip(given[3:], options[3:], strict=True)]
+    assert not engine.busy
+    assert sorted(engine.free) == [0, 1]
+    for prompt, option, sequence in zip(given, options, sequences, strict=True):
+        torch.manual_seed(option.pop("seed", 0))
+        expected = alone(model, prompt, **option)
+        assert sequence.tokens == heard[id(sequence)] == expected
+        assert sequence.finished
+
+
+@pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe", "marian"])
+def test_stops_between_two_looks(case):
+    """What is generated after a stop, before anybody looks, is dropped, and harms nobody."""
+    model, given = swapped(case), prompts([5, 1, 9, 3])
+    free = [alone(model, p, max_new_tokens=21) for p in given]
+    stops = [[tokens[k]] for tokens, k in zip(free, (2, 9, 13, 20), strict=True)]
+    engine = Engine(model, rows=2, max_length=30)
+    engine.look_every = 8
+    sequences = [engine.submit(p, max_new_tokens=21, eos_token_id=s) for p, s in zip(given, stops, strict=True)]
+    assert max(len(engine.step()) for _ in range(3)) > 4  # more than a first and a next token for each row
+    list(engine.run())
+    for prompt, stop, sequence in zip(given, stops, sequences, strict=True):
+        assert sequence.tokens == alone(model, prompt, max_new_tokens=21, eos_token_id=stop)
+
+
+@pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe"])
+def test_continuing_from_a_state(case):
+    model, (read, first, second) = swapped(case), prompts([11, 2, 5])
+    state = model.make_cache()
+    model(read, past_key_values=state)
+    engine = Engine(model, rows=2, max_length=64)
+    joined = [engine.submit(p, state=state, max_new_tokens=8) for p in (first, second)]
+    list(engine.run())
+    for prompt, sequence in zip((first, second), joined, strict=True):
+        assert sequence.tokens == alone(model, torch.cat([read, prompt], 1), max_new_tokens=8)
+    assert state.get_seq_length() == 11
+    padded = torch.tensor([[PAD] * 3 + first[0].tolist(), second[0].tolist()])
+    mask = (torch.arange(5)[None] >= torch.tensor([[3], [0]])).long()
+    out = engine.generate(padded, attention_mask=mask, state=state, max_new_tokens=8)
+    assert out[:, 5:].tolist() == [sequence.tokens for sequence in joined]
+
+
+@pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe"])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_a_state_can_be_kept_and_continued(case, tokens, tmp_path):
+    model, (prompt,) = swapped(case), prompts([6])
+    whole = alone(model, prompt, max_new_tokens=tokens + 5)
+    engine = Engine(model, rows=2, max_length=64)
+    first = engine.submit(prompt, max_new_tokens=tokens, keep_state=True)
+    engine.submit(prompt, max_new_tokens=tokens + 2)
+    list(engine.run())
+    assert first.state.get_seq_length() == 6 + tokens - 1
+    first.state.save(tmp_path / "state")
+    state = model.load_state(tmp_path / "state")
+    rest = engine.submit(torch.tensor(first.tokens[-1:]), state=state, max_new_tokens=5)
+    list(engine.run())
+    assert first.tokens + rest.tokens == whole
+
+
+def test_a_sequence_can_be_cancelled():
+    model, given = swapped("gpt2"), prompts([4, 4, 4])
+    engine = Engine(model, rows=1)
+    sequences = [engine.submit(prompt, max_new_tokens=5) for prompt in given]
+    engine.step()
+    engine.cancel(sequences[0])
+    engine.cancel(sequences[1])
+    list(engine.run())
+    assert len(sequences[0].tokens) == 2
+    assert sequences[1].tokens == []
+    assert sequences[2].tokens == alone(model, given[2], max_new_tokens=5)
+
+
+def test_a_stream_that_nobody_reads_to_its_end_is_over():
+    model, (prompt,) = swapped("gpt2"), prompts([4])
+    engine = Engine(model)
+    for _ in engine.stream(prompt, max_new_tokens=20):
+        break
+    assert not engine.busy
+    assert engine.generate(prompt, max_new_tokens=4)[0, 4:].tolist() == alone(model, prompt, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_prompts_are_read_in_pieces(pieces, monkeypatch):
+    for case in ("gpt2 kept", "llama recipe"):
+        model, given = swapped(case), inputs(case)
+        expected = model.generate(**given, max_new_tokens=6)
+        monkeypatch.setattr(engine_module, "PIECE", pieces)
+        assert torch.equal(Engine(model).generate(**given, max_new_tokens=6), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2}, "beam search"),
+        ({"use_cache": False}, "use_cache"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted"),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+    ],
+)
+def test_what_it_cannot_do_goes_to_generate_and_is_said(options, reason, caplog):
+    model, (prompt,) = swapped("gpt2"), prompts([5])
+    expected = alone(model, prompt, max_new_tokens=4, **options)
+    with caplog.at_level(logging.WARNING, "t2r"):
+        out = Engine(model).generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, **options)
+    assert out[0, 5:].tolist() == expected
+    assert [record.getMessage() for record in caplog.records if reason in record.getMessage()]
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("marian", "cross attention")])
+def test_kept_layers_without_a_fixed_size_go_to_generate(model_type, reason, caplog):
+    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, softmax_layers=[0]).eval()
+    (prompt,) = prompts([5])
+    with caplog.at_level(logging.WARNING, "t2r"):
+        out = Engine(model).generate(prompt, max_new_tokens=4, pad_token_id=PAD)
+    assert reason in caplog.text
+    assert torch.equal(out, model.generate(prompt, max_new_tokens=4, pad_token_id=PAD))
+
+
+def test_mistakes_are_said():
+    model, (prompt,) = swapped("gpt2 kept"), prompts([5])
+    with pytest.raises(T2RError, match="converted models"):
+        Engine(tiny("gpt2", torch.float32))
+    with pytest.raises(T2RError, match="at least one row"):
+        Engine(model, rows=0)
+    with pytest.raises(T2RError, match="2 rows"):
+        Engine(model, rows=2).generate(prompt.expand(3, -1), max_new_tokens=2)
+    with pytest.raises(T2RError, match="max_length of 8"):
+        Engine(model, max_length=8).generate(prompt, max_new_tokens=5)
+    with pytest.raises(T2RError, match="positions"):
+        Engine(model).generate(prompt, max_new_tokens=5000)
+    with pytest.raises(T2RError, match="cannot join"):
+        Engine(model).submit(prompt, num_beams=2)
+    with pytest.raises(T2RError, match="submit each"):
+        Engine(model).submit(prompt.expand(2, -1))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["gpt2", "gpt2 kept", "llama", "llama recipe", "llama recipe kept", "marian"])
+def test_a_captured_step_is_generate(case, dtype):
+    """Token by token, except after a place where the two likeliest are within 1e-3 of each other."""
+    model, given = swapped(case, dtype).cuda(), {name: x.cuda() for name, x in inputs(case).items()}
+    engine = Engine(model)
+    how = {"max_new_tokens": 24, "do_sample": False}
+    got = engine.generate(**given, **how)
+    assert type(engine.decode.graph) is torch.cuda.CUDAGraph
+    out = model.generate(**given, **how, output_logits=True, return_dict_in_generate=True)
+    start, close = out.sequences.shape[1] - 24, 0
+    for row, expected in enumerate(out.sequences.tolist()):
+        for t in range(start, len(expected)):
+            if got[row, t] == expected[t]:
+                continue
+            best = out.logits[t - start][row].float().topk(2).values
+            # bfloat16 has 8 bits: one more or less in the last of them is no difference between logits.
+            limit = 1e-3 if dtype == torch.float32 else float(best[0].abs()) * 2**-7
+            assert best[0] - best[1] <= limit, f"row {row} differs at {t - start}, where nothing is close"
+            close += 1
+            break
+    print(f"{case}, {dtype}: {close} of {len(got)} sequences part at a tie")
+    assert dtype != torch.float32 or close <= len(got) // 2
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe", "marian"])
+def test_joining_and_leaving_on_a_gpu(case):
+    """In float64, where nothing is close: looks are several tokens apart, stops fall between them."""
+    model, given = swapped(case).cuda(), [p.cuda() for p in prompts([5, 1, 9, 3])]
+    free = [alone(model, p, max_new_tokens=21) for p in given]
+    stops = [[tokens[k]] for tokens, k in zip(free, (2, 9, 13, 20), strict=True)]
+    engine = Engine(model, rows=2, max_length=64)
+    sequences = [engine.submit(p, max_new_tokens=21, eos_token_id=s) for p, s in zip(given[:3], stops[:3], strict=True)]
+    engine.step()
+    sequences.append(engine.submit(given[3], max_new_tokens=21, do_sample=True, top_k=1))
+    list(engine.run())
+    for prompt, stop, sequence in zip(given, [*stops[:3], None], sequences, strict=True):
+        assert sequence.tokens == alone(model, prompt, max_new_tokens=21, eos_token_id=stop)

@@ -1,0 +1,71 @@
+"""A recording replays what a function does to tensors, and nothing else of it."""
+
+import pytest
+import torch
+
+from t2r.generation.engine.recording import CannotRecord, Recording
+
+
+def recorded(function, inputs, outputs):
+    with torch.inference_mode():
+        recording = Recording(function, inputs, outputs)
+
+    def replay():
+        with torch.inference_mode():
+            recording()
+
+    return recording, replay
+
+
+def test_a_recurrence_is_replayed_in_place():
+    weight, x = torch.randn(4, 4), torch.zeros(2, 4)
+    states = [torch.zeros(2, 4), torch.zeros(2, 4)]
+    outputs = [torch.zeros(2, 1), torch.zeros(2, 1)]
+    calls = []
+
+    def step(state, out):
+        calls.append(1)
+        y = torch.nn.functional.linear(x[:, None], weight, weight[0]).flatten(1)  # views of what is new
+        half = torch.nn.functional.silu(y.view(2, 2, 2).transpose(1, 2).reshape(2, 4))
+        state.mul_(weight.sigmoid().mean(0)).add_(half)
+        unused = torch.zeros_like(state).add_(1).exp()
+        best, _ = torch.cat([state, torch.ones_like(state)], 1).max(1, keepdim=True)
+        assert unused is not None
+        out.copy_(best)
+
+    recording, replay = recorded(lambda: step(states[1], outputs[1]), [x], [states[1], outputs[1]])
+    states[1].zero_()
+    for _ in range(4):
+        x.copy_(torch.randn(2, 4))
+        step(states[0], outputs[0])
+        replay()
+        assert torch.equal(states[0], states[1])
+        assert torch.equal(outputs[0], outputs[1])
+    assert len(calls) == 5  # no Python in a replay
+    names = [str(getattr(run, "func", run)) for run in recording.calls]
+    assert not [name for name in names if "sigmoid" in name], "what depends on weights alone is computed once"
+    assert not [name for name in names if "exp" in name], "what nobody reads is left out"
+
+
+def test_what_is_not_the_same_each_time_is_refused():
+    x = torch.ones(2)
+    with pytest.raises(CannotRecord, match="value"):
+        recorded(lambda: x.add_(1 if x.sum() > 3 else 2), [x], [x])
+    with pytest.raises(CannotRecord, match="random"):
+        recorded(lambda: x.add_(torch.rand(2)), [x], [x])
+
+
+def test_buffers_that_are_filled_anew_each_time():
+    x, out = torch.zeros(3), torch.zeros(3)
+
+    def step():
+        total = torch.zeros(3)
+        total += x
+        total[1:] *= 2
+        out.copy_(total)
+
+    _, replay = recorded(step, [x], [out])
+    for _ in range(3):
+        x += 1
+        replay()
+        assert torch.equal(out, x * torch.tensor([1.0, 2, 2]))

@@ -1,0 +1,187 @@
+"""What transformers' own tests do with every model and a swapped model refuses, each with its reason.
+
+A row is a thing that works on the base model. It must be refused by a `T2RError` whose text names the reason, before
+anything is computed wrongly, and the model must work as before afterwards. transformers' tests of a recurrent model of
+their own skip most of these, by `has_attentions = False` and by checks of caches that each model brings along.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache
+
+import t2r
+from families import PAD, VOCABULARY, batch, tiny
+from t2r import T2RError
+
+HOW = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": PAD}
+FAMILIES = ["gpt2", "llama", "marian"]
+
+
+class Tried(NamedTuple):
+    """A swapped model, what it is called with, and a folder."""
+
+    model: Any
+    inputs: dict[str, Any]
+    folder: Any
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        return {name: x for name, x in self.inputs.items() if not name.startswith("decoder")}
+
+    def saved(self) -> Any:
+        self.model.save_pretrained(self.folder)
+        return self.folder
+
+    def load(self, **options: Any) -> Any:
+        auto = AutoModelForSeq2SeqLM if self.model.config.is_encoder_decoder else AutoModelForCausalLM
+        return auto.from_pretrained(self.saved(), **options)
+
+
+def forward(**options: Any) -> Callable[[Tried], Any]:
+    return lambda tried: tried.model(**(tried.inputs | options))
+
+
+def generate(**options: Any) -> Callable[[Tried], Any]:
+    return lambda tried: tried.model.generate(**tried.prompt, **HOW, **options)
+
+
+def with_full_mask(tried: Tried) -> Any:
+    name = "decoder_attention_mask" if "decoder_input_ids" in tried.inputs else "attention_mask"
+    return tried.model(**(tried.inputs | {name: torch.ones(3, 1, 9, 9)}))
+
+
+def with_attention_set_in_the_configuration(tried: Tried) -> Any:
+    tried.model.config._attn_implementation = "eager"
+    try:
+        return tried.model(**tried.inputs)
+    finally:
+        tried.model.config._attn_implementation = "t2r"
+
+
+def with_stock_static_cache(tried: Tried) -> Any:
+    cache: Any = StaticCache(config=tried.model.config, max_cache_len=32)
+    if tried.model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(cache, StaticCache(config=tried.model.config, max_cache_len=32))
+    return tried.model.generate(**tried.prompt, **HOW, past_key_values=cache)
+
+
+@torch.no_grad()
+def with_filled_softmax_cache(tried: Tried) -> Any:
+    filled = tiny(tried.model.config.model_type, torch.float32)(**tried.inputs, use_cache=True).past_key_values
+    return tried.model(**tried.inputs, past_key_values=filled)
+
+
+def without_a_tensor(tried: Tried) -> Any:
+    state = tried.model.state_dict()
+    state.pop(next(name for name in state if "feature_map" in name))
+    tried.model.save_pretrained(tried.folder, state_dict=state)
+    return type(tried.model).from_pretrained(tried.folder)
+
+
+REFUSALS: dict[str, tuple[Callable[[Tried], Any], str]] = {
+    # A recurrent layer has no matrix of weights between tokens to return.
+    "attentions of a forward": (forward(output_attentions=True), "never forms attention weights"),
+    "attentions of generate": (
+        generate(output_attentions=True, return_dict_in_generate=True),
+        "never forms attention weights",
+    ),
+    # A recurrence reads from left to right: which tokens are padding is all that a mask can say.
+    "a 4-D mask": (with_full_mask, "a padding mask"),
+    # Another attention function would compute softmax attention in the modules that go through the interface.
+    "another attention function": (lambda tried: tried.model.set_attn_implementation("sdpa"), "exact_attention"),
+    "another attention function in the configuration": (with_attention_set_in_the_configuration, "exact_attention"),
+    # Caches of keys and values, which a recurrent layer does not have.
+    "an offloaded cache": (generate(cache_implementation="offloaded"), "keys and values"),
+    "an offloaded static cache": (generate(cache_implementation="offloaded_static"), "keys and values"),
+    "a quantized cache": (generate(cache_implementation="quantized"), "keys and values"),
+    "a sliding window cache": (generate(cache_implementation="sliding_window"), "keys and values"),
+    "transformers' static cache": (with_stock_static_cache, "StaticCache"),
+    "a cache that softmax attention filled": (with_filled_softmax_cache, "filled by a model with other attention"),
+    "a cache of tuples": (forward(past_key_values=((torch.zeros(1), torch.zeros(1)),) * 3), "is a tuple"),
+    "continuous batching": (lambda tried: tried.model.generate_batch([[5, 6, 7]]), "make_static_cache"),
+    # A state cannot be unread, unless it recorded what it read.
+    "cropping a cache": (lambda tried: tried.model(**tried.inputs).past_key_values.crop(-1), "activate_past_recording"),
+    # Loading is strict: transformers warns and draws missing weights anew.
+    "a missing tensor": (without_a_tensor, "missing"),
+    "a configuration that the weights do not fit": (
+        lambda tried: tried.load(**{("decoder_layers" if is_seq2seq_model(tried) else "num_hidden_layers"): 2}),
+        "unexpected",
+    ),
+    "a plain configuration": (
+        lambda tried: type(tried.model).from_pretrained(tried.saved(), config=plain_config(tried)),
+        "T2RConfig",
+    ),
+    # Heads would be divided between devices, and their maps would not.
+    "tensor parallelism": (lambda tried: tried.load(tp_plan="auto"), "tensor parallelism"),
+}
+
+
+def is_seq2seq_model(tried: Tried) -> bool:
+    return bool(tried.model.config.is_encoder_decoder)
+
+
+def plain_config(tried: Tried) -> Any:
+    return tiny(tried.model.config.model_type).config
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_it_is_refused_with_its_reason_and_the_model_works_on(model_type, what, tmp_path):
+    model = t2r.swap(tiny(model_type, torch.float32), feature_size=8).eval()
+    tried = Tried(model, batch(model_type), tmp_path / "folder")
+    with torch.no_grad():
+        before = model(**tried.inputs).logits
+    attempt, reason = REFUSALS[what]
+    with pytest.raises(T2RError, match=reason) as refusal:
+        attempt(tried)
+    assert len(str(refusal.value)) < 400
+    with torch.no_grad():
+        assert torch.equal(model(**tried.inputs).logits, before)
+
+
+def test_a_prompt_in_chunks_is_refused_for_an_encoder_decoder():
+    """transformers cuts the attention mask with the chunks, which for an encoder-decoder is the mask of the source."""
+    model, inputs = t2r.swap(tiny("marian", torch.float32), feature_size=8).eval(), batch("marian")
+    del inputs["decoder_input_ids"]
+    with pytest.raises(T2RError, match="mask of the source"):
+        model.generate(**inputs, **HOW, prefill_chunk_size=4)
+
+
+def test_attentions_asked_for_before_the_swap_are_refused():
+    model = tiny("llama", torch.float32)
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    swapped = t2r.swap(model, feature_size=8).eval()
+    with pytest.raises(T2RError, match="never forms attention weights"):
+        swapped(**batch("llama"))
+
+
+def test_assisted_decoding_on_a_static_cache_is_refused():
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8).eval()
+    ids = torch.randint(3, VOCABULARY, (1, 6))
+    with pytest.raises(T2RError, match="cannot take tokens back"):
+        model.make_static_cache(1).activate_past_recording()
+    with pytest.raises(ValueError, match="Static cache"):  # transformers' own words
+        model.generate(ids, **HOW, assistant_model=model, cache_implementation="static")
+
+
+def test_an_implementation_named_at_loading_is_said_to_have_no_effect(tmp_path, caplog):
+    """Tools name one by default. The model that is loaded is recurrent whatever they name."""
+    model = t2r.swap(tiny("llama", torch.float32), feature_size=8).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert "attn_implementation='sdpa' has no effect" in caplog.text
+    inputs = batch("llama")
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_default_cache_is_not_refused():
+    """The counterpart: a dynamic cache that softmax attention has not filled becomes one of states."""
+    model, inputs = t2r.swap(tiny("llama", torch.float32), feature_size=8).eval(), batch("llama")
+    cache = DynamicCache(config=model.config)
+    assert torch.equal(model.generate(**inputs, **HOW, past_key_values=cache), model.generate(**inputs, **HOW))
