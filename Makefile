@@ -18,7 +18,7 @@ help:  ## Print this list
 	@echo
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
-demo: $(INSTALLED)  ## Convert a small transformer into an RNN while you watch, in five minutes
+demo: $(INSTALLED)  ## Convert a small transformer into an RNN while you watch, in five minutes on any machine
 	$(BIN)/python examples/demo.py
 
 demo-full: $(INSTALLED)  ## The same in twenty minutes, with softmax layers kept and with the elu map beside it

@@ -16,6 +16,8 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,7 +63,7 @@ LEARNED = {"feature_size": 32}
 
 @dataclass(frozen=True)
 class Student:
-    """One way to convert the teacher: a recipe, options of the swap, and its share of the time."""
+    """One way to convert the teacher: a recipe, options of the swap, and its share of the time for conversions."""
 
     name: str
     share: float
@@ -72,12 +74,11 @@ class Student:
     """Fold the maps into the projections."""
 
 
-# What is left of the time is for loading, writing samples, and measuring speed.
-STUDENTS = [Student("RNN", share=0.82)]
+STUDENTS = [Student("RNN", share=1.0)]
 FULL_STUDENTS = [
-    Student("RNN", share=0.5),
-    Student("T2R-75%", share=0.36, options=LEARNED | {"softmax_every": 4}),  # every fourth layer stays softmax
-    Student("ELU", share=0.06, recipe=str(HERE / "elu.yaml"), overrides=BLOCKS, options={}, merged=False),
+    Student("RNN", share=0.54),
+    Student("T2R-75%", share=0.39, options=LEARNED | {"softmax_every": 4}),  # every fourth layer stays softmax
+    Student("ELU", share=0.07, recipe=str(HERE / "elu.yaml"), overrides=BLOCKS, options={}, merged=False),
 ]
 
 PROMPT = "She opened the letter, and"
@@ -100,17 +101,24 @@ def demo(teacher: str, train: str, valid: str, out: Path, full: bool, prompt: st
     what = f"{model.config.model_type}, {model.num_parameters():,} parameters"
     console.print(what, highlight=False)
     page.paragraph(f"The teacher is {what}.")
+    with one_thread():
+        began = time.perf_counter()
+        t2r.generate(model, prompt, tokenizer=tokenizer, **SAMPLE)
+        sample = time.perf_counter() - began
+    # After the conversions: a tenth of the time for measuring, and samples and steps of every model.
+    later = 6 * minutes + 4 * sample * (1 + len(students))
+    left = minutes - (time.perf_counter() - BEGAN + later) / 60
 
     results: dict[str, dict[str, Any]] = {}
     models: dict[str, Any] = {"teacher": model}
     for student in students:
         console.rule(f"Converted: {student.name}")
         folder = out / student.name.lower().strip("%")
-        limit = FULL_WINDOWS if full else WINDOWS
         # GPT-2's projections take the maps in. Of another teacher they are folded if that can be done and pays.
         merged = True if student.merged and model.config.model_type == "gpt2" else None
-        asked = {"train": train, "valid": valid, "limit": limit, "minutes": student.share * minutes, "merged": merged}
-        results[student.name] = convert(teacher, student, asked, folder, console)
+        asked = {"train": train, "valid": valid, "limit": FULL_WINDOWS if full else WINDOWS, "merged": merged}
+        share = max(student.share * left, student.share * minutes / 4)
+        results[student.name] = convert(teacher, student, asked, minutes, round(share, 3), folder, console)
         models[student.name] = t2r.load(folder, dtype="float32")
         show_conversion(student.name, results[student.name], folder, valid, page, console)
     if len(students) > 1:
@@ -118,17 +126,16 @@ def demo(teacher: str, train: str, valid: str, out: Path, full: bool, prompt: st
         show_scores(results, page, console)
     show_training(results, page)
 
-    # Small operations are fastest with as many threads as training was.
-    torch.set_num_threads(next(iter(results.values())).get("threads", torch.get_num_threads()))
-    console.rule("What they write")
-    show_samples(models, tokenizer, prompt, page, console)
-
-    console.rule("What a token costs")
-    with console.status("") as status:
-        report = decoding.run(models, LENGTHS, steps=8, repeats=3, progress=status.update)
-    for part in decoding.tables(report):
-        console.print(part, highlight=False)
-    show_speed(report, page)
+    with one_thread():
+        console.rule("What they write")
+        show_samples(models, tokenizer, prompt, page, console)
+        console.rule("What a token costs")
+        lengths = fitting(models, 60 * minutes - (time.perf_counter() - BEGAN))
+        with console.status("") as status:
+            report = decoding.run(models, lengths, steps=8, repeats=3, progress=status.update)
+        for part in decoding.tables(report):
+            console.print(part, highlight=False)
+        show_speed(report, page)
 
     seconds = time.perf_counter() - BEGAN
     show_machine(seconds, page)
@@ -139,20 +146,64 @@ def demo(teacher: str, train: str, valid: str, out: Path, full: bool, prompt: st
     console.print(f"All of it, with the curves, in {out / 'index.html'}", highlight=False)
 
 
-def convert(teacher: str, student: Student, asked: dict[str, Any], folder: Path, console: Console) -> dict[str, Any]:
-    """What `t2r.convert` measured: now, or when it made just this."""
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A token of so small a model is too little work to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def fitting(models: dict[str, Any], seconds: float) -> list[int]:
+    """The lengths, at least the first, that all models can read in so many seconds, by timing a block now."""
+    began = time.perf_counter()
+    for model in models.values():
+        count = min(LENGTHS[0], getattr(model.config, "max_position_embeddings", None) or LENGTHS[0])
+        with torch.no_grad():
+            model(torch.zeros(1, count, dtype=torch.long, device=model.device))
+    block = time.perf_counter() - began
+    # A long text takes longer to attend to, and steps are timed after each length.
+    return [length for length in LENGTHS if length == LENGTHS[0] or 2 * block * length / LENGTHS[0] < seconds]
+
+
+def convert(
+    teacher: str,
+    student: Student,
+    asked: dict[str, Any],
+    total: float,
+    minutes: float,
+    folder: Path,
+    console: Console,
+) -> dict[str, Any]:
+    """What `t2r.convert` measured: now, or when it made just this. A conversion that was stopped has the minutes with
+    which it began."""
     asked = asked | {"recipe": student.recipe, "overrides": student.overrides} | student.options
-    mark = folder / "demo.json"
-    known = {"teacher": teacher, "files": versions(teacher), **asked}
-    if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == json.loads(json.dumps(known)):
+    known = {"teacher": teacher, "files": versions(teacher), "total": total, **asked}
+    mark, results = folder.with_name(f"{folder.name}.json"), folder / "results.json"
+    before = json.loads(mark.read_text(encoding="utf-8")) if mark.exists() else {}
+    same = before.get("asked") == json.loads(json.dumps(known))
+    if same and results.exists() and results.stat().st_mtime_ns > mark.stat().st_mtime_ns:
         console.print(f"{folder} holds this conversion already. Remove it to see it made again", highlight=False)
-        done: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        done: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
         return done
     if folder.exists():
         console.print(f"{folder} holds another conversion, or of another teacher: it is made again", highlight=False)
-    results = t2r.convert(teacher, str(folder), overwrite=True, **asked)
-    mark.write_text(json.dumps(known), encoding="utf-8")
-    return results
+    if not same:
+        before = {"asked": known, "minutes": minutes}
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(json.dumps(before), encoding="utf-8")
+    return t2r.convert(
+        teacher,
+        str(folder),
+        overwrite=True,
+        restart=not same,
+        minutes=before["minutes"],
+        progress=sys.stderr.isatty(),
+        **asked,
+    )
 
 
 def versions(teacher: str) -> list[Any]:
@@ -178,7 +229,7 @@ def against(results: dict[str, Any]) -> str:
 # --- Showing: the same numbers on the terminal and on the page ----------------------------------------------
 
 
-def show(header: tuple[str, ...], rows: list[tuple[str, ...]], console: Console, title: str | None = None) -> None:
+def show(header: Sequence[str], rows: Sequence[Sequence[str]], console: Console, title: str | None = None) -> None:
     table = Table(*header, title=title)
     for row in rows:
         table.add_row(*row)

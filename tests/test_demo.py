@@ -50,7 +50,9 @@ def demo(world, tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "demo", module)
     spec.loader.exec_module(module)
-    module.MINUTES, module.FULL_MINUTES, module.WINDOWS, module.FULL_WINDOWS = 0.2, 0.7, 4, 4
+    module.MINUTES, module.FULL_MINUTES, module.WINDOWS, module.FULL_WINDOWS = 0.3, 1.0, 4, 4
+    module.BEGAN = module.time.perf_counter()
+    monkeypatch.setattr(module, "fitting", lambda models, seconds: list(module.LENGTHS))  # however busy this machine is
     module.LENGTHS, module.SAMPLE = (16, 64, 256), module.SAMPLE | {"max_new_tokens": 12}
 
     def run(*arguments, teacher=world / "teacher"):
@@ -140,7 +142,7 @@ def test_a_finished_conversion_is_taken_up_and_another_is_made_again(demo, monke
     assert "holds this conversion already" in result.stdout
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns == written
 
-    demo.module.MINUTES = 0.21
+    demo.module.MINUTES = 0.31
     result = demo()
     assert result.exit_code == 0, result.output
     assert "it is made again" in result.stdout
@@ -166,6 +168,34 @@ def test_a_teacher_that_is_not_there_is_one_line(demo, tmp_path):
     assert result.exit_code == 1
     assert "there is no folder" in result.output
     assert "Traceback" not in result.output
+
+
+def test_only_lengths_that_fit_are_read(world):
+    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module
+    spec.loader.exec_module(module)
+    models = {"teacher": t2r.load(world / "teacher", device="cpu")}
+    assert module.fitting(models, -1.0) == [512]
+    assert module.fitting(models, 1e6) == [512, 2048, 8192]
+
+
+def test_a_conversion_that_was_stopped_goes_on_with_its_minutes(demo, monkeypatch):
+    """A second later the time that is left is another."""
+    asked = []
+
+    def stop(*args, **options):
+        asked.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(t2r, "convert", stop)
+    assert demo().exit_code == 130
+    demo.module.BEGAN -= 1
+    assert demo().exit_code == 130
+    demo.module.MINUTES = 0.5
+    assert demo().exit_code == 130
+    assert [options["restart"] for options in asked] == [True, False, True]
+    assert asked[0]["minutes"] == asked[1]["minutes"] != asked[2]["minutes"]
 
 
 def test_it_uses_the_public_api_alone():

@@ -39,8 +39,8 @@ class Schedule:
         if self.period_mult < 1:
             raise T2RError(f"period_mult is {self.period_mult}: a cycle cannot be shorter than the one before")
 
-    def at(self, step: int) -> float:
-        """The rate of step `step`, counted from 0."""
+    def at(self, step: float) -> float:
+        """The rate of step `step`, counted from 0; by the clock also between two steps."""
         if step < self.warmup_steps:
             return self.warmup_init + (self.peak - self.warmup_init) * step / self.warmup_steps
         since = step - self.warmup_steps

@@ -57,7 +57,8 @@ def run_stage(
         run.remember(f"{stage.name}.batch_tokens", lambda: batch_tokens)
         run.remember(f"{stage.name}.steps", lambda: steps)
         if stage.minutes is not None:
-            run.remember(f"{stage.name}.seconds", lambda: 60 * stage.minutes if seconds is None else seconds)
+            limit = 60 * stage.minutes if seconds is None else seconds
+            run.remember(f"{stage.name}.seconds", lambda: limit)
     steps, seconds = run.facts[f"{stage.name}.steps"], run.facts.get(f"{stage.name}.seconds")
     stage = fit(with_batch(stage, run.facts.get(f"{stage.name}.batch_tokens", stage.batch_tokens)), steps)
     folder = run.checkpoints(stage.name)
