@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import t2r
-from t2r.bench import decoding
+from t2r.bench import decoding, figures
 from t2r.reporting import COLORS, Page, bars, environment, lines
 
 HERE = Path(__file__).parent
@@ -135,7 +135,8 @@ def demo(teacher: str, train: str, valid: str, out: Path, full: bool, prompt: st
             report = decoding.run(models, lengths, steps=8, repeats=3, progress=status.update)
         for part in decoding.tables(report):
             console.print(part, highlight=False)
-        show_speed(report, page)
+        page.heading("What a token costs")
+        figures.add_decoding(page, report)
 
     seconds = time.perf_counter() - BEGAN
     show_machine(seconds, page)
@@ -295,24 +296,6 @@ def show_samples(models: dict[str, Any], tokenizer: Any, prompt: str, page: Page
     page.heading("What they write")
     page.paragraph(f"The same prompt and the same seed, temperature {SAMPLE['temperature']}: {prompt!r}")
     page.quotes(texts)
-
-
-def show_speed(report: decoding.Report, page: Page) -> None:
-    page.heading("What a token costs")
-    names = list(dict.fromkeys(point.model for point in report.points))
-    lengths = {name: [point.length for point in report.of(name)] for name in names}
-    speed = {name: (lengths[name], [point.tokens_per_second for point in report.of(name)]) for name in names}
-    memory = {name: (lengths[name], [point.cache_bytes / 2**20 for point in report.of(name)]) for name in names}
-    look: dict[str, Any] = {"log_x": True, "markers": True}
-    page.figures(
-        {
-            "Tokens a second, after so many tokens": lines(speed, "tokens before", "tokens/s", **look),
-            "What is kept from token to token": lines(memory, "tokens before", "MiB", log_y=True, **look),
-        }
-    )
-    page.table(decoding.HEADER, decoding.cells(report), decoding.title(report))
-    for note in decoding.notes(report):
-        page.paragraph(note)
 
 
 def show_machine(seconds: float, page: Page) -> None:

@@ -1,5 +1,5 @@
 """Measurements of speed and memory: `bench.ops.run` of linear attention, `bench.decoding.run` of whole models."""
 
-from t2r.bench import decoding, ops
+from t2r.bench import decoding, figures, ops
 
-__all__ = ["decoding", "ops"]
+__all__ = ["decoding", "figures", "ops"]

@@ -105,7 +105,7 @@ def bench_decode(
             )
             reports.append(report)
         if page is not None:
-            from t2r.reporting.speed import decoding_page
+            from t2r.bench.figures import decoding_page
 
             decoding_page(reports).write(Path(page))
     if as_json:
