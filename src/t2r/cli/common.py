@@ -134,7 +134,8 @@ def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str,
         print_json(results)
     elif not quiet:
         table = summary(results)
-        measured = table if table.rows else "Nothing was measured: give --valid to see the perplexity."
+        nothing = "Nothing was measured: give --valid, or for a translation --valid-src and --valid-tgt."
+        measured = table if table.rows else nothing
         show([measured, f"saved in {out}"])
 
 

@@ -49,7 +49,23 @@ def convert(
         ),
     ] = None,
     valid: Annotated[str | None, typer.Option(help="A text to measure perplexity on, before and after.")] = None,
-    recipe: Annotated[str, typer.Option(help="A shipped recipe, or a YAML file.")] = "distill-lm",
+    src: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of an encoder-decoder: a file of sources, line by line, with a weight or without, as for --train. "
+            "Repeatable."
+        ),
+    ] = None,
+    tgt: Annotated[
+        list[str] | None,
+        typer.Option(help="The targets of each --src; or `teacher`: the model translates them itself. Repeatable."),
+    ] = None,
+    valid_src: Annotated[str | None, typer.Option(help="Sources to measure BLEU on, before and after.")] = None,
+    valid_tgt: Annotated[str | None, typer.Option(help="Their references.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="A shipped recipe, or a YAML file. [default: distill-lm, or with --src distill-mt]"),
+    ] = None,
     set_: Set = None,
     minutes: Minutes = None,
     teacher_tokens: Annotated[int, flag(RUN["teacher_tokens"])] = RUN["teacher_tokens"].default,
@@ -69,7 +85,7 @@ def convert(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a language model into an RNN: swap, train, evaluate, merge if possible, save.
+    """Turn a language model or a translation model into an RNN: swap, train, evaluate, merge if possible, save.
 
     \b
     t2r convert gpt2 rnn --train corpus.txt --valid valid.txt        perplexities beside the teacher's
@@ -79,6 +95,8 @@ def convert(
     t2r convert gpt2 rnn --train wiki.txt:2 --train novels.txt:0.5   twice, and every second block
     t2r convert gpt2 rnn --train wiki.txt:60% --train novels.txt:40% shares of what is read
     t2r convert gpt2 rnn --train small.txt --set noise=0.1           read often, but never quite the same
+    t2r convert opus-mt-zh-en rnn --src train.zh --tgt train.en --valid-src dev.zh --valid-tgt dev.en   translation
+    t2r convert opus-mt-zh-en rnn --src train.zh --tgt teacher       only sources? the model translates them
 
     Stop it anywhere; the same command goes on where it was. The defaults shown here are those of the recipe distill-lm.
     """
@@ -87,12 +105,17 @@ def convert(
 
     if restart:
         options["restart"] = True
+    recipe = recipe or ("distill-mt" if src or tgt else "distill-lm")
     with calm(quiet or as_json, info=not quiet):
         results = run(
             source,
             out,
             train=train or None,
             valid=valid,
+            source=src or None,
+            target=tgt or None,
+            valid_source=valid_src,
+            valid_target=valid_tgt,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_, recipe),
             minutes=minutes,

@@ -19,13 +19,21 @@ def evaluate(
     ] = None,
     task: Annotated[list[str] | None, typer.Option(help="A task of lm-eval (an extra), too. Repeatable.")] = None,
     task_folder: Annotated[str | None, typer.Option(help="Where YAML files of your own tasks are.")] = None,
+    src: Annotated[str | None, typer.Option(help="Of translation models: a file of sources, line by line.")] = None,
+    ref: Annotated[str | None, typer.Option(help="The references of --src: BLEU and chrF are measured.")] = None,
+    beams: Annotated[int, typer.Option(min=1, max=1000, help="Beams of the search that translates --src.")] = 5,
+    length_penalty: Annotated[float, typer.Option(help="Of the beam search.")] = 0.6,
+    bleu_tokenize: Annotated[
+        str, typer.Option(help="sacrebleu's tokenizer for BLEU, such as zh where the references are Chinese.")
+    ] = "13a",
+    outputs: Annotated[str | None, typer.Option(help="A folder for the translations, a file for each model.")] = None,
     window: Annotated[
         list[int] | None,
         typer.Option(help=f"{RUN['window'].help} Repeatable. [default: {RUN['window'].default_words}]"),
     ] = None,
     stride: Annotated[int | None, flag(RUN["stride"])] = None,
     limit: Annotated[
-        int | None, flag(RUN["limit"], help="Score so many windows, or questions of a task, only.")
+        int | None, flag(RUN["limit"], help="Score so many windows, questions of a task, or lines of --src only.")
     ] = None,
     batch_size: Annotated[
         int | None, flag(RUN["batch_size"], help="Windows at a time.", default="by the device")
@@ -42,7 +50,8 @@ def evaluate(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity by the paper's protocol, bits per byte, KL to the first model, and what likelihood hides.
+    """Perplexity by the paper's protocol, bits per byte, KL to the first model, and what likelihood hides; of
+    translation models, BLEU and chrF.
 
     \b
     t2r evaluate teacher rnn --text valid.txt                                 side by side
@@ -51,6 +60,7 @@ def evaluate(
     t2r evaluate teacher rnn --text valid.txt --variant rnn:state=bfloat16            a state in half precision
     t2r evaluate teacher rnn --task hellaswag --task lambada_openai           tasks of lm-eval
     t2r evaluate rnn --task mine --task-folder tasks                          your own, in tasks/mine.yaml
+    t2r evaluate teacher rnn --src test.zh --ref test.en --outputs texts      translations, side by side
     """
     from t2r.evaluation import evaluate as run
     from t2r.evaluation import tables
@@ -59,6 +69,12 @@ def evaluate(
         results = run(
             models,
             text,
+            source=src,
+            reference=ref,
+            beams=beams,
+            length_penalty=length_penalty,
+            bleu_tokenize=bleu_tokenize,
+            outputs=outputs,
             tasks=task or [],
             task_folder=task_folder,
             variants=variant or [],

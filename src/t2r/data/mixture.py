@@ -86,17 +86,22 @@ def parse_sources(train: Sources | None) -> list[WeightedSource]:
         parsed = [with_weight(source, weight) for source, weight in train.items()]
     else:
         parsed = [parse_source(entry) for entry in ([train] if isinstance(train, str) else train or ())]
-    shared = [entry for entry in parsed if entry.share is not None]
-    if shared and len(shared) < len(parsed):
-        without = next(entry for entry in parsed if entry.share is None)
-        raise T2RError(
-            f"train: {shared[0]} is a share and {without} is not: give every source a share, or none of them"
-        )
+    check_shares(parsed)
     combined: dict[str, WeightedSource] = {}
     for entry in parsed:
         before = combined.get(entry.source)
         combined[entry.source] = entry if before is None else together(before, entry)
     return list(combined.values())
+
+
+def check_shares(sources: Sequence[WeightedSource]) -> None:
+    """Either every source has a share, or none has."""
+    shared = [entry for entry in sources if entry.share is not None]
+    if shared and len(shared) < len(sources):
+        without = next(entry for entry in sources if entry.share is None)
+        raise T2RError(
+            f"train: {shared[0]} is a share and {without} is not: give every source a share, or none of them"
+        )
 
 
 def together(one: WeightedSource, other: WeightedSource) -> WeightedSource:

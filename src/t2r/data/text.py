@@ -100,23 +100,42 @@ class FileSource:
             raise T2RError(f"{self.path} cannot be read: {error.strerror or error}") from error
 
     def read(self, tokenizer: PreTrainedTokenizerBase, lines: bool, report: Report) -> Iterator[Part]:
-        suffixes = [suffix.lower() for suffix in self.path.suffixes]
-        packed = suffixes.pop() if suffixes and suffixes[-1] in OPEN else ""
-        with self.reading(), self.path.open("rb") as raw, OPEN[packed](raw) as opened:
-            file = io.BufferedReader(opened, READ)
-            if suffixes and suffixes[-1] == ".jsonl":
+        with self.opened() as (file, raw):
+            if self.suffixes[0] == ".jsonl":
                 parts = self._records(file, tokenizer)
             elif lines:
                 parts = (Part(line.rstrip("\r\n")) for _, line in self._lines(file) if line.strip())
             else:
                 parts = self._pieces(file)
-            try:
-                for part in parts:
-                    report(raw.tell())  # of a compressed file, how much of it was unpacked
-                    yield part
-            except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-                reason = str(error).rstrip(".")
-                raise T2RError(f"{self.path} is damaged or not a {packed} file: {reason}") from error
+            for part in parts:
+                report(raw.tell())  # of a compressed file, how much of it was unpacked
+                yield part
+
+    def read_lines(self, report: Report = lambda _: None) -> Iterator[str]:
+        """Every line, empty ones too, without its line end."""
+        with self.opened() as (file, raw):
+            for number, line in self._lines(file):
+                if number % 1024 == 0:
+                    report(raw.tell())
+                yield line.rstrip("\r\n")
+
+    @property
+    def suffixes(self) -> tuple[str, str]:
+        """The last suffix but that of a compressed file, and that one; empty where there is none."""
+        found = [suffix.lower() for suffix in self.path.suffixes]
+        packed = found.pop() if found and found[-1] in OPEN else ""
+        return found[-1] if found else "", packed
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+        """The unpacked file, and the file itself."""
+        _, packed = self.suffixes
+        try:
+            with self.reading(), self.path.open("rb") as raw, OPEN[packed](raw) as opened:
+                yield io.BufferedReader(opened, READ), raw
+        except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+            reason = str(error).rstrip(".")
+            raise T2RError(f"{self.path} is damaged or not a {packed} file: {reason}") from error
 
     def _pieces(self, file: BinaryIO) -> Iterator[Part]:
         decoder = codecs.getincrementaldecoder("utf-8")()

@@ -1,4 +1,4 @@
-"""How good a language model is: perplexity, what it writes, what it remembers.
+"""How good a model is: perplexity, what it writes, what it remembers, BLEU of its translations.
 
 `evaluate` does it all for several models and texts; each measurement is a function of its own.
 """
@@ -10,6 +10,7 @@ from t2r.evaluation.inputs import Text, encode, read_text
 from t2r.evaluation.logits import logits_by_slice
 from t2r.evaluation.perplexity import Perplexity, perplexity
 from t2r.evaluation.report import tables
+from t2r.evaluation.translation import evaluate_translation, score, token_scores
 from t2r.evaluation.variants import Variant
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Variant",
     "encode",
     "evaluate",
+    "evaluate_translation",
     "find_tasks",
     "harness",
     "logits_by_slice",
@@ -25,5 +27,7 @@ __all__ = [
     "read_text",
     "recall",
     "repetition",
+    "score",
     "tables",
+    "token_scores",
 ]

@@ -18,7 +18,9 @@ from t2r.evaluation.generation import DISTANCES, recall, recall_tokens, repeated
 from t2r.evaluation.harness import find_tasks, harness
 from t2r.evaluation.inputs import Text, encode, positions_of, read_text, refuse_seq2seq
 from t2r.evaluation.perplexity import WINDOW, Perplexity, perplexity
+from t2r.evaluation.translation import BLEU_TOKENIZE, evaluate_translation
 from t2r.evaluation.variants import Variant, memory_of
+from t2r.generation.translation import BEAMS, LENGTH_PENALTY
 from t2r.hub import auto_class, load_config, load_model, load_tokenizer
 from t2r.options import RunOptions, check
 
@@ -34,6 +36,12 @@ def evaluate(
     models: Model | Sequence[Model],
     text: str | Path | Sequence[str | Path] | None = None,
     *,
+    source: str | Path | None = None,
+    reference: str | Path | None = None,
+    beams: int = BEAMS,
+    length_penalty: float = LENGTH_PENALTY,
+    bleu_tokenize: str = BLEU_TOKENIZE,
+    outputs: str | Path | None = None,
     variants: Sequence[str] = (),
     tasks: Sequence[str] = (),
     task_folder: str | Path | None = None,
@@ -64,6 +72,11 @@ def evaluate(
     Args:
         models: folders, hub names or models (then give their `tokenizer`).
         text: a file or a glob, or several.
+        source, reference: of translation models, in place of a text: two files, line by line. Measures BLEU and chrF;
+            of the other arguments `limit` (lines), `dtype`, `device` and `tokenizer` apply.
+        beams, length_penalty: of the beam search by which sources are translated.
+        bleu_tokenize: sacrebleu's tokenizer for BLEU, such as `zh` where the references are Chinese.
+        outputs: a folder for the translations, a file for each model.
         variants: further rows, `MODEL:window=TOKENS,sinks=TOKENS` or `MODEL:state=DTYPE,every=TOKENS` (see `Variant`).
             MODEL is a model as it is given here, or the last part of its path.
         tasks: of lm-eval, or your own whose YAML files are in `task_folder`.
@@ -80,8 +93,28 @@ def evaluate(
     if not models:
         raise T2RError("name at least one model")
     texts = [] if text is None else [text] if isinstance(text, str | Path) else list(text)
+    if source is not None or reference is not None:
+        if source is None or reference is None:
+            raise T2RError("to measure translations, give both sources and references: --src and --ref")
+        if texts or tasks or variants or teacher is not None:
+            raise T2RError("translations are measured alone: give no text, task, variant or teacher beside --src")
+        check(RunOptions, {"limit": limit, "dtype": dtype, "device": device})
+        return evaluate_translation(
+            models,
+            source,
+            reference,
+            tokenizer=tokenizer,
+            beams=beams,
+            length_penalty=length_penalty,
+            tokenize=bleu_tokenize,
+            limit=limit,
+            dtype=dtype,
+            device=device,
+            outputs=outputs,
+            progress=progress,
+        )
     if not texts and not tasks:
-        raise T2RError("nothing to measure: give --text FILE, --task NAME, or both")
+        raise T2RError("nothing to measure: give --text FILE, --task NAME, or both; or --src and --ref")
     wanted: list[int | None] = [window] if window is None or isinstance(window, int) else [*window] or [None]
     for size in wanted:
         given = {"window": size, "stride": stride, "limit": limit, "dtype": dtype, "device": device, "seed": seed}

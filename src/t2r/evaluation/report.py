@@ -16,6 +16,8 @@ def tables(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
     for i in range(len(first.get("measured", [first])) if "perplexity" in first else 0):
         each = [r | r["measured"][i] if "measured" in r else r for r in results]
         parts += [_models(each), _positions(each)]
+    if "bleu" in first:
+        parts += _translated(results)
     # A variant writes nothing and answers no tasks.
     if "tasks" in first:
         parts.append(_tasks([r for r in results if "tasks" in r]))
@@ -41,6 +43,20 @@ def _models(results: Sequence[dict[str, Any]]) -> "Table":
         "kept after a window": lambda r: _mebibytes(r.get("kept_bytes")),
     }
     return _table(title, results, {label: [cell(r) for r in results] for label, cell in rows.items()})
+
+
+def _translated(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
+    first = results[0]
+    search = f"beam {first['beams']}, length penalty {first['length_penalty']:g}"
+    title = f"{first['source']}: {first['lines']:,} lines, {search}"
+    rows: dict[str, Callable[[dict[str, Any]], str]] = {
+        "BLEU": lambda r: _number(r["bleu"]),
+        "  against the first": lambda r: _signed(r.get("bleu_difference")),
+        "chrF": lambda r: _number(r["chrf"]),
+        "  against the first ": lambda r: _signed(r.get("chrf_difference")),
+    }
+    table = _table(title, results, {label: [cell(r) for r in results] for label, cell in rows.items()})
+    return [table, *(f"{name}: {first[f'{key}_signature']}" for name, key in (("BLEU", "bleu"), ("chrF", "chrf")))]
 
 
 def _positions(results: Sequence[dict[str, Any]]) -> "Table":
@@ -108,6 +124,10 @@ def _table(title: str, results: Sequence[dict[str, Any]], rows: dict[str, list[s
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def _signed(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:+.{digits}f}"
 
 
 def _percent(value: float | None) -> str:

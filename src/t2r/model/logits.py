@@ -26,6 +26,11 @@ def logits_at_once(device: torch.device) -> int:
     return AT_ONCE.get(device.type, LARGE)
 
 
+def widened(logits: Tensor) -> Tensor:
+    """In float32, or in more where they have more."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 class Readout:
     """A model as two parts: the body, which gives `states`, and the head, which gives the logits of any of them.
 

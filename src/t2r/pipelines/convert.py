@@ -1,4 +1,4 @@
-"""The whole way: a transformer and some text in, an RNN with its perplexity beside the teacher's out."""
+"""The whole way: a transformer and some text in, an RNN with its perplexity or BLEU beside the teacher's out."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from t2r.model.swap import swap
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
-from t2r.tasks import LanguageModeling
-from t2r.tasks.language_modeling import TEACHER_TOKENS, max_positions
+from t2r.tasks import LanguageModeling, Task, Translation
+from t2r.tasks.base import max_positions
+from t2r.tasks.language_modeling import TEACHER_TOKENS
 from t2r.training import processes
 from t2r.training.arithmetic import halve, without_denormals
 from t2r.training.plan import check_options, check_report_to, over, trainable, within
@@ -46,7 +47,11 @@ def convert(
     *,
     train: Sources | None = None,
     valid: str | None = None,
-    recipe: str = "distill-lm",
+    source: Sources | None = None,
+    target: Sources | None = None,
+    valid_source: str | None = None,
+    valid_target: str | None = None,
+    recipe: str | None = None,
     overrides: Sequence[str] = (),
     minutes: float | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -79,7 +84,11 @@ def convert(
             `wiki.txt:60%` makes up this share of what is read; also a mapping from source to weight, or a list of
             pairs. None: the texts that the recipe names.
         valid: a text to measure perplexity on, before and after.
-        recipe: the name of a shipped recipe or a YAML file; `overrides` are `stage.field=value`.
+        source, target: of an encoder-decoder, in place of `train`: files of sources and of targets, line by line. A
+            weight stands at the source. `teacher` as a target: the model translates the sources itself (beam search).
+        valid_source, valid_target: in place of `valid`: a pair of files to measure BLEU on.
+        recipe: the name of a shipped recipe or a YAML file; `overrides` are `stage.field=value`. None: `distill-lm`, or
+            for parallel text `distill-mt`.
         minutes: time for all of it, loading and measuring included. What is left for the stages is shared in proportion
             to their tokens or steps; where it is short, the teacher writes less, fewer windows are measured, and a step
             has fewer tokens. None: as long as it takes.
@@ -87,9 +96,9 @@ def convert(
         merged: fold the maps into the projections at the end. None: if it can be done and pays.
         seed: of the maps, the order of the text, dropout, and what the teacher writes.
         bf16: train in bfloat16. None: on a GPU.
-        compiled: compile layers and losses. None: on a GPU.
+        compiled: compile layers and losses. None: on a GPU, but not for parallel text, whose batches differ in shape.
         gradient_checkpointing: less memory for activations, which are computed twice.
-        limit: evaluate on so many windows only.
+        limit: evaluate on so many windows, or lines, only.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
         restart: begin anew, where otherwise an unfinished run would go on.
         options: of the swap, over the recipe's own. A `feature_map` comes with its own defaults of
@@ -100,7 +109,8 @@ def convert(
     check_options(options)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
-    plan = within(load_recipe(recipe, overrides), minutes)
+    translates = check_texts(train, valid, documents, (source, target, valid_source, valid_target))
+    plan = within(load_recipe(recipe or default_recipe(translates), overrides), minutes)
     auto = parse_auto(softmax_layers)
     swap_options = over(plan.swap, options) | {"seed": seed}
     if auto is None and softmax_layers is not None:
@@ -110,25 +120,22 @@ def convert(
     settings = Settings(
         seed=seed,
         bf16=on_gpu if bf16 is None else bf16,
-        compiled=on_gpu if compiled is None else compiled,
+        compiled=on_gpu and not translates if compiled is None else compiled,
         gradient_checkpointing=gradient_checkpointing,
         save_steps=save_steps,
         report_to=report_to,
         progress=progress,
     )
     base, tokens = load_base(model, tokenizer, place, {"revision": revision, "trust_remote_code": trust_remote_code})
-    task = LanguageModeling(
-        tokens,
-        plan.train if train is None else train,
-        valid,
-        documents=documents,
-        teacher_tokens=teacher_tokens,
-        limit=limit,
-        seed=seed,
-        progress=progress,
-        caching=caching,
-    )
-    plan = plan.for_positions(max_positions(base))
+    common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
+    task: Task
+    if translates:
+        task = Translation(tokens, source, target, valid_source, valid_target, **common)
+        plan = plan.a_block_at_a_time()
+    else:
+        texts = plan.train if train is None else train
+        task = LanguageModeling(tokens, texts, valid, documents=documents, teacher_tokens=teacher_tokens, **common)
+        plan = plan.for_positions(max_positions(base))
     config = T2RConfig(**swap_options)
     check_auto(auto, plan, config, base)
     task.check(base, [stage.block_size for stage in plan.stages])
@@ -151,7 +158,7 @@ def convert(
         session.prepare(
             student,
             teacher,
-            writer=lambda length: writing_speed(teacher, tokens, length),
+            writer=None if translates else lambda length: writing_speed(teacher, tokens, length),
             scans=auto is not None,
         )
 
@@ -181,6 +188,18 @@ def summary(results: dict[str, Any]) -> Table:
     return as_table(*table_of(results, compared=True))
 
 
+def check_texts(train: Any, valid: Any, documents: bool, pairs: tuple[Any, ...]) -> bool:
+    """Whether this is a translation: parallel text was given, and no other."""
+    translates = any(given is not None for given in pairs)
+    if translates and (train is not None or valid is not None or documents):
+        raise T2RError("give a text (train, valid, documents) or parallel text (source, target), not both")
+    return translates
+
+
+def default_recipe(translates: bool) -> str:
+    return "distill-mt" if translates else "distill-lm"
+
+
 def load_base(
     model: str | PreTrainedModel, tokenizer: Any, place: torch.device, hub: dict[str, Any]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -191,8 +210,6 @@ def load_base(
         tokenizer = tokenizer or load_tokenizer(model, **hub)
     else:
         base = model.float().to(place)
-    if tokenizer is None and base.config.is_encoder_decoder:
-        raise T2RError(f"convert trains language models; {base.config.model_type} is an encoder-decoder")
     if tokenizer is None:
         raise T2RError("there is no tokenizer for this model: give one")
     return base, tokenizer

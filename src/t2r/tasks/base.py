@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedModel
 
+from t2r.errors import T2RError
+from t2r.surgery.adapters import family_of
+
 
 class Task(ABC):
     """Where the data comes from, how it is batched, which positions are scored against which labels, and the metric.
@@ -84,6 +87,10 @@ class Task(ABC):
         batch: dict[str, Tensor] = default_collate(list(items))
         return batch
 
+    def rows(self, item: Any) -> int:
+        """How many rows of a batch an item makes."""
+        return 1
+
     # --- Loss -----------------------------------------------------------------------------------------------
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -135,3 +142,17 @@ def exchanged(ids: Tensor, share: float | Tensor) -> Tensor:
     any text learns more from a text it has seen before if it is not quite the same."""
     others = ids.flatten()[torch.randint(ids.numel(), ids.shape, device=ids.device)]
     return torch.where(torch.rand(ids.shape, device=ids.device) < share, others, ids)
+
+
+def number(value: float | None, digits: int) -> str:
+    """A cell of a table; empty where nothing was measured."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """How many tokens the model can read at most; None: any number."""
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    try:
+        return family_of(model).max_positions(model) or positions
+    except T2RError:  # a family that we do not know
+        return positions

@@ -21,8 +21,7 @@ from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation import Text, encode, perplexity, read_text
 from t2r.evaluation.perplexity import WINDOW
-from t2r.surgery.adapters import family_of
-from t2r.tasks.base import Task, exchanged
+from t2r.tasks.base import Task, exchanged, max_positions, number
 
 TEACHER = "teacher"
 """Among the texts to train on: what the teacher itself writes."""
@@ -88,7 +87,10 @@ class LanguageModeling(Task):
 
     def check(self, model: PreTrainedModel, block_sizes: Iterable[int]) -> None:
         if model.config.is_encoder_decoder:
-            raise T2RError(f"only language models are trained on text; {model.config.model_type} is an encoder-decoder")
+            raise T2RError(
+                f"{model.config.model_type} is an encoder-decoder: train it on parallel text, source and target "
+                "(--src, --tgt), not on a text"
+            )
         if not self.sources:
             raise T2RError("no text was given: name at least one file, glob or datasets:NAME to train on")
         warn_of_shares(self.mixed)
@@ -268,16 +270,3 @@ class LanguageModeling(Task):
             ratio = f"{own / first - 1:+.1%}" if own and first else ""
             rows.append((name, number(own, 2) or "not finite", ratio, number(values["kl"], 4)))
         return ("model", "perplexity", "against the teacher", "KL to the teacher"), rows
-
-
-def number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def max_positions(model: PreTrainedModel) -> int | None:
-    """How many tokens the model can read at most; None: any number."""
-    positions: int | None = getattr(model.config, "max_position_embeddings", None)
-    try:
-        return family_of(model).max_positions(model) or positions
-    except T2RError:  # a family that we do not know
-        return positions

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from t2r.errors import T2RError
 from t2r.model.logits import Readout
 from t2r.tasks import Task
 from t2r.training.objectives import distillation_loss, transferring
@@ -44,6 +45,8 @@ class Learner(nn.Module):
         self._readouts: dict[int, Readout] = {}
         # An adaptive softmax computes the logits of the words it needs and of no others.
         self.own_loss = stage.objective == "task" and bool(getattr(student, "loss_without_logits", False))
+        if self.own_loss and stage.label_smoothing:
+            raise T2RError(f"stage {stage.name!r}: an adaptive softmax has no label smoothing")
         # Nobody reads the logits of a transfer: one row of them has to be formed.
         takes_rows = "logits_to_keep" in inspect.signature(student.forward).parameters
         self.without_logits = {"logits_to_keep": 1} if takes_rows else {}
@@ -96,6 +99,7 @@ class Learner(nn.Module):
             kl_weight=kl_weight,
             task_weight=task_weight,
             temperature=stage.temperature,
+            label_smoothing=stage.label_smoothing,
             compiled=self.compiled,
         )
         if not distills:

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from t2r.attention.recurrence import Inputs, Recurrence, exact_attention, recurrent_sites
-from t2r.model.logits import logits_at_once
+from t2r.model.logits import logits_at_once, widened
 
 
 @cache
@@ -78,24 +78,26 @@ def distillation_loss(
     kl_weight: float = 1.0,
     task_weight: float = 0.0,
     temperature: float = 1.0,
+    label_smoothing: float = 0.0,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kl_weight` KL(teacher || student) + `task_weight` cross entropy, a mean over the tokens whose label is not
     -100, or their sum divided by `count` where they are a part of a larger batch. Also the two terms, for the log.
-    Without a teacher there is only the cross entropy.
+    Without a teacher there is only the cross entropy. With `label_smoothing` it is against the label with this share
+    taken off and spread evenly over the vocabulary.
 
     With a head, `student` or `teacher` is what goes into it, `[tokens, hidden]`, and logits are formed for a chunk of
     tokens at a time, forward and backward; without, it is the logits themselves. A head is a linear layer, or anything
     that can be called and has `out_features`.
     """
     if not all(head is None or type(head) is nn.Linear for head in (student_head, teacher_head)):
-        terms = (kl_weight, task_weight, temperature)
+        terms = (kl_weight, task_weight, temperature, label_smoothing)
         own, others = student_head or as_they_are, teacher_head or as_they_are
         return in_pieces(student, teacher, labels, count, own, others, *terms)
     heads = (None, None) if student_head is None else (student_head.weight, student_head.bias)
     reference = (None, None) if teacher_head is None else (teacher_head.weight.detach(), teacher_head.bias)
     scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
-    weights = (0.0 if teacher is None else kl_weight, task_weight, temperature, compiled)
+    weights = (0.0 if teacher is None else kl_weight, task_weight, temperature, label_smoothing, compiled)
     # A batch of prompts alone has nothing to learn from: its loss is 0, not 0 / 0.
     return _ChunkedDistillation.apply(student, *heads, teacher, *reference, labels, scored.clamp_min(1), *weights)
 
@@ -110,6 +112,7 @@ def in_pieces(
     kl_weight: float,
     task_weight: float,
     temperature: float,
+    label_smoothing: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same for heads of any kind (an adaptive softmax, capped logits): each piece is computed once more in the
     backward pass, so that only one piece's logits are there at a time."""
@@ -125,8 +128,10 @@ def in_pieces(
             log_q = (logits / temperature).log_softmax(-1)
             per_token = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
             kl = per_token.masked_fill(target < 0, 0).sum()
-        task = cross_entropy(logits, target, ignore_index=-100, reduction="sum") if task_weight else kl.new_zeros(())
-        return kl, task
+        if not task_weight:
+            return kl, kl.new_zeros(())
+        smoothed = {"label_smoothing": label_smoothing}
+        return kl, cross_entropy(logits, target, ignore_index=-100, reduction="sum", **smoothed)
 
     sums = []
     for start in range(0, student.shape[0], rows):
@@ -159,6 +164,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         kl_weight: float,
         task_weight: float,
         temperature: float,
+        label_smoothing: float,
         compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = student.device.type
@@ -181,7 +187,9 @@ class _ChunkedDistillation(torch.autograd.Function):
                 here = slice(start, start + size)
                 logits = apply_head(student[here], weight, bias)
                 reference = None if teacher is None else apply_head(teacher[here], teacher_weight, teacher_bias)
-                kl, task, gradient = terms(logits, reference, labels[here], scored, kl_weight, task_weight, temperature)
+                kl, task, gradient = terms(
+                    logits, reference, labels[here], scored, kl_weight, task_weight, temperature, label_smoothing
+                )
                 kl_sum, task_sum = kl_sum + kl, task_sum + task
                 if weight is None:
                     d_student[here] = gradient
@@ -198,16 +206,12 @@ class _ChunkedDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *ignored: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if x is None else (g * x).to(x.dtype) for x in ctx.saved_tensors), *(None,) * 9
+        return *(None if x is None else (g * x).to(x.dtype) for x in ctx.saved_tensors), *(None,) * 10
 
 
 def apply_head(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Logits of hidden states, or the logits that are given."""
     return x if weight is None else linear(x.to(weight.dtype), weight, bias)
-
-
-def widened(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def loss_and_gradient(
@@ -218,6 +222,7 @@ def loss_and_gradient(
     kl_weight: float,
     task_weight: float,
     temperature: float,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the tokens that count of T^2 KL(reference || logits) at temperature T and of the cross entropy; and the
     gradient of the weighted two by the logits, in their dtype, for a mean over `scored` tokens."""
@@ -233,8 +238,15 @@ def loss_and_gradient(
     if task_weight:
         log_q = wide.log_softmax(-1)
         target = labels.clamp_min(0)[:, None]
-        task = -log_q.gather(1, target)[:, 0].masked_fill(ignored, 0).sum()
-        part = log_q.exp_().scatter_add_(1, target, -torch.ones_like(target, dtype=wide.dtype)).mul_(task_weight)
+        log_label = log_q.gather(1, target)[:, 0]
+        if label_smoothing:
+            log_label = (1 - label_smoothing) * log_label + label_smoothing * log_q.mean(-1)
+        task = -log_label.masked_fill(ignored, 0).sum()
+        part = log_q.exp_()
+        if label_smoothing:
+            part.sub_(label_smoothing / part.shape[-1])
+        taken = torch.full_like(target, label_smoothing - 1.0, dtype=wide.dtype)
+        part = part.scatter_add_(1, target, taken).mul_(task_weight)
         gradient = part if gradient is None else gradient.add_(part)
     if gradient is None:
         return kl, task, torch.zeros_like(logits)

@@ -114,6 +114,11 @@ def epoch_items(items: Any) -> float:
     return len(items) if portions is None else float(sum(count * readings for count, readings in portions))
 
 
-def collate(items: Sequence[tuple[Any, int]], rows: Callable[[Sequence[Any]], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch of items, with the number of each row's reading."""
-    return rows([item for item, _ in items]) | {READING: torch.tensor([reading for _, reading in items])}
+def collate(
+    items: Sequence[tuple[Any, int]],
+    batch: Callable[[Sequence[Any]], dict[str, Tensor]],
+    rows: Callable[[Any], int] = lambda item: 1,
+) -> dict[str, Tensor]:
+    """A batch of items, with the number of each row's reading. `rows`: how many rows an item makes."""
+    readings = [reading for item, reading in items for _ in range(rows(item))]
+    return batch([item for item, _ in items]) | {READING: torch.tensor(readings)}

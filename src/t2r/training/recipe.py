@@ -54,6 +54,11 @@ class Recipe:
             )
         return lines
 
+    def a_block_at_a_time(self) -> Recipe:
+        """The same for blocks whose rows have different lengths: unless it says otherwise, a forward reads one."""
+        stages = (dataclasses.replace(s, device_tokens=s.device_tokens or s.block_size) for s in self.stages)
+        return dataclasses.replace(self, stages=tuple(stages))
+
     def for_positions(self, positions: int | None) -> Recipe:
         """The same for a model with so many positions (None: without a limit). Larger blocks shrink, with a notice."""
         if positions is None:

@@ -60,7 +60,8 @@ class Stage:
     )
     block_size: int = option(
         512,
-        help="Tokens of a block; shrinks to the positions that the teacher has.",
+        help="Tokens of a block; shrinks to the positions that the teacher has. Of translation: tokens of pairs that "
+        "are padded together, each pair as long as its longer side.",
         minimum=2,
         maximum=10**8,
     )
@@ -104,6 +105,12 @@ class Stage:
     kl_weight: float = option(1.0, help="Of `distill`: weight of the KL divergence.", minimum=0)
     task_weight: float = option(0.0, help="Of `distill`: weight of the cross entropy.", minimum=0)
     temperature: float = option(1.0, help="Of `distill`: temperature of both distributions.", above=0)
+    label_smoothing: float = option(
+        0.0,
+        help="Of the cross entropy: this share of a label is spread evenly over the vocabulary.",
+        minimum=0,
+        below=1,
+    )
     noise: float = option(
         0.0,
         help="This share of the tokens read, chosen at random, is replaced by others of the batch: for a text that "

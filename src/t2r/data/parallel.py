@@ -1,0 +1,338 @@
+"""Parallel text: pairs of files, line by line, as tokens; and blocks of pairs of about the same length.
+
+A block holds as many pairs as fit into its tokens: their number times the longest of them, where a pair is as long as
+the longer of its two sides (fairseq's `max-tokens`). Pairs are sorted by length first, so that little is padded. The
+blocks are the same in every epoch; `t2r.training.order` permutes them.
+
+Files that do not fit together are refused: one is missing, or has another number of lines. A pair that cannot be learned
+from is skipped in training, with a notice that has its line: a side is empty, or has more tokens than the model has
+positions. Nothing is skipped where translations are scored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate, islice, pairwise, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from t2r.data import fingerprint
+from t2r.data.corpus import FORMAT, CorpusWriter, TokenCorpus, read_header
+from t2r.data.mixture import (
+    Sources,
+    WeightedSource,
+    check_shares,
+    exact,
+    join_equal,
+    parse_source,
+    readings_of_shares,
+)
+from t2r.data.progress import progress_bar
+from t2r.data.text import FileSource, find_sources
+from t2r.errors import T2RError
+
+logger = logging.getLogger(__name__)
+
+LINES = 4096
+"""Lines that are tokenized at a time."""
+ALIKE = 8
+"""Pairs whose lengths differ by less are put into blocks by their targets' lengths."""
+SHOWN = 3
+"""How many numbers of skipped lines a notice has."""
+
+
+# --- What is asked for --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PairedSource:
+    """A file of sources with its weight, and the file of its targets."""
+
+    weighted: WeightedSource
+    target: str
+
+    @property
+    def source(self) -> str:
+        return self.weighted.source
+
+    def __str__(self) -> str:
+        return f"{self.weighted} -> {self.target}"
+
+
+def parse_pairs(source: Sources | None, target: Sources | None, for_all: Sequence[str] = ()) -> list[PairedSource]:
+    """Pairs of files in the order in which they are given. Weights stand at the sources. A target among `for_all` that
+    is given once is that of every source."""
+    sources = [parse_source(entry) for entry in as_list(source)]
+    targets = [str(entry) for entry in as_list(target)]
+    if len(targets) == 1 and targets[0] in for_all:
+        targets *= len(sources)
+    if len(sources) != len(targets):
+        raise T2RError(
+            f"there are {len(sources)} files of sources and {len(targets)} of targets: give each source its target"
+        )
+    check_shares(sources)
+    return [PairedSource(*pair) for pair in zip(sources, targets, strict=True)]
+
+
+def as_list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, dict):
+        return list(given.items())
+    return [given] if isinstance(given, str | Path) else list(given)
+
+
+def find_file(name: str) -> FileSource:
+    """The one file of this name, which is read line by line."""
+    found = find_sources(name)
+    if len(found) != 1 or not isinstance(found[0], FileSource):
+        raise T2RError(f"{name}: parallel text is read from pairs of files: name one file for each side")
+    return found[0]
+
+
+# --- Tokens -------------------------------------------------------------------------------------------------
+
+
+def read_pairs(source: FileSource, target: FileSource, report: Any = lambda _: None) -> Iterator[tuple[str, str]]:
+    """The lines of both files side by side. Refuses files of different lengths."""
+    lines = zip_longest(source.read_lines(report), target.read_lines())
+    for number, (ours, theirs) in enumerate(lines, 1):
+        if ours is None or theirs is None:
+            short, other = (source, target) if ours is None else (target, source)
+            rest = 1 + sum(1 for _ in lines)
+            raise T2RError(
+                f"{short.path} ends after line {number - 1}, and {other.path} has {number - 1 + rest} lines: "
+                "line by line, one is the translation of the other"
+            )
+        yield ours, theirs
+
+
+def encode_sources(tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[list[int]]:
+    """Tokens as the encoder reads them."""
+    return tokenizer(lines, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def encode_targets(tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[list[int]]:
+    """Tokens as the decoder is to write them."""
+    return tokenizer(text_target=lines, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+class ParallelCorpus:
+    """The tokens of pairs, memory-mapped: a corpus of sources and one of targets, with a document for each pair."""
+
+    def __init__(self, name: str, source: TokenCorpus, target: TokenCorpus) -> None:
+        self.name, self.source, self.target = name, source, target
+        assert source.header is not None
+        self.skipped: list[int] = source.header["skipped"]
+        """Numbers of lines with an empty side."""
+        ends = [np.append(side.starts, len(side)) for side in (source, target)]
+        self.source_lengths, self.target_lengths = (np.diff(x) for x in ends)
+        self.lengths: NDArray[np.int64] = np.maximum(self.source_lengths, self.target_lengths)
+        """The tokens of each pair: of the longer side."""
+
+    def __len__(self) -> int:
+        """How many pairs."""
+        return len(self.source_lengths)
+
+    @property
+    def key(self) -> str:
+        return self.source.key
+
+    def line(self, pair: int) -> int:
+        """The number of the line in its files, from 1."""
+        number = pair + 1
+        for skipped in self.skipped:
+            if skipped > number:
+                break
+            number += 1
+        return number
+
+    def __getitem__(self, pair: int) -> Pair:
+        sides = []
+        for corpus, lengths in ((self.source, self.source_lengths), (self.target, self.target_lengths)):
+            start = int(corpus.starts[pair])
+            sides.append(corpus.read(start, start + int(lengths[pair])))
+        return Pair(*sides)
+
+
+class Pair(NamedTuple):
+    """Token ids of both sides."""
+
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+
+
+def tokenize_pairs(
+    source: str,
+    target: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str | None = None,
+    cache_dir: str | Path | None = None,
+    progress: bool = True,
+    tokenizer_key: str | None = None,
+) -> ParallelCorpus:
+    """The tokens of a pair of files, from the cache if they were tokenized before and nothing has changed since. Pairs
+    with an empty side are skipped, with a notice. `name`: what the pair is called in notices."""
+    files = find_file(source), find_file(target)
+    tokenizer_key = tokenizer_key or fingerprint.of_tokenizer(tokenizer)
+    root = Path(cache_dir or fingerprint.cache_folder("pairs")).expanduser()
+
+    def folders() -> list[Path]:
+        made = [FORMAT, tokenizer_key, languages(tokenizer), [file.fingerprint() for file in files]]
+        return [root / fingerprint.digest([*made, side]) for side in ("source", "target")]
+
+    places = folders()
+    if any(read_header(place) is None for place in places):
+        write_pairs(files, places, tokenizer, progress)
+        if folders() != places:
+            raise T2RError(f"{source} or {target} changed while it was read: try again when it is complete")
+    corpus = ParallelCorpus(name or source, *map(TokenCorpus, places))
+    if corpus.skipped:
+        notice(corpus.skipped, name or f"{source}, {target}", "have an empty side")
+    if not len(corpus):
+        raise T2RError(f"there are no pairs in {source} and {target}")
+    return corpus
+
+
+def languages(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """What a tokenizer of many languages was told to write."""
+    return [getattr(tokenizer, name, None) for name in ("src_lang", "tgt_lang")]
+
+
+def write_pairs(
+    files: tuple[FileSource, FileSource], places: list[Path], tokenizer: PreTrainedTokenizerBase, progress: bool
+) -> None:
+    highest = max(tokenizer.get_vocab().values())
+    dtype = np.dtype(np.uint16 if highest <= np.iinfo(np.uint16).max else np.uint32)
+    skipped: list[int] = []
+    number = 0
+    with (
+        CorpusWriter(places[0], dtype) as sources,
+        CorpusWriter(places[1], dtype) as targets,
+        progress_bar("tokenizing pairs", files[0].size, "bytes", shown=progress) as report,
+    ):
+        pairs = read_pairs(*files, report)
+        while batch := list(islice(pairs, LINES)):
+            ours, theirs = zip(*batch, strict=True)
+            encoded = encode_sources(tokenizer, list(ours)), encode_targets(tokenizer, list(theirs))
+            for texts, *ids in zip(batch, *encoded, strict=True):
+                number += 1
+                if all(text.strip() for text in texts) and all(ids):
+                    for writer, side in zip((sources, targets), ids, strict=True):
+                        writer.add(side)
+                        writer.end_document(None, True)
+                else:
+                    skipped.append(number)
+        about = {"sources": [str(file.path) for file in files], "lines": number, "skipped": skipped}
+        for writer in (targets, sources):
+            writer.commit(about)
+
+
+def notice(lines: Sequence[int], where: str, what: str) -> None:
+    """Say which pairs are skipped, and why."""
+    numbers = ", ".join(map(str, lines[:SHOWN])) + (", ..." if len(lines) > SHOWN else "")
+    logger.warning("%s: %s pairs are skipped, which %s (line %s)", where, f"{len(lines):,}", what, numbers)
+
+
+# --- Blocks -------------------------------------------------------------------------------------------------
+
+
+class PairBlocks(Dataset[list[Pair]]):
+    """Blocks of pairs of about the same length, and how often those of each part are read in an epoch.
+
+    Args:
+        sources: what was asked for.
+        corpora: the tokens of each.
+        block_size: tokens of a block, padding included.
+        positions: the longest side that the model can read. None: any.
+        seed: of which pairs of the same length meet in a block.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[WeightedSource],
+        corpora: Sequence[ParallelCorpus],
+        block_size: int,
+        *,
+        positions: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.block_size, self.corpora = block_size, corpora
+        longest = block_size if positions is None else min(block_size, positions)
+        self.too_long = [np.flatnonzero(corpus.lengths > longest) for corpus in corpora]
+        """The pairs of each corpus that are left out."""
+        self.longest = longest
+        self.blocks: list[NDArray[np.int64]] = []
+        """The pairs of each block, as rows of corpus and number."""
+        counts = []
+        # Sources with the same number of readings share blocks.
+        unique = [replace(entry, source=f"{i}:{entry.source}") for i, entry in enumerate(sources)]
+        self.members = join_equal(unique, ())
+        for members in self.members:
+            made = list(self.divide(members, np.random.default_rng([seed, len(counts)])))
+            if not made:
+                names = ", ".join(sources[i].source for i in members)
+                raise T2RError(f"{names}: every pair has more than {longest} tokens: there is nothing to train on")
+            self.blocks += made
+            counts.append(len(made))
+        if sources[0].share is None:
+            readings = [exact(sources[members[0]].readings or 1.0) for members in self.members]
+        else:
+            readings = readings_of_shares([exact(sources[i].share) for (i,) in self.members], counts)
+        self.portions: list[tuple[int, Fraction]] = list(zip(counts, readings, strict=True))
+        self.ends = list(accumulate(counts))
+
+    def divide(self, members: Sequence[int], random: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+        """The blocks of these corpora, from the shortest pairs to the longest."""
+        pairs, lengths, targets = [], [], []
+        for i in members:
+            corpus = self.corpora[i]
+            kept = np.setdiff1d(np.arange(len(corpus)), self.too_long[i])
+            pairs.append(np.stack([np.full_like(kept, i), kept], axis=1))
+            lengths.append(corpus.lengths[kept])
+            targets.append(corpus.target_lengths[kept])
+        pair, length, target = map(np.concatenate, (pairs, lengths, targets))
+        shuffled = random.permutation(len(pair))
+        order = shuffled[np.lexsort((length[shuffled], target[shuffled], -(-length[shuffled] // ALIKE)))]
+        start, widest = 0, 0
+        for end in range(len(order)):
+            widest = max(widest, int(length[order[end]]))
+            if (end - start + 1) * widest > self.block_size:
+                yield pair[order[start:end]]
+                start, widest = end, int(length[order[end]])
+        if len(order):
+            yield pair[order[start:]]
+
+    def notices(self) -> None:
+        """Say what is left out."""
+        for corpus, pairs in zip(self.corpora, self.too_long, strict=True):
+            if len(pairs):
+                lines = [corpus.line(int(pair)) for pair in pairs[: SHOWN + 1]]
+                lines += [0] * (len(pairs) - len(lines))  # only the first ones are named
+                notice(lines, corpus.name, f"have more than {self.longest} tokens")
+
+    def __len__(self) -> int:
+        """How many different blocks there are."""
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> list[Pair]:
+        return [self.corpora[corpus][pair] for corpus, pair in self.blocks[index].tolist()]
+
+    def tokens_of_sources(self, counts: NDArray[np.int64]) -> list[int]:
+        """How many tokens of each source are read if each block is read as often as `counts` says."""
+        read = [0] * len(self.corpora)
+        for members, (start, stop) in zip(self.members, pairwise([0, *self.ends]), strict=True):
+            for block, count in zip(self.blocks[start:stop], counts[start:stop].tolist(), strict=True):
+                for i in members if count else ():
+                    own = block[block[:, 0] == i, 1]
+                    read[i] += count * int(self.corpora[i].lengths[own].sum())
+        return read

@@ -1,0 +1,162 @@
+"""How good a translation model is: BLEU and chrF of what it writes, and how it predicts the tokens of references."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from t2r.data.parallel import find_file, read_pairs
+from t2r.data.progress import progress_bar
+from t2r.errors import T2RError
+from t2r.generation.translation import BEAMS, LENGTH_PENALTY, translate
+from t2r.hub import load_config, load_model, need_tokenizer
+from t2r.model.logits import Readout, evaluating, logits_at_once, widened
+from t2r.storage import write_text
+
+BLEU_TOKENIZE = "13a"
+"""sacrebleu's default."""
+
+
+def score(
+    translations: Sequence[str], references: Sequence[str], *, tokenize: str = BLEU_TOKENIZE
+) -> dict[str, float | str]:
+    """BLEU and chrF by sacrebleu, each with its signature: with these, numbers can be compared."""
+    bleu, chrf = metrics(tokenize)
+    if not references:
+        raise T2RError("there are no references to score against")
+    found = [metric.corpus_score(list(translations), [list(references)]) for metric in (bleu, chrf)]
+    return {
+        "bleu": found[0].score,
+        "bleu_signature": str(bleu.get_signature()),
+        "chrf": found[1].score,
+        "chrf_signature": str(chrf.get_signature()),
+    }
+
+
+def metrics(tokenize: str = BLEU_TOKENIZE) -> tuple[Any, Any]:
+    """BLEU and chrF, or why there are none."""
+    try:
+        from sacrebleu.metrics import BLEU, CHRF
+    except ImportError as error:
+        raise T2RError("BLEU needs the translation extra: pip install 't2r[translation]'") from error
+    if tokenize not in BLEU.TOKENIZERS:
+        raise T2RError(f"BLEU has no tokenizer {tokenize!r}: choose one of {', '.join(BLEU.TOKENIZERS)}")
+    try:
+        return BLEU(tokenize=tokenize), CHRF()
+    except (ImportError, RuntimeError) as error:  # a tokenizer that needs a package of its own
+        raise T2RError(f"BLEU cannot use its tokenizer {tokenize!r}: {' '.join(str(error).split())}") from error
+
+
+def token_scores(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    teacher: PreTrainedModel | None = None,
+) -> dict[str, float | int | None]:
+    """How the tokens of references are predicted from those before: the mean cross entropy, and KL(teacher || model)
+    and how often both find the same token most likely. Batches have `labels` for each position of the decoder."""
+    loss = kl = same = 0.0
+    tokens = 0
+    readouts: list[Readout] = []
+    with evaluating(model, teacher):
+        for batch in batches:
+            labels = batch["labels"].to(model.device).flatten()
+            inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
+            if not readouts:
+                readouts = [Readout(part, inputs) for part in (model, teacher) if part is not None]
+            scored = labels >= 0
+            states = [readout.states(inputs).flatten(0, 1)[scored] for readout in readouts]
+            labels = labels[scored]
+            size = max(1, logits_at_once(model.device) // readouts[0].out_features)
+            for start in range(0, len(labels), size):
+                here = slice(start, start + size)
+                logits = [widened(readout(x[here])) for readout, x in zip(readouts, states, strict=True)]
+                loss += cross_entropy(logits[0], labels[here], reduction="sum").item()
+                if teacher is not None:
+                    log_q, log_p = (x.log_softmax(-1) for x in logits)
+                    kl += (log_p.exp() * (log_p - log_q)).sum().item()
+                    same += (logits[0].argmax(-1) == logits[1].argmax(-1)).sum().item()
+            tokens += len(labels)
+    if not tokens:
+        raise T2RError("there are no target tokens to score")
+    compared = {"kl": kl / tokens, "agreement": same / tokens} if teacher is not None else {"kl": None}
+    return {"loss": loss / tokens, **compared, "tokens": tokens}
+
+
+def evaluate_translation(
+    models: Sequence[str | Path | PreTrainedModel],
+    source: str | Path,
+    reference: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    beams: int = BEAMS,
+    length_penalty: float = LENGTH_PENALTY,
+    tokenize: str = BLEU_TOKENIZE,
+    limit: int | None = None,
+    dtype: str = "float32",
+    device: str = "auto",
+    outputs: str | Path | None = None,
+    progress: bool = False,
+) -> list[dict[str, Any]]:
+    """BLEU and chrF of each model on a test set, and how far each is from the first.
+
+    Args:
+        source, reference: two files, line by line.
+        tokenize: sacrebleu's tokenizer for BLEU, such as `zh` where the references are Chinese.
+        limit: only so many first lines.
+        outputs: a folder for the translations, a file for each model.
+    """
+    metrics(tokenize)  # says now what is missing, and not after the first model
+    for model in models:
+        config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
+        if not config.is_encoder_decoder:
+            raise T2RError(f"{model_name(model)} is a language model: only encoder-decoders translate sources")
+    pairs = list(read_pairs(find_file(str(source)), find_file(str(reference))))[:limit]
+    if not pairs:
+        raise T2RError(f"{source} has no lines")
+    sources, references = (list(side) for side in zip(*pairs, strict=True))
+    results: list[dict[str, Any]] = []
+    for number, model in enumerate(models):
+        own, words = opened(model, tokenizer, dtype, device)
+        name = model_name(model)
+        with progress_bar(f"{Path(name).name} translates", len(sources), "lines", shown=progress) as report:
+            texts = translate(
+                own, words, sources, beams=beams, length_penalty=length_penalty, name=str(source), report=report
+            )
+        result: dict[str, Any] = {"model": name, "source": str(source), "reference": str(reference)}
+        result |= {"lines": len(sources), "beams": beams, "length_penalty": length_penalty}
+        result |= score(texts, references, tokenize=tokenize)
+        if results:
+            result |= {f"{metric}_difference": result[metric] - results[0][metric] for metric in ("bleu", "chrf")}
+        if outputs is not None:
+            path = Path(outputs) / f"{number + 1}-{Path(name).name}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, "".join(f"{text}\n" for text in texts))
+            result["output"] = str(path)
+        results.append(result)
+        del own
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return results
+
+
+def opened(
+    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and its tokenizer."""
+    if isinstance(model, PreTrainedModel):
+        if tokenizer is None:
+            raise T2RError("a model that is given as an object needs its tokenizer beside it")
+        return model, tokenizer
+    return load_model(str(model), dtype=dtype, device=device), tokenizer or need_tokenizer(str(model))
+
+
+def model_name(model: str | Path | PreTrainedModel) -> str:
+    return type(model).__name__ if isinstance(model, PreTrainedModel) else str(model)

@@ -1,0 +1,386 @@
+"""Translation: pairs of lines, the target's tokens predicted from the source, measured by BLEU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from t2r.data.blocks import IGNORED
+from t2r.data.fingerprint import of_tokenizer
+from t2r.data.mixture import Sources, exact, readings_of_shares, warn_of_shares
+from t2r.data.parallel import (
+    Pair,
+    PairBlocks,
+    ParallelCorpus,
+    encode_sources,
+    encode_targets,
+    find_file,
+    parse_pairs,
+    read_pairs,
+    tokenize_pairs,
+)
+from t2r.data.progress import progress_bar
+from t2r.errors import T2RError
+from t2r.evaluation.translation import metrics, score, token_scores
+from t2r.generation.translation import BEAMS, LENGTH_PENALTY, translate, write_translations
+from t2r.tasks.base import Task, exchanged, max_positions, number
+
+TEACHER = "teacher"
+"""In place of a file of targets: the teacher translates the sources."""
+MEASURED = 2048
+"""Tokens that are scored at a time."""
+SAMPLE = 1000
+"""Lines by which the tokens of a file are estimated."""
+SEARCH = 8
+"""A beam search of a line is taken to cost so many times what reading it costs, for each beam."""
+
+
+class Translation(Task):
+    """The target of a source.
+
+    Args:
+        tokenizer: of the model; `text_target` is how it writes targets.
+        source: files of sources, line by line, each with a weight or without (`t2r.data.mixture`).
+        target: the file of targets of each; `teacher`: the teacher translates the sources.
+        valid_source, valid_target: a pair of files to measure on.
+        beams, length_penalty: of beam search, when measuring and when the teacher translates.
+        limit: measure on so many lines only.
+        seed: of which pairs of the same length meet in a block.
+        caching: a context in which caches of the text are written.
+    """
+
+    name = "translation"
+    pipeline_tag = "translation"
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: Sources | None,
+        target: Sources | None,
+        valid_source: str | None = None,
+        valid_target: str | None = None,
+        *,
+        beams: int = BEAMS,
+        length_penalty: float = LENGTH_PENALTY,
+        limit: int | None = None,
+        seed: int = 0,
+        progress: bool = True,
+        caching: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.pairs = parse_pairs(source, target, for_all=(TEACHER,))
+        if (valid_source is None) != (valid_target is None):
+            raise T2RError("to measure translations, give both a source and a target: --valid-src and --valid-tgt")
+        self.valid_source, self.valid_target = valid_source, valid_target
+        self.beams, self.length_penalty, self.limit = beams, length_penalty, limit
+        self.seed, self.progress, self.caching = seed, progress, caching
+        self.corpora: dict[int, ParallelCorpus] = {}
+        """By the number of the pair."""
+        self.valid: list[tuple[str, str]] = []
+        self.valid_lengths: list[int] = []
+        self.positions: int | None = None
+        self.vocabulary: int | None = None
+        self.pad, self.shift = 0, shifted
+        self.asked = 0
+        self.blocks: dict[int, PairBlocks] = {}
+
+    # --- Data -----------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "pairs": list(map(str, self.pairs)),
+            "valid": None if self.valid_source is None else [self.valid_source, self.valid_target],
+            "limit": self.limit,
+            "beams": self.beams,
+            "length_penalty": self.length_penalty,
+        }
+
+    def check(self, model: PreTrainedModel, block_sizes: Iterable[int]) -> None:
+        if not model.config.is_encoder_decoder:
+            raise T2RError(f"{model.config.model_type} is a language model: train it on text (--train), not on pairs")
+        if not self.pairs:
+            raise T2RError("no parallel text was given: name files of sources and targets (--src, --tgt) to train on")
+        warn_of_shares([pair.weighted for pair in self.pairs])
+        for pair in self.pairs:
+            for name in (pair.source, pair.target):
+                if name != TEACHER or name == pair.source:
+                    find_file(name)
+        self.positions = max_positions(model)
+        self.vocabulary = model.get_output_embeddings().weight.shape[0]
+        self.pad = model.config.pad_token_id or 0
+        self.shift = shift_of(model)
+        if self.valid_source is not None and self.valid_target is not None:
+            metrics()
+            self.valid = self.read_valid(self.valid_source, self.valid_target)
+
+    def read_valid(self, source: str, target: str) -> list[tuple[str, str]]:
+        """The lines to measure on. None of them is skipped: numbers compare only over the same lines."""
+        lines = list(read_pairs(find_file(source), find_file(target)))[: self.limit]
+        if not lines:
+            raise T2RError(f"{source} has no lines")
+        ours, theirs = (list(side) for side in zip(*lines, strict=True))
+        coded = zip(encode_sources(self.tokenizer, ours), encode_targets(self.tokenizer, theirs), strict=True)
+        for number_, (pair, ids) in enumerate(zip(lines, coded, strict=True), 1):
+            for name, text, side in zip((source, target), pair, ids, strict=True):
+                if not text.strip():
+                    raise T2RError(f"{name}:{number_} is empty: translations are measured on whole pairs")
+                if self.positions is not None and len(side) > self.positions:
+                    raise T2RError(
+                        f"{name}:{number_}: {len(side)} tokens are beyond the {self.positions} positions of the model"
+                    )
+            self.valid_lengths.append(max(map(len, ids)))
+        return lines
+
+    def read(self) -> None:
+        """The tokens of each pair of files, which stay in the cache."""
+        key = of_tokenizer(self.tokenizer)
+        with self.caching():
+            for i, pair in enumerate(self.pairs):
+                if pair.target != TEACHER:
+                    self.corpora[i] = tokenize_pairs(
+                        pair.source, pair.target, self.tokenizer, progress=self.progress, tokenizer_key=key
+                    )
+        self.blocks.clear()
+        self.asked = sum(about_tokens(pair.source, self.tokenizer) for pair in self.pairs if pair.target == TEACHER)
+
+    @property
+    def asked_of_teacher(self) -> int:
+        """About as many tokens as its sources have."""
+        return self.asked
+
+    def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
+        """The tokens of the pairs, and of what the teacher translates. Both stay in the cache."""
+        if not self.corpora:
+            self.read()
+        for i, pair in enumerate(self.pairs):
+            if pair.target != TEACHER:
+                continue
+            if teacher is None:
+                raise T2RError("there is no teacher to translate the sources: name files of targets")
+            with self.caching():
+                written = write_translations(
+                    teacher,
+                    self.tokenizer,
+                    pair.source,
+                    beams=self.beams,
+                    length_penalty=self.length_penalty,
+                    progress=self.progress,
+                )
+                name = f"{pair.source}, translated by the teacher"
+                self.corpora[i] = tokenize_pairs(
+                    pair.source, str(written), self.tokenizer, name=name, progress=self.progress
+                )
+        self.blocks.clear()
+        for corpus in self.corpora.values():
+            if self.vocabulary is not None:
+                corpus.source.check_vocabulary(self.vocabulary)
+                corpus.target.check_vocabulary(self.vocabulary)
+        self.dataset(longest).notices()
+        return [corpus.key for _, corpus in sorted(self.corpora.items())]
+
+    @property
+    def tokens(self) -> int:
+        """How many there are to train on, each pair as many as its longer side."""
+        return sum(int(corpus.lengths.sum()) for corpus in self.corpora.values())
+
+    @property
+    def epoch_tokens(self) -> int:
+        there = sorted(self.corpora)
+        if not there:
+            return 0
+        weighted = [self.pairs[i].weighted for i in there]
+        counts = [int(self.corpora[i].lengths.sum()) for i in there]
+        if weighted[0].share is None:
+            readings = [exact(entry.readings or 1.0) for entry in weighted]
+        else:
+            readings = readings_of_shares([exact(entry.share) for entry in weighted], counts)
+        return round(sum(times * count for times, count in zip(readings, counts, strict=True)))
+
+    def dataset(self, block_size: int) -> PairBlocks:
+        """The blocks of what there is so far."""
+        if block_size not in self.blocks:
+            there = sorted(self.corpora)
+            self.blocks[block_size] = PairBlocks(
+                [self.pairs[i].weighted for i in there],
+                [self.corpora[i] for i in there],
+                block_size,
+                positions=self.positions,
+                seed=self.seed,
+            )
+        return self.blocks[block_size]
+
+    def example(self, rows: int, length: int) -> dict[str, Tensor]:
+        """Pairs from the middle of the lengths, or before there are any, random tokens."""
+        if self.corpora:
+            corpus = next(iter(self.corpora.values()))
+            by_length = np.argsort(corpus.lengths, kind="stable")
+            middle = len(by_length) // 2
+            count = max(1, rows * length // int(corpus.lengths[by_length[middle]]))
+            chosen = by_length[(middle + np.arange(count) - count // 2) % len(by_length)]
+            return self.collate([[corpus[int(i)] for i in chosen if corpus.lengths[i] <= (self.positions or 1 << 30)]])
+        tokens = min(length, 32)
+        ids = torch.randint(self.vocabulary or 2, (max(1, rows * length // tokens), tokens)).numpy()
+        return self.collate([[Pair(row, row) for row in ids]])
+
+    def told_data(self) -> str:
+        names = []
+        for pair in self.pairs:
+            target = "translations by the base model" if pair.target == TEACHER else f"`{Path(pair.target).name}`"
+            weight = pair.weighted
+            name = f"`{Path(pair.source).name}` with {target}"
+            if weight.share is not None:
+                name += f" ({weight.share:g} % of what is read)"
+            elif weight.readings not in (None, 1):
+                name += f" ({weight.readings:g} readings)"
+            names.append(name)
+        return f"{', '.join(names)}: {sum(map(len, self.corpora.values())):,} pairs, {self.tokens:,} tokens"
+
+    def mixture(self, read: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+        total = sum(map(sum, read.values()))
+        sources = []
+        for i, pair in enumerate(self.pairs):
+            if i not in self.corpora:
+                return []
+            own = {stage: tokens[i] for stage, tokens in read.items()}
+            weight = pair.weighted
+            sources.append(
+                {
+                    "source": pair.source,
+                    "target": pair.target,
+                    "readings": None if weight.share is not None else weight.readings or 1.0,
+                    "share": weight.share,
+                    "pairs": len(self.corpora[i]),
+                    "tokens": int(self.corpora[i].lengths.sum()),
+                    "read": own,
+                    "share_read": round(100 * sum(own.values()) / total, 3) if total else None,
+                }
+            )
+        return sources
+
+    # --- Batches --------------------------------------------------------------------------------------------
+
+    def rows(self, item: Sequence[Pair]) -> int:
+        return len(item)
+
+    def collate(self, items: Sequence[Sequence[Pair]]) -> dict[str, Tensor]:
+        """The pairs of these blocks, padded on the right."""
+        pairs = [pair for block in items for pair in block]
+        sources, targets = ([torch.as_tensor(side) for side in sides] for sides in zip(*pairs, strict=True))
+        labels = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
+        return {
+            "input_ids": pad_sequence(sources, batch_first=True, padding_value=self.pad),
+            "attention_mask": pad_sequence([torch.ones_like(x) for x in sources], batch_first=True),
+            "decoder_input_ids": self.shift(labels),
+            "labels": labels,
+        }
+
+    def labels(self, batch: dict[str, Tensor]) -> Tensor:
+        """As they are: the decoder's inputs are shifted."""
+        return batch["labels"]
+
+    def disturbed(self, inputs: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
+        """Sources and targets with noise, each with tokens of its own side; padding stays, and so does the token that a
+        decoder starts with."""
+        real = inputs["attention_mask"].bool()
+        source = torch.where(real, exchanged(inputs["input_ids"], share), inputs["input_ids"])
+        ids = inputs["decoder_input_ids"]
+        target = torch.cat([ids[:, :1], exchanged(ids[:, 1:], share)], dim=1)
+        return inputs | {"input_ids": source, "decoder_input_ids": target}
+
+    # --- Measuring and telling ------------------------------------------------------------------------------
+
+    def windows(self, model: PreTrainedModel) -> tuple[int, int]:
+        """Lines, and what a line costs in tokens that are read: a beam search is many readings."""
+        if not self.valid:
+            return 0, 0
+        count = min(len(self.valid), self.limit or len(self.valid))
+        mean = sum(self.valid_lengths) / len(self.valid_lengths)
+        return count, round(mean * (1 + SEARCH * self.beams))
+
+    def restrict(self, *, teacher_tokens: int | None = None, windows: int | None = None) -> None:
+        self.limit = self.limit if windows is None else windows
+
+    def measure(self, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> dict[str, Any] | None:
+        if not self.valid:
+            return None
+        lines = self.valid[: self.limit]
+        sources, references = (list(side) for side in zip(*lines, strict=True))
+        coded = zip(encode_sources(self.tokenizer, sources), encode_targets(self.tokenizer, references), strict=True)
+        pairs = [Pair(*(np.array(side, dtype=np.int64) for side in ids)) for ids in coded]
+        pairs.sort(key=lambda pair: len(pair.target))
+        measured: dict[str, Any] = dict(token_scores(model, map(self.collate, batched(pairs)), teacher))
+        with progress_bar("translating", len(lines), "lines", shown=self.progress) as report:
+            texts = translate(
+                model,
+                self.tokenizer,
+                sources,
+                beams=self.beams,
+                length_penalty=self.length_penalty,
+                name=str(self.valid_source),
+                report=report,
+            )
+        return measured | score(texts, references) | {"lines": len(lines)}
+
+    def told(self, measured: dict[str, Any]) -> str:
+        return f"BLEU {measured['bleu']:.2f}, chrF {measured['chrf']:.2f}, loss {measured['loss']:.3f} per token"
+
+    @staticmethod
+    def table(
+        measured: Sequence[tuple[str, dict[str, Any] | None]], *, compared: bool
+    ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        found = [(name, values) for name, values in measured if values is not None]
+        rows: list[tuple[str, ...]] = []
+        for name, values in found:
+            cells = [number(values[key], digits) for key, digits in (("bleu", 2), ("chrf", 2), ("loss", 3))]
+            if compared:
+                first = found[0][1]["bleu"]
+                gap = f"{values['bleu'] - first:+.2f}" if values["bleu"] is not None and first is not None else ""
+                cells = [cells[0], gap, *cells[1:], number(values["kl"], 4)]
+            rows.append((name, *cells))
+        if compared:
+            return ("model", "BLEU", "against the teacher", "chrF", "loss per token", "KL to the teacher"), rows
+        return ("model", "BLEU", "chrF", "loss per token"), rows
+
+
+def about_tokens(source: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokens of a file, by those of its first lines."""
+    lines = list(find_file(source).read_lines())
+    first = lines[:SAMPLE]
+    return round(len(lines) * sum(map(len, encode_sources(tokenizer, first))) / len(first)) if first else 0
+
+
+def batched(pairs: Sequence[Pair]) -> Iterable[list[list[Pair]]]:
+    """Pairs, sorted by length, as batches of one block each."""
+    batch: list[Pair] = []
+    for pair in pairs:
+        longest = max(len(side) for each in (*batch, pair) for side in each)
+        if batch and (len(batch) + 1) * longest > MEASURED:
+            yield [batch]
+            batch = []
+        batch.append(pair)
+    if batch:
+        yield [batch]
+
+
+def shift_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """How this model's decoder inputs are made from labels."""
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if own is None:
+        start, pad = model.config.decoder_start_token_id, model.config.pad_token_id
+        return lambda labels: shifted(labels, start, pad)
+    return lambda labels: own(labels.clone())  # FSMT's changes what it is given
+
+
+def shifted(labels: Tensor, start: int = 0, pad: int = 0) -> Tensor:
+    """Labels one place to the right, behind the token that a decoder starts with."""
+    ids = labels.new_full(labels.shape, start)
+    ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] < 0, pad)
+    return ids
