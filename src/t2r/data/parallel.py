@@ -4,9 +4,9 @@ A block holds as many pairs as fit into its tokens: their number times the longe
 the longer of its two sides (fairseq's `max-tokens`). Pairs are sorted by length first, so that little is padded. The
 blocks are the same in every epoch; `t2r.training.order` permutes them.
 
-Files that do not fit together are refused: one is missing, or has another number of lines. A pair that cannot be learned
-from is skipped in training, with a notice that has its line: a side is empty, or has more tokens than the model has
-positions. Nothing is skipped where translations are scored.
+Files that do not fit together are refused: one is missing, or has another number of lines. In training, a pair that
+cannot be learned from is skipped, with a notice that has its line: a side is empty, or has more tokens than the model
+has positions. Nothing is skipped where translations are scored.
 """
 
 from __future__ import annotations
@@ -120,6 +120,11 @@ def encode_sources(tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list
     return tokenizer(lines, return_attention_mask=False, verbose=False)["input_ids"]
 
 
+def read_tokens(lines: list[str]) -> list[list[int]]:
+    """Targets that are written as token ids, with spaces between them."""
+    return [[int(token) for token in line.split()] for line in lines]
+
+
 def encode_targets(tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[list[int]]:
     """Tokens as the decoder is to write them."""
     return tokenizer(text_target=lines, return_attention_mask=False, verbose=False)["input_ids"]
@@ -176,23 +181,29 @@ def tokenize_pairs(
     tokenizer: PreTrainedTokenizerBase,
     *,
     name: str | None = None,
+    as_tokens: bool = False,
     cache_dir: str | Path | None = None,
     progress: bool = True,
     tokenizer_key: str | None = None,
 ) -> ParallelCorpus:
     """The tokens of a pair of files, from the cache if they were tokenized before and nothing has changed since. Pairs
-    with an empty side are skipped, with a notice. `name`: what the pair is called in notices."""
+    with an empty side are skipped, with a notice.
+
+    Args:
+        name: what the pair is called in notices.
+        as_tokens: the targets are token ids already, with spaces between them.
+    """
     files = find_file(source), find_file(target)
     tokenizer_key = tokenizer_key or fingerprint.of_tokenizer(tokenizer)
     root = Path(cache_dir or fingerprint.cache_folder("pairs")).expanduser()
 
     def folders() -> list[Path]:
-        made = [FORMAT, tokenizer_key, languages(tokenizer), [file.fingerprint() for file in files]]
+        made = [FORMAT, tokenizer_key, languages(tokenizer), as_tokens, [file.fingerprint() for file in files]]
         return [root / fingerprint.digest([*made, side]) for side in ("source", "target")]
 
     places = folders()
     if any(read_header(place) is None for place in places):
-        write_pairs(files, places, tokenizer, progress)
+        write_pairs(files, places, tokenizer, as_tokens, progress)
         if folders() != places:
             raise T2RError(f"{source} or {target} changed while it was read: try again when it is complete")
     corpus = ParallelCorpus(name or source, *map(TokenCorpus, places))
@@ -209,7 +220,11 @@ def languages(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def write_pairs(
-    files: tuple[FileSource, FileSource], places: list[Path], tokenizer: PreTrainedTokenizerBase, progress: bool
+    files: tuple[FileSource, FileSource],
+    places: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    as_tokens: bool,
+    progress: bool,
 ) -> None:
     highest = max(tokenizer.get_vocab().values())
     dtype = np.dtype(np.uint16 if highest <= np.iinfo(np.uint16).max else np.uint32)
@@ -223,7 +238,8 @@ def write_pairs(
         pairs = read_pairs(*files, report)
         while batch := list(islice(pairs, LINES)):
             ours, theirs = zip(*batch, strict=True)
-            encoded = encode_sources(tokenizer, list(ours)), encode_targets(tokenizer, list(theirs))
+            targets_ids = read_tokens(list(theirs)) if as_tokens else encode_targets(tokenizer, list(theirs))
+            encoded = encode_sources(tokenizer, list(ours)), targets_ids
             for texts, *ids in zip(batch, *encoded, strict=True):
                 number += 1
                 if all(text.strip() for text in texts) and all(ids):

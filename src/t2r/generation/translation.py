@@ -10,17 +10,18 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data import fingerprint
-from t2r.data.parallel import encode_sources, find_file
+from t2r.data.parallel import encode_sources, find_file, languages
 from t2r.data.progress import progress_bar
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
 from t2r.generation.engine import Engine
 from t2r.generation.state import check_vocabulary
-from t2r.generation.text import complete_batch
+from t2r.generation.text import padded, run, special_tokens, until_stop
 from t2r.model.logits import evaluating
 from t2r.model.modeling import T2RModel
 
@@ -43,8 +44,6 @@ def translate(
     beams: int = BEAMS,
     length_penalty: float = LENGTH_PENALTY,
     name: str = "line",
-    first: int = 1,
-    skip_long: bool = False,
     report: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
     """The translations of lines, in their order. An empty line stays empty.
@@ -52,11 +51,29 @@ def translate(
     Args:
         beams: of beam search; 1 is greedy.
         length_penalty: of beam search.
-        name, first: what the lines are called in errors, and the number of the first one.
-        skip_long: leave the translation of a line empty that is longer than the model's positions. Otherwise it is an
-            error.
+        name: what the lines are called in errors.
         report: called with the number of lines that are done.
     """
+    tokens = translate_to_tokens(model, tokenizer, lines, beams, length_penalty, name=name, report=report)
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return [" ".join(text.split()) if row else "" for text, row in zip(texts, tokens, strict=True)]
+
+
+def translate_to_tokens(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    lines: Sequence[str],
+    beams: int,
+    length_penalty: float,
+    *,
+    name: str,
+    first: int = 1,
+    whole: bool = False,
+    report: Callable[[int], None] = lambda done: None,
+) -> list[list[int]]:
+    """The same as token ids, the end token included. `first` is the number of the first line. `whole`: what cannot be
+    translated as a whole has no tokens, a source that is longer than the model's positions and a translation without an
+    end. Otherwise the first is an error, and the second is cut."""
     for number, line in enumerate(lines, first):
         check_unicode(line, f"{name}:{number}")
     rows = encode_sources(tokenizer, list(lines)) if lines else []
@@ -66,32 +83,34 @@ def translate(
         if not line.strip():
             continue
         if limit is not None and len(row) > limit:
-            if skip_long:
+            if whole:
                 continue
             raise T2RError(f"{name}:{first + i}: {len(row)} tokens are beyond the {limit} positions of the model")
         check_vocabulary(model, row)
         buckets.setdefault(-(-len(row) // BUCKET) * BUCKET, []).append(i)
     done = len(lines) - sum(map(len, buckets.values()))
-    texts = [""] * len(lines)
+    found: list[list[int]] = [[] for _ in lines]
     engine = Engine(model) if isinstance(model, T2RModel) and beams == 1 else None
-    options = {"num_beams": beams, "do_sample": False} | ({"length_penalty": length_penalty} if beams > 1 else {})
+    stops, pad = special_tokens(model, tokenizer)
+    options: dict[str, Any] = {"num_beams": beams, "do_sample": False, "pad_token_id": pad}
+    if beams > 1:
+        options["length_penalty"] = length_penalty
     at_once = TOKENS.get(model.device.type, MANY)
     with evaluating(model):
         for size in sorted(buckets):
-            members = buckets[size]
             count = max(1, at_once // (size * beams))
             most = 2 * size + BUCKET
             options["max_new_tokens"] = most if limit is None else min(most, limit - 1)
-            for start in range(0, len(members), count):
-                batch = members[start : start + count]
-                given = [lines[i] for i in batch], [rows[i] for i in batch]
-                for i, completion in zip(
-                    batch, complete_batch(model, tokenizer, *given, options, engine=engine), strict=True
-                ):
-                    texts[i] = " ".join(completion.text.split())
+            for start in range(0, len(buckets[size]), count):
+                batch = buckets[size][start : start + count]
+                ids, mask = (x.to(model.device) for x in padded([rows[i] for i in batch], pad, left=False))
+                sequences, _ = run(model, engine, ids, None, options | {"attention_mask": mask})
+                for i, row in zip(batch, sequences[:, 1:].tolist(), strict=True):  # a decoder starts with one token
+                    ended = until_stop(row, stops)
+                    found[i] = [] if whole and ended[-1] not in stops else ended
                 done += len(batch)
                 report(done)
-    return texts
+    return found
 
 
 def write_translations(
@@ -104,13 +123,15 @@ def write_translations(
     length_penalty: float = LENGTH_PENALTY,
     progress: bool = True,
 ) -> Path:
-    """Have the model translate a file, line by line, and return the path of the translations.
+    """Have the model translate a file, line by line, and return the path of the translations. They are token ids, with
+    spaces between them: what a model writes is not always what a tokenizer makes of its text.
 
     Their name is made from the model, the file and the settings: what is there already is returned at once. A run that
-    is interrupted leaves a `.partial`, and the next one goes on from there. The line of a source that is empty, or
-    longer than the model's positions, is empty."""
+    is interrupted leaves a `.partial`, and the next one goes on from there. What cannot be translated is an empty line:
+    an empty source, one that is longer than the model's positions, and a translation that does not end."""
     file = find_file(source)
-    made = [fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), file.fingerprint(), beams, length_penalty]
+    settings = [file.fingerprint(), beams, length_penalty, languages(tokenizer)]
+    made = [fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings]
     path = Path(folder or fingerprint.cache_folder("translations")).expanduser() / f"{fingerprint.digest(made)}.txt"
     if path.exists():
         return path
@@ -124,18 +145,18 @@ def write_translations(
         progress_bar("the teacher translates", total, "lines", done=done, shown=progress) as report,
     ):
         while chunk := list(islice(lines, CHUNK)):
-            texts = translate(
+            found = translate_to_tokens(
                 model,
                 tokenizer,
                 chunk,
-                beams=beams,
-                length_penalty=length_penalty,
+                beams,
+                length_penalty,
                 name=source,
                 first=done + 1,
-                skip_long=True,
+                whole=True,
                 report=lambda count, before=done: report(before + count),  # type: ignore[misc]
             )
-            out.write("".join(f"{text}\n" for text in texts))
+            out.write("".join(f"{' '.join(map(str, row))}\n" for row in found))
             out.flush()
             done += len(chunk)
         os.fsync(out.fileno())

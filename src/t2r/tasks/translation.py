@@ -176,7 +176,7 @@ class Translation(Task):
                 )
                 name = f"{pair.source}, translated by the teacher"
                 self.corpora[i] = tokenize_pairs(
-                    pair.source, str(written), self.tokenizer, name=name, progress=self.progress
+                    pair.source, str(written), self.tokenizer, name=name, as_tokens=True, progress=self.progress
                 )
         self.blocks.clear()
         for corpus in self.corpora.values():

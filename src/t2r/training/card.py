@@ -13,6 +13,8 @@ def completed(card: str, metadata: Mapping[str, str]) -> str:
     """A card whose head also says this, unless it says something else already."""
     _, head, body = card.split("---\n", 2) if card.startswith("---\n") else ("", "", f"\n{card}")
     known = yaml.safe_load(head) or {}
+    if known.get("pipeline_tag") == "text2text-generation":  # what any encoder-decoder is listed under
+        del known["pipeline_tag"]
     return f"---\n{yaml.safe_dump(dict(metadata) | known, sort_keys=False)}---\n{body}"
 
 

@@ -1,0 +1,181 @@
+"""A translation model, converted end to end: trained, measured, saved, stopped and resumed, translating afterwards."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM
+
+import t2r
+from t2r.errors import T2RError
+from t2r.generation.translation import translate
+from t2r.pipelines.convert import convert, summary
+from t2r.training import session as sessions
+from t2r.training.order import Order
+from t2r.training.trainer import StageTrainer
+from translating import make_model, make_tokenizer, sentences, write_pairs
+
+SHORT = ("block_size=64", "batch_tokens=128", "transfer.steps=4", "distill.steps=4", "warmup_steps=0")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    make_model().save_pretrained(folder / "marian")
+    make_tokenizer().save_pretrained(folder / "marian")
+    write_pairs(folder, "train", 60)
+    write_pairs(folder, "more", 40, seed=7)
+    write_pairs(folder, "valid", 6, seed=1)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
+
+
+def run(world, out, overrides=(), **options):
+    given = {
+        "source": str(world / "train.src"),
+        "target": str(world / "train.tgt"),
+        "valid_source": str(world / "valid.src"),
+        "valid_target": str(world / "valid.tgt"),
+        "device": "cpu",
+        "progress": False,
+    } | options
+    return convert(str(world / "marian"), str(out), overrides=[*SHORT, *overrides], **given)
+
+
+def weights(folder):
+    return {name: x for path in Path(folder).glob("*.safetensors") for name, x in load_file(path).items()}
+
+
+def test_the_whole_way(world, tmp_path):
+    out = tmp_path / "out"
+    results = run(world, out)
+    assert results["task"] == "translation"
+    assert list(results["stages"]) == ["transfer", "distill"]
+    for measured in (results["teacher"], results["swapped"], *results["stages"].values()):
+        assert {"bleu", "chrf", "loss", "kl", "bleu_signature", "chrf_signature"} <= set(measured)
+    assert results["swapped"]["kl"] > results["stages"]["distill"]["kl"] > 0
+    assert results["teacher"]["kl"] is None
+    assert json.loads((out / "results.json").read_text())["teacher"] == results["teacher"]
+    assert [column.header for column in summary(results).columns][:2] == ["model", "BLEU"]
+    card = (out / "README.md").read_text()
+    assert "pipeline_tag: translation" in card
+    assert "| after distill |" in card
+    assert "`train.src` with `train.tgt`: 60 pairs" in card
+    (mixture,) = results["mixture"]
+    assert mixture["pairs"] == 60
+    assert mixture["read"]["distill"] > 0
+    # What was saved translates, by t2r and by transformers.
+    model, words = AutoModelForSeq2SeqLM.from_pretrained(out), make_tokenizer()
+    assert model.t2r_config.cross_feature_size == 32
+    assert model.t2r_config.feature_size == 4
+    assert model.t2r_config.merged == results["merged"]
+    lines = sentences(3, 11)
+    texts = [done.text for done in t2r.generate(str(out), lines, num_beams=2, max_new_tokens=20)]
+    ids = words(lines, return_tensors="pt", padding=True)
+    expected = model.generate(
+        ids.input_ids, attention_mask=ids.attention_mask, num_beams=2, max_new_tokens=20, do_sample=False
+    )
+    assert texts == words.batch_decode(expected, skip_special_tokens=True)
+
+
+def test_distillation_learns_from_every_token_once_an_epoch(world, tmp_path, monkeypatch):
+    read = []
+    real = StageTrainer.compute_loss
+
+    def watched(self, model, inputs, *args, **kwargs):
+        if self.stage.name == "distill":
+            read.extend(tuple(row[row != 0].tolist()) for row in inputs["input_ids"])
+        return real(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(StageTrainer, "compute_loss", watched)
+    run(world, tmp_path / "out", ["distill.epochs=1", "batch_tokens=64"], valid_source=None, valid_target=None)
+    words = make_tokenizer()
+    assert sorted(read) == sorted(tuple(words(line).input_ids) for line in sentences(60))
+
+
+def test_resumed_is_as_if_it_had_not_been_stopped(world, tmp_path, monkeypatch):
+    no_valid = {"valid_source": None, "valid_target": None, "save_steps": 2}
+    noise = ["distill.noise=0.2", "distill.noise_from=2", "distill.steps=6"]
+    run(world, tmp_path / "whole", noise, **no_valid)
+
+    class Stopped(Exception):
+        pass
+
+    real = Order.__getitem__
+
+    def stops(self, place):
+        if self.items.block_size == 64 and place >= 9 and not stopped:
+            stopped.append(place)
+            raise Stopped
+        return real(self, place)
+
+    stopped = []
+    monkeypatch.setattr(Order, "__getitem__", stops)
+    with pytest.raises(Stopped):
+        run(world, tmp_path / "parts", noise, **no_valid)
+    assert (tmp_path / "parts.run" / "distill.checkpoints").exists()
+    run(world, tmp_path / "parts", noise, **no_valid)
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_teacher_translates_the_sources(world, tmp_path):
+    out = tmp_path / "out"
+    both = [str(world / "train.src"), f"{world / 'more.src'}:2"]
+    results = run(world, out, source=both, target=[str(world / "train.tgt"), "teacher"])
+    assert [entry["target"] for entry in results["mixture"]] == [str(world / "train.tgt"), "teacher"]
+    assert "`more.src` with translations by the base model (2 readings)" in (out / "README.md").read_text()
+    (written,) = (tmp_path / "cache" / "translations").glob("*.txt")
+    assert len(written.read_text().splitlines()) == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"train": "text.txt"}, "not both"),
+        ({"target": None}, "1 files of sources and 0 of targets"),
+        ({"target": "{w}/valid.tgt"}, "ends after line 6, and"),
+        ({"source": "{w}/none.src"}, "there is no file"),
+        ({"valid_target": None}, "give both a source and a target"),
+        ({"valid_source": "{w}/train.src"}, "ends after line 6, and"),
+        ({"recipe": "distill-xx"}, "no recipe 'distill-xx'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(world, tmp_path, monkeypatch, options, words):
+    monkeypatch.setattr(sessions, "run_stage", None)
+    given = {name: x.replace("{w}", str(world)) if x is not None else None for name, x in options.items()}
+    with pytest.raises(T2RError) as error:
+        run(world, tmp_path / "out", **given)
+    assert words in str(error.value)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.run").exists()
+
+
+def test_an_encoder_decoder_wants_parallel_text(world, tmp_path):
+    (tmp_path / "text.txt").write_text("w3 w4 " * 100)
+    with pytest.raises(T2RError, match="marian is an encoder-decoder: train it on parallel text"):
+        convert(str(world / "marian"), str(tmp_path / "out"), train=str(tmp_path / "text.txt"), device="cpu")
+
+
+def test_models_are_evaluated_side_by_side(world, tmp_path):
+    t2r.swap(make_model(), feature_size=4).save_pretrained(tmp_path / "rnn")
+    make_tokenizer().save_pretrained(tmp_path / "rnn")
+    models = [str(world / "marian"), str(tmp_path / "rnn")]
+    pair = {"source": world / "valid.src", "reference": world / "valid.tgt", "beams": 2, "device": "cpu"}
+    first, second = t2r.evaluate(models, **pair, outputs=tmp_path / "texts")
+    assert second["bleu_difference"] == second["bleu"] - first["bleu"]
+    assert "bleu_difference" not in first
+    lines = (world / "valid.src").read_text().splitlines()
+    assert Path(first["output"]).read_text().splitlines() == translate(make_model(), make_tokenizer(), lines, beams=2)
+    assert Path(second["output"]).name == "2-rnn.txt"
+    with pytest.raises(T2RError, match="--src and --ref"):
+        t2r.evaluate(models, source=world / "valid.src")
+    with pytest.raises(T2RError, match="no tokenizer 'klingon'"):
+        t2r.evaluate(models, **pair, bleu_tokenize="klingon")

@@ -1,0 +1,245 @@
+"""Translation as a task: what a model reads, what is scored against what, and what is measured."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sacrebleu import corpus_bleu, corpus_chrf
+from torch.nn.functional import cross_entropy, kl_div
+
+import t2r
+from families import EOS, PAD, tiny
+from t2r.data.parallel import tokenize_pairs
+from t2r.errors import T2RError
+from t2r.generation import translation as translating_module
+from t2r.generation.translation import translate, write_translations
+from t2r.tasks import Translation
+from t2r.training.objectives import transferring
+from translating import translated, make_model, make_tokenizer, sentences, write_pairs
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return make_model().eval()
+
+
+def make_task(tmp_path, tokenizer, model, **options):
+    task = Translation(tokenizer, *write_pairs(tmp_path, "train", 30), progress=False, **options)
+    task.check(model, [64])
+    task.prepare(None, 64)
+    return task
+
+
+@pytest.mark.parametrize("name", ["marian", "bart", "t5", "fsmt"])
+def test_a_batch_is_what_the_model_makes_of_labels(tmp_path, tokenizer, name):
+    model = tiny(name, torch.float32)
+    task = make_task(tmp_path, tokenizer, model)
+    blocks = task.dataset(64)
+    batch = task.collate([blocks[0], blocks[1]])
+    pairs = [*blocks[0], *blocks[1]]
+    for i, pair in enumerate(pairs):
+        size = len(pair.source)
+        assert batch["input_ids"][i, :size].tolist() == pair.source.tolist()
+        assert batch["attention_mask"][i].sum() == size
+        assert batch["labels"][i, : len(pair.target)].tolist() == pair.target.tolist()
+        assert (batch["labels"][i, len(pair.target) :] == -100).all()
+    start = EOS if name == "fsmt" else model.config.decoder_start_token_id
+    assert (batch["decoder_input_ids"][:, 0] == start).all()
+    assert (batch["decoder_input_ids"] >= 0).all()
+    # The model's own loss, from labels alone, is that of our inputs against our labels.
+    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+    with torch.no_grad():
+        logits = model(**task.inputs(batch), use_cache=False).logits
+        if name != "fsmt":  # whose own loss does not shift
+            own = model(**given, labels=batch["labels"].clone()).loss
+            ours = cross_entropy(logits.flatten(0, 1), task.labels(batch).flatten())
+            torch.testing.assert_close(ours, own)
+
+
+def test_padding_changes_nothing(tmp_path, tokenizer, teacher):
+    task = make_task(tmp_path, tokenizer, teacher)
+    student = t2r.swap(copy.deepcopy(teacher), feature_size=4, cross_feature_size=8)
+    blocks = task.dataset(64)
+    batch = task.collate([blocks[0], blocks[len(blocks) - 1]])
+    for model in (teacher, student):
+        with torch.no_grad():
+            together = model(**task.inputs(batch), use_cache=False).logits
+            pairs = [*blocks[0], *blocks[len(blocks) - 1]]
+            for i in (0, len(pairs) - 1):
+                alone = model(**task.inputs(task.collate([[pairs[i]]])), use_cache=False).logits
+                torch.testing.assert_close(together[i, : alone.shape[1]], alone[0], atol=1e-5, rtol=1e-4)
+
+
+def test_noise_spares_padding_and_the_first_token(tmp_path, tokenizer, teacher):
+    task = make_task(tmp_path, tokenizer, teacher)
+    inputs = task.inputs(task.collate([task.dataset(64)[0], task.dataset(64)[len(task.dataset(64)) - 1]]))
+    torch.manual_seed(0)
+    rows = len(inputs["input_ids"])
+    share = torch.zeros(rows, 1)
+    share[0] = 1.0
+    noisy = task.disturbed(inputs, share)
+    padding = inputs["attention_mask"] == 0
+    assert (noisy["input_ids"][padding] == PAD).all()
+    assert torch.equal(noisy["decoder_input_ids"][:, 0], inputs["decoder_input_ids"][:, 0])
+    for name in ("input_ids", "decoder_input_ids"):
+        assert torch.equal(noisy[name][1:], inputs[name][1:])
+        assert not torch.equal(noisy[name][0], inputs[name][0])
+
+
+def test_a_transfer_sees_causal_and_cross_attention(tmp_path, tokenizer, teacher):
+    task = make_task(tmp_path, tokenizer, teacher)
+    student = t2r.swap(copy.deepcopy(teacher), feature_size=4, cross_feature_size=8)
+    batch = task.collate([task.dataset(64)[0]])
+    with transferring(student) as errors:
+        student(**task.inputs(batch), use_cache=False)
+    layers = student.config.decoder_layers
+    assert len(errors) == 2 * layers
+    torch.stack(errors).mean().backward()
+    maps = {name: p.grad for name, p in student.named_parameters() if "feature_map" in name}
+    assert len({name.split(".feature_map")[0] for name in maps}) == 2 * layers
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in maps.values())
+
+
+def test_what_is_measured(tmp_path, tokenizer, teacher):
+    source, target = write_pairs(tmp_path, "valid", 12, seed=5)
+    task = make_task(tmp_path, tokenizer, teacher, valid_source=source, valid_target=target, beams=2, limit=10)
+    student = t2r.swap(copy.deepcopy(teacher), feature_size=4, cross_feature_size=8).eval()
+    measured = task.measure(student, teacher)
+    lines = sentences(12, 5)[:10]
+    references = list(map(translated, lines))
+    texts = translate(student, tokenizer, lines, beams=2)
+    assert measured["bleu"] == pytest.approx(corpus_bleu(texts, [references]).score)
+    assert measured["chrf"] == pytest.approx(corpus_chrf(texts, [references]).score)
+    assert "tok:13a" in measured["bleu_signature"]
+    assert measured["lines"] == 10
+    # Token by token, a pair at a time.
+    loss = kl = tokens = 0.0
+    for line, reference in zip(lines, references, strict=True):
+        given = tokenizer([line], return_tensors="pt")
+        labels = tokenizer(text_target=[reference], return_tensors="pt").input_ids
+        with torch.no_grad():
+            ours, theirs = (
+                model(input_ids=given.input_ids, labels=labels, use_cache=False).logits[0].log_softmax(-1)
+                for model in (student, teacher)
+            )
+        loss += cross_entropy(ours, labels[0], reduction="sum").item()
+        kl += kl_div(ours, theirs, log_target=True, reduction="sum").item()
+        tokens += labels.numel()
+    assert measured["tokens"] == tokens
+    assert measured["loss"] == pytest.approx(loss / tokens, rel=1e-4)
+    assert measured["kl"] == pytest.approx(kl / tokens, rel=1e-3)
+
+
+def test_the_table():
+    measured = [
+        ("teacher", {"bleu": 20.0, "chrf": 50.0, "loss": 1.5, "kl": None}),
+        ("after distill", {"bleu": 19.5, "chrf": 49.0, "loss": 1.6, "kl": 0.05}),
+    ]
+    header, rows = Translation.table(measured, compared=True)
+    assert header == ("model", "BLEU", "against the teacher", "chrF", "loss per token", "KL to the teacher")
+    assert rows[1] == ("after distill", "19.50", "-0.50", "49.00", "1.600", "0.0500")
+    assert Translation.table([("untrained", None)], compared=False)[1] == []
+
+
+# --- Translating --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_lines_are_translated_as_one_at_a_time(tokenizer, teacher, swapped):
+    model = t2r.swap(copy.deepcopy(teacher), feature_size=4, cross_feature_size=8).eval() if swapped else teacher
+    lines = ["", *sentences(4, longest=30), "  ", sentences(1, 9, shortest=20, longest=30)[0]]
+    done = []
+    together = translate(model, tokenizer, lines, beams=2, report=done.append)
+    assert together == [translate(model, tokenizer, [line], beams=2)[0] for line in lines]
+    assert not together[0]
+    assert not together[5]
+    assert len(set(together)) > 4
+    assert done == sorted(done)
+    assert done[-1] == len(lines)
+
+
+def test_a_line_beyond_the_positions_is_told_by_its_number(tokenizer, teacher):
+    lines = ["w3", "w4 " * 80]
+    with pytest.raises(T2RError, match=r"test.zh:2: 81 tokens are beyond the 64 positions"):
+        translate(teacher, tokenizer, lines, name="test.zh")
+
+
+def test_translations_of_a_file_go_on_where_they_were(tmp_path, tokenizer, teacher, monkeypatch):
+    source, _ = write_pairs(tmp_path, "train", 10)
+    with open(source, "a") as file:
+        file.write("\n" + "w4 " * 80 + "\n")
+    monkeypatch.setattr(translating_module, "CHUNK", 4)
+    whole = write_translations(teacher, tokenizer, source, tmp_path / "one", beams=2, progress=False)
+    lines = whole.read_text().splitlines()
+    assert len(lines) == 12
+    assert all(line.endswith(f" {EOS}") or line == str(EOS) for line in lines[:10])
+    assert lines[10:] == ["", ""]  # empty, and too long
+
+    class Stopped(Exception):
+        pass
+
+    calls = []
+    real = translating_module.translate_to_tokens
+
+    def stops(*args, **kwargs):
+        calls.append(kwargs["first"])
+        if len(calls) == 2:
+            raise Stopped
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(translating_module, "translate_to_tokens", stops)
+    with pytest.raises(Stopped):
+        write_translations(teacher, tokenizer, source, tmp_path / "two", beams=2, progress=False)
+    (partial,) = (tmp_path / "two").glob("*.partial")
+    partial.write_text(partial.read_text() + "12 5")  # and in the middle of a line
+    again = write_translations(teacher, tokenizer, source, tmp_path / "two", beams=2, progress=False)
+    assert calls == [1, 5, 5, 9]
+    assert again.read_text() == whole.read_text()
+
+
+def test_what_the_teacher_wrote_is_learned_token_by_token(tmp_path, tokenizer, teacher):
+    source, _ = write_pairs(tmp_path, "train", 6)
+    written = write_translations(teacher, tokenizer, source, beams=2, progress=False)
+    corpus = tokenize_pairs(source, str(written), tokenizer, as_tokens=True, progress=False)
+    for i in range(len(corpus)):
+        line = written.read_text().splitlines()[corpus.line(i) - 1]
+        assert corpus[i].target.tolist() == list(map(int, line.split()))
+
+
+# --- What is refused ----------------------------------------------------------------------------------------
+
+
+def test_mistakes_of_the_caller(tmp_path, tokenizer, teacher):
+    source, target = write_pairs(tmp_path, "train", 3)
+    with pytest.raises(T2RError, match="--valid-src and --valid-tgt"):
+        Translation(tokenizer, source, target, valid_source=source)
+    with pytest.raises(T2RError, match="no parallel text was given"):
+        Translation(tokenizer, None, None).check(teacher, [])
+    with pytest.raises(T2RError, match="gpt2 is a language model"):
+        Translation(tokenizer, source, target).check(tiny("gpt2"), [])
+    with pytest.raises(T2RError, match="there is no teacher"):
+        task = Translation(tokenizer, source, "teacher", progress=False)
+        task.prepare(None, 64)
+    for line, words in (("", r"bad:2 is empty"), ("w3 " * 70, r"bad:2: 71 tokens are beyond the 64 positions")):
+        (tmp_path / "bad").write_text(f"w3\n{line}\nw4\n")
+        with pytest.raises(T2RError, match=words):
+            Translation(tokenizer, source, target, str(tmp_path / "bad"), target).check(teacher, [])
+
+
+def test_bleu_without_sacrebleu_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sacrebleu.metrics", SimpleNamespace())
+    from t2r.evaluation.translation import metrics
+
+    with pytest.raises(T2RError, match=r"t2r\[translation\]"):
+        metrics()
