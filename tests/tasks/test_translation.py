@@ -16,7 +16,7 @@ from t2r.generation import translation as translating_module
 from t2r.generation.translation import translate, write_translations
 from t2r.tasks import Translation
 from t2r.training.objectives import transferring
-from translating import translated, make_model, make_tokenizer, sentences, write_pairs
+from translating import make_model, make_tokenizer, sentences, translated, write_pairs
 
 
 @pytest.fixture(autouse=True)
@@ -228,9 +228,9 @@ def test_mistakes_of_the_caller(tmp_path, tokenizer, teacher):
         Translation(tokenizer, None, None).check(teacher, [])
     with pytest.raises(T2RError, match="gpt2 is a language model"):
         Translation(tokenizer, source, target).check(tiny("gpt2"), [])
+    alone = Translation(tokenizer, source, "teacher", progress=False)
     with pytest.raises(T2RError, match="there is no teacher"):
-        task = Translation(tokenizer, source, "teacher", progress=False)
-        task.prepare(None, 64)
+        alone.prepare(None, 64)
     for line, words in (("", r"bad:2 is empty"), ("w3 " * 70, r"bad:2: 71 tokens are beyond the 64 positions")):
         (tmp_path / "bad").write_text(f"w3\n{line}\nw4\n")
         with pytest.raises(T2RError, match=words):

@@ -81,9 +81,61 @@ def test_recipes_of_the_paper_are_the_paper(name, paper, swap):
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
         *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "noise", "noise_from", "lora_rank"),
+        "label_smoothing",
     }
+    assert stage.label_smoothing == 0
     assert all(effective[name] is None for name in ("tokens", "epochs", "minutes", "device_tokens"))
     assert stage.map_learning_rate is None
+
+
+# Typed from the appendix's tables of hyperparameters for translation: finetuning, and random initialization.
+PAPER_MT = {
+    "objective": "task",
+    "train": "all",
+    "steps": 20_000,
+    "batch_tokens": 3584 * 8 * 16,  # max tokens, GPUs, update-freq
+    "block_size": 3584,
+    "optimizer": "adam",
+    "betas": [0.9, 0.98],
+    "epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "clip_norm": None,  # fairseq's default
+    "label_smoothing": 0.1,
+    "schedule": "inverse_sqrt",
+    "warmup_init": 1e-7,
+    "warmup_steps": 4_000,
+    "learning_rate": 2e-4,
+}
+SCRATCH_MT = PAPER_MT | {"steps": 30_000, "learning_rate": 5e-4}
+PAPER_MT_SWAP = {"feature_map": "t2r", "feature_size": 4, "cross_feature_size": 32, "init": "paper"}
+
+
+@pytest.mark.parametrize(
+    ("name", "paper", "swap"), [("paper-mt", PAPER_MT, PAPER_MT_SWAP), ("paper-mt-scratch", SCRATCH_MT, {})]
+)
+def test_recipes_of_the_papers_translation_are_the_paper(name, paper, swap):
+    recipe = load_recipe(name)
+    (stage,) = recipe.stages
+    effective = dataclasses.asdict(stage)
+    assert {name: effective[name] for name in paper} == paper
+    assert recipe.swap == swap
+    assert set(effective) - set(paper) == {
+        *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate", "min_learning_rate"),
+        *("momentum", "period", "period_mult", "shrink"),
+        *("kl_weight", "task_weight", "temperature", "noise", "noise_from", "lora_rank"),
+    }
+    assert (stage.noise, stage.min_learning_rate, stage.map_learning_rate) == (0, 0, None)
+    (alone,) = recipe.a_block_at_a_time().stages
+    assert alone.device_tokens == 3584  # so that 128 forwards make a step
+
+
+@pytest.mark.parametrize("step", [0, 1, 2_000, 3_999, 4_000, 4_001, 10_000, 19_999])
+def test_inverse_square_root_rates_of_the_paper(step):
+    """fairseq's `inverse_sqrt`, as its `step_update` has it."""
+    (stage,) = load_recipe("paper-mt").stages
+    warm = 1e-7 + step * (2e-4 - 1e-7) / 4000
+    expected = warm if step < 4000 else 2e-4 * 4000**0.5 * step**-0.5
+    assert stage.make_schedule(stage.steps).at(step) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +269,9 @@ def test_the_default_transfers_and_then_distills():
     recipe = load_recipe("distill-lm")
     assert [(s.objective, s.train) for s in recipe.stages] == [("transfer", "maps"), ("distill", "all")]
     assert (recipe.swap["feature_map"], recipe.swap["activation"]) == ("t2r", "softmax")
-    assert shipped_recipes() == ["distill-lm", "paper-lm", "paper-lm-scratch", "scratch-lm"]
+    assert shipped_recipes() == [
+        *("distill-lm", "distill-mt", "paper-lm", "paper-lm-scratch", "paper-mt", "paper-mt-scratch", "scratch-lm")
+    ]
 
 
 def test_blocks_shrink_to_the_positions_that_there_are(caplog):
@@ -362,7 +416,7 @@ def test_where_recipes_are_found(tmp_path):
     recipe = load_recipe(file)
     assert (recipe.name, recipe.stages[0].name, recipe.stages[0].steps) == ("own", "5", 1000)
     assert recipe.stages[0].learning_rate == 0.001
-    with pytest.raises(T2RError, match=r"no recipe 'paper'.*distill-lm, paper-lm"):
+    with pytest.raises(T2RError, match=r"no recipe 'paper'.*distill-lm, distill-mt, paper-lm"):
         load_recipe("paper")
     with pytest.raises(T2RError, match="there is no recipe file"):
         load_recipe(tmp_path / "none.yaml")

@@ -145,6 +145,32 @@ def test_distillation_is_plain_kl_and_cross_entropy(monkeypatch, form, chunk, kl
     torch.testing.assert_close(part, expected * 8 / 16)
 
 
+@pytest.mark.parametrize("head", [None, "linear", "any"])
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_label_smoothing_is_that_of_torch(monkeypatch, head, kl):
+    tokens, vocabulary = 7, 13
+    monkeypatch.setitem(AT_ONCE, "cpu", 3 * vocabulary)
+    torch.manual_seed(0)
+    student = torch.randn(tokens, vocabulary, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(tokens, vocabulary, dtype=torch.float64)
+    labels = torch.randint(vocabulary, (tokens,))
+    labels[2] = -100
+    identity = nn.Linear(vocabulary, vocabulary, bias=False, dtype=torch.float64)
+    identity.weight.data = torch.eye(vocabulary, dtype=torch.float64)
+    if head == "any":
+        identity = nn.Sequential(identity)
+        identity.out_features = vocabulary
+    expected = cross_entropy(student, labels, ignore_index=-100, label_smoothing=0.1)
+    expected = expected + kl * plain(student, teacher, labels, None, None, 1.0, 0.0, 1.0)
+    (wanted,) = torch.autograd.grad(expected, student)
+    heads = {} if head is None else {"student_head": identity, "teacher_head": identity}
+    weights = {"kl_weight": kl, "task_weight": 1.0, "label_smoothing": 0.1}
+    loss, *_ = distillation_loss(student, teacher, labels, **heads, **weights)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    (found,) = torch.autograd.grad(loss, student)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
 def test_no_tokens_are_no_loss():
     student = torch.randn(0, 7, requires_grad=True)
     loss, *_ = distillation_loss(student, torch.randn(0, 7), torch.zeros(0, dtype=torch.long), task_weight=1.0)

@@ -130,12 +130,12 @@ class FileSource:
     def opened(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         """The unpacked file, and the file itself."""
         _, packed = self.suffixes
-        try:
-            with self.reading(), self.path.open("rb") as raw, OPEN[packed](raw) as opened:
+        with self.reading(), self.path.open("rb") as raw, OPEN[packed](raw) as opened:
+            try:
                 yield io.BufferedReader(opened, READ), raw
-        except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-            reason = str(error).rstrip(".")
-            raise T2RError(f"{self.path} is damaged or not a {packed} file: {reason}") from error
+            except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+                reason = str(error).rstrip(".")
+                raise T2RError(f"{self.path} is damaged or not a {packed} file: {reason}") from error
 
     def _pieces(self, file: BinaryIO) -> Iterator[Part]:
         decoder = codecs.getincrementaldecoder("utf-8")()

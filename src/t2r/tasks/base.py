@@ -87,7 +87,7 @@ class Task(ABC):
         batch: dict[str, Tensor] = default_collate(list(items))
         return batch
 
-    def rows(self, item: Any) -> int:
+    def rows_of(self, item: Any) -> int:
         """How many rows of a batch an item makes."""
         return 1
 

@@ -267,7 +267,7 @@ class Translation(Task):
 
     # --- Batches --------------------------------------------------------------------------------------------
 
-    def rows(self, item: Sequence[Pair]) -> int:
+    def rows_of(self, item: Sequence[Pair]) -> int:
         return len(item)
 
     def collate(self, items: Sequence[Sequence[Pair]]) -> dict[str, Tensor]:

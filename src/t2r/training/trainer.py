@@ -132,7 +132,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             model=learner,
             args=arguments,
             train_dataset=self.order,
-            data_collator=partial(collate, batch=task.collate, rows=task.rows),
+            data_collator=partial(collate, batch=task.collate, rows=task.rows_of),
             optimizers=(optimizer, scheduler),
             callbacks=callbacks,
         )
