@@ -289,7 +289,7 @@ class PairBlocks(Dataset[list[Pair]]):
         self.longest = longest
         self.blocks: list[NDArray[np.int64]] = []
         """The pairs of each block, as rows of corpus and number."""
-        counts = []
+        counts: list[int] = []
         # Sources with the same number of readings share blocks.
         unique = [replace(entry, source=f"{i}:{entry.source}") for i, entry in enumerate(sources)]
         self.members = join_equal(unique, ())

@@ -142,12 +142,12 @@ def evaluate(
 
     results: list[dict[str, Any]] = []
     first: dict[tuple[str, int], Perplexity] = {}
-    for index, source in enumerate(models):
-        again = against is not None and teacher is not None and _title(source) == _title(teacher)
-        model = against if again and isinstance(source, str | Path) else _loaded(source, dtype, device)
+    for index, entry in enumerate(models):
+        again = against is not None and teacher is not None and _title(entry) == _title(teacher)
+        model = against if again and isinstance(entry, str | Path) else _loaded(entry, dtype, device)
         assert model is not None
         for variant in (None, *of_model[index]):
-            result: dict[str, Any] = {"model": _title(source)}
+            result: dict[str, Any] = {"model": _title(entry)}
             if variant is not None:
                 result |= {"variant": str(variant)}
             measured = []
@@ -190,7 +190,7 @@ def evaluate(
                     recalled = []
                 result["recall"] = [row._asdict() for row in recalled]
             if tasks and variant is None:
-                own = tokenizer if isinstance(source, PreTrainedModel) else _tokenizer_of(source)
+                own = tokenizer if isinstance(entry, PreTrainedModel) else _tokenizer_of(entry)
                 result["tasks"] = harness(
                     model, tasks, tokenizer=own, task_folder=task_folder, limit=limit, batch_size=sequences
                 )

@@ -27,6 +27,9 @@ class Task(ABC):
     pipeline_tag: ClassVar[str] = "text-generation"
     """In the model card: what the hub lists such a model under."""
 
+    measured_in: ClassVar[str] = "windows"
+    """What `windows` counts, in the plan that is told."""
+
     uniform: bool = False
     """Whether every item is one text of the same length: nothing is padded, and no documents are packed."""
 

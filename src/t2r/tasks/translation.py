@@ -59,6 +59,7 @@ class Translation(Task):
 
     name = "translation"
     pipeline_tag = "translation"
+    measured_in = "lines"
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class Translation(Task):
         self.valid_lengths: list[int] = []
         self.positions: int | None = None
         self.vocabulary: int | None = None
-        self.pad, self.shift = 0, shifted
+        self.pad = 0
+        self.shift: Callable[[Tensor], Tensor] = shifted
         self.asked = 0
         self.blocks: dict[int, PairBlocks] = {}
 

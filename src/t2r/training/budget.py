@@ -41,6 +41,8 @@ class Work:
     """Of one measurement."""
     window: int = 0
     """Tokens of a window."""
+    unit: str = "windows"
+    """What is measured, in words."""
     reads: int = 0
     """How often the windows are read, by students and by the teacher."""
     passes: int = 0
@@ -132,7 +134,7 @@ def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Sc
         scanned = fewer(scanned, FEWEST_SCANNED, SCANNING * total, of_block)
         for now, asked, words in (
             (written, work.teacher_tokens, "the teacher writes {:,} tokens instead of {:,}"),
-            (windows, work.windows, "{:,} windows of {:,} are measured"),
+            (windows, work.windows, f"{{:,}} {work.unit} of {{:,}} are measured"),
             (scanned, work.scanned if work.passes else 0, "each layer is measured on {:,} blocks instead of {:,}"),
         ):
             if now < asked:

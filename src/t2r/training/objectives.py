@@ -130,8 +130,7 @@ def in_pieces(
             kl = per_token.masked_fill(target < 0, 0).sum()
         if not task_weight:
             return kl, kl.new_zeros(())
-        smoothed = {"label_smoothing": label_smoothing}
-        return kl, cross_entropy(logits, target, ignore_index=-100, reduction="sum", **smoothed)
+        return kl, cross_entropy(logits, target, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
 
     sums = []
     for start in range(0, student.shape[0], rows):

@@ -152,6 +152,7 @@ class Session:
             tokens=self.task.epoch_tokens,
             windows=windows,
             window=window,
+            unit=self.task.measured_in,
             reads=self.reads(),
             passes=scanned_layers(model) if scans else 0,
             scanned=BLOCKS,

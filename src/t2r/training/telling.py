@@ -49,7 +49,8 @@ def plan_lines(
     if work.windows:
         windows = work.windows if schedule is None else schedule.windows
         times = len(work.plan.stages) + (2 if teacher is not None else 1)
-        yield f"plan: {times} measurements on {windows:,} windows of {work.window} tokens" + about(
+        size = f" of {work.window} tokens" if work.unit == "windows" else ""
+        yield f"plan: {times} measurements on {windows:,} {work.unit}{size}" + about(
             None if schedule is None else schedule.measuring
         )
     if schedule is not None:
