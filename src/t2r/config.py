@@ -100,6 +100,10 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
                 raise T2RError(f"softmax_layers: there is no layer {layer}; the model has layers 0 to {layers - 1}")
         return kept
 
+    def keeps(self, cross: bool) -> bool:
+        """Whether cross attention, or causal attention, stays softmax in every layer."""
+        return ("cross" if cross else "causal") not in self.recurrent.split(",")
+
     def map_options(self, cross: bool = False) -> dict[str, Any]:
         """What the feature map of a site is made from, apart from the site's own shape."""
         size = self.feature_size

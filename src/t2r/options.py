@@ -203,6 +203,11 @@ class SwapOptions:
     softmax_every: int | None = option(
         None, help="Keep every n-th layer, counted from the top one (4: the paper's T2R-75%).", minimum=1, unset="none"
     )
+    recurrent: str = option(
+        "causal,cross",
+        help="What becomes recurrent in the decoder of an encoder-decoder: `causal,cross`, `causal` or `cross`.",
+        choices=("causal,cross", "causal", "cross"),
+    )
     shared: bool = option(True, help="Queries and keys share one map.", of_map="always")
     grouped: bool = option(
         True,

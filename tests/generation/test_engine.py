@@ -310,7 +310,9 @@ def test_what_it_cannot_do_goes_to_generate_and_is_said(options, reason, caplog)
     assert [record.getMessage() for record in caplog.records if reason in record.getMessage()]
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("marian", "cross attention")])
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("mistral", "sliding window"), ("marian", "kept softmax attention")]
+)
 def test_kept_layers_without_a_fixed_size_go_to_generate(model_type, reason, caplog):
     model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, softmax_layers=[0]).eval()
     (prompt,) = prompts([5])

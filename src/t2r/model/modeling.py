@@ -103,8 +103,15 @@ class T2RModel(SavedModel, compat.ModelHooks):
     # --- The state ------------------------------------------------------------------------------------------
 
     def kept_layers(self) -> list[int]:
-        """The decoder layers that kept their softmax attention."""
-        return self.t2r_config.kept_layers(self.count_layers())
+        """The decoder layers that kept softmax attention, causal or cross."""
+        config, count = self.t2r_config, self.count_layers()
+        partly = config.keeps(cross=False) or (self.config.is_encoder_decoder and config.keeps(cross=True))
+        return list(range(count)) if partly else config.kept_layers(count)
+
+    def kept_sites(self, cross: bool) -> list[int]:
+        """The decoder layers that kept softmax in this kind of attention."""
+        config, count = self.t2r_config, self.count_layers()
+        return list(range(count)) if config.keeps(cross) else config.kept_layers(count)
 
     def count_layers(self) -> int:
         return len(self.t2r_family.decoder_layers(self))  # type: ignore[arg-type]
@@ -113,12 +120,12 @@ class T2RModel(SavedModel, compat.ModelHooks):
         """An empty cache: recurrent layers, and growing ones where softmax attention was kept."""
         model: Any = self
         stock: list[Any] = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
-        count, kept = self.count_layers(), self.kept_layers()
+        count, kept, cross_kept = self.count_layers(), self.kept_sites(cross=False), self.kept_sites(cross=True)
         stock += [DynamicLayer() for _ in range(count - len(stock))]  # `generate` with an early exit hides them
         own = T2RCache([stock[i] if i in kept else RecurrentLayer() for i in range(count)], model)
         if not self.config.is_encoder_decoder:
             return own
-        cross = T2RCache([DynamicLayer() if i in kept else RecurrentLayer() for i in range(count)], model)
+        cross = T2RCache([DynamicLayer() if i in cross_kept else RecurrentLayer() for i in range(count)], model)
         return T2REncoderDecoderCache(own, cross, model)
 
     def make_static_cache(self, rows: int, max_length: int | None = None) -> Any:
@@ -126,7 +133,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
 
         `max_length` is needed only where softmax layers were kept: so many tokens are the most they can hold."""
         model: Any = self
-        kept, count = self.kept_layers(), self.count_layers()
+        kept, cross_kept, count = self.kept_sites(cross=False), self.kept_sites(cross=True), self.count_layers()
         if kept and max_length is None:
             raise T2RError(f"layers {kept} kept softmax attention: a static cache needs a max_length for them")
         stock: list[Any] = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
@@ -140,7 +147,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
             shape, module = self.t2r_family.shape(site.module), cast(Any, site.module)
             own = None if site.cross else lengths
             counts = not site.cross and site.layer == count - 1
-            if site.layer not in kept:
+            if site.layer not in (cross_kept if site.cross else kept):
                 state = module.feature_map.empty_state(rows, shape.head_dim, model.dtype, model.device)
                 made[site.cross][site.layer] = StaticRecurrentLayer(state, own, counts)
             elif site.cross:

@@ -158,7 +158,7 @@ def report(model: Any, swapped: bool) -> Inspection:
     sites = []
     for site, parameters in zip(kin.sites(model), before, strict=True):
         layer = DynamicLayer() if site.cross else stock[site.layer]
-        feature_map = None if site.layer in kept else site.module.feature_map
+        feature_map = None if site.layer in kept or config.keeps(site.cross) else site.module.feature_map
         sites.append(site_report(site, kin.shape(site.module), feature_map, parameters, layer, model.dtype))
     parameters, added = count(base.parameters()), sum(site.parameters_added for site in sites)
     return Inspection(

@@ -29,7 +29,9 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     if any(isinstance(site.module, Recurrence) for site in sites):
         raise T2RError("this model is swapped already: start again from the base model")
     kept = config.kept_layers(len(family.decoder_layers(model)))
-    chosen = [site for site in sites if site.layer not in kept]
+    chosen = [site for site in sites if site.layer not in kept and not config.keeps(site.cross)]
+    if not chosen and config.recurrent != "causal,cross" and len(kept) < len(family.decoder_layers(model)):
+        raise T2RError(f"recurrent={config.recurrent}: {family.model_type} has no such attention to swap")
     if not chosen:
         raise T2RError("every layer is kept as softmax attention: nothing would be swapped")
     rotated_by_stock = family.positions == "rotary" and family.recurrent is None
@@ -48,7 +50,8 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
         if config.merged:
             assert isinstance(site.module, Mergeable)
             site.module.become_merged()
-    family.finish(model, chosen, [site for site in sites if site.layer in kept])
+    swapped = {id(site.module) for site in chosen}
+    family.finish(model, chosen, [site for site in sites if id(site.module) not in swapped])
     compat.set_attention_implementation(model, NAME)
     for notice in family.notices(model, chosen):
         logger.warning(notice)

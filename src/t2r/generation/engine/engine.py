@@ -388,7 +388,7 @@ def no_static_cache(model: Any) -> str | None:
     if not model.kept_layers():
         return None
     if model.config.is_encoder_decoder:
-        return "cross attention that kept softmax has no state of fixed size"
+        return "an encoder-decoder that kept softmax attention has no state of fixed size"
     try:
         model.make_static_cache(rows=1, max_length=1)
     except T2RError as reason:
