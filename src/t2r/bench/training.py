@@ -21,13 +21,11 @@ from t2r.errors import T2RError
 from t2r.model.swap import swap
 from t2r.tasks import LanguageModeling
 from t2r.training.arithmetic import fast_sums, halve
-from t2r.training.capture import WARM_UP, CapturedStep
-from t2r.training.learner import Learner
-from t2r.training.optimizers import choose_trained, make_optimizer
-from t2r.training.preparation import prepared
+from t2r.training.capture import WARM_UP
+from t2r.training.optimizers import make_optimizer
 from t2r.training.recipe import Stage, load_recipe
+from t2r.training.timing import stage_step
 from t2r.training.trainer import Settings as SessionSettings
-from t2r.training.trainer import captures
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -144,20 +142,10 @@ def time_steps(
     device = model.device
     on_gpu = device.type == "cuda"
     own_teacher = teacher if stage.objective == "distill" else None
-    with prepared(model, model, own_teacher, stage, settings, task):
-        choose_trained(model, stage)
-        learner = Learner(model, stage, task, own_teacher, compiled=settings.compiled).train()
+    with stage_step(model, model, own_teacher, stage, task, settings) as step:
         optimizer = make_optimizer(model, stage)
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-
-        def work(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-            with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16):
-                loss, _ = learner(batch)
-            loss.backward()
-            return {}
-
-        step = CapturedStep(work, model.parameters()) if captures(model, settings) else work
         example = task.example(stage.batch_tokens // stage.block_size, stage.block_size)
         batch = {key: x.to(device) for key, x in example.items()}
         if on_gpu:
