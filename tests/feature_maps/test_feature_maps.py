@@ -26,7 +26,7 @@ from t2r.feature_maps import (
     orthogonal_rows,
     safe_norm,
 )
-from t2r.feature_maps.tensors import constant_weights
+from t2r.ops.constants import constant_weights
 
 HEAD_DIM = 8
 LAYOUTS = {

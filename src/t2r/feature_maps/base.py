@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from t2r.errors import T2RError
-from t2r.feature_maps.tensors import affine, derived, full_precision, like_linear
+from t2r.feature_maps.tensors import affine, full_precision, like_linear
 from t2r.ops import FASTEST_DECAY, State
+from t2r.ops.constants import derived
 
 # A state many times larger than the head it serves is a slip of the keyboard, not a plan: at 16 times the
 # head's size the state already holds as much as the keys and values of 8 * head_dim tokens.
@@ -232,7 +233,7 @@ class AffineMap(FeatureMap):
         if not self.weighs_keys:
             return self.activate(x)
         log_weight = full_precision(x[..., -1:]).clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
-        return (self.activate(x[..., :-1]) * log_weight.exp()).to(x.dtype)
+        return (self.activate(x[..., :-1]) * log_weight.exp()).type_as(x)
 
     def identity_rows(self, generator: torch.Generator) -> Tensor:
         """Weights `[key_heads, rows, head_dim]` under which the map resembles softmax attention."""

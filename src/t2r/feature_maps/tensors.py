@@ -1,10 +1,6 @@
 """What the maps are made of: affine maps per head, and random matrices drawn without disturbing anybody."""
 
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,7 +48,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def full_precision(x: Tensor) -> Tensor:
     """x in float32, or float64 if it is: sines and exponentials of half precision numbers are noise."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def safe_norm(x: Tensor) -> Tensor:
@@ -61,36 +57,6 @@ def safe_norm(x: Tensor) -> Tensor:
     The floor also bounds that gradient by 1e4, which float16 can still represent.
     """
     return x.square().sum(-1, keepdim=True).clamp_min(1e-8).sqrt()
-
-
-# --- What depends on weights alone ------------------------------------------------------------------------
-
-_thread = threading.local()
-T = TypeVar("T")
-
-
-@contextmanager
-def constant_weights(kept: dict[Any, Any]) -> Iterator[None]:
-    """Inside the `with` block, and in this thread, `derived` values are computed once and kept in `kept`. The weights
-    must not change as long as `kept` is used."""
-    before = getattr(_thread, "kept", None)
-    _thread.kept = kept
-    try:
-        yield
-    finally:
-        _thread.kept = before
-
-
-def derived(owner: object, name: str, compute: Callable[[], T]) -> T:
-    """A value that depends on the weights of `owner` alone: computed now, or kept by `constant_weights`."""
-    kept: dict[Any, Any] | None = None if torch.compiler.is_compiling() else getattr(_thread, "kept", None)
-    if kept is None:
-        return compute()
-    key = id(owner), name
-    if key not in kept:
-        kept[key] = compute()
-    value: T = kept[key]
-    return value
 
 
 # --- Draws ------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from t2r.attention.layers import layer_tensors
 from t2r.attention.static import StaticRecurrentLayer
-from t2r.feature_maps.tensors import constant_weights
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
+from t2r.ops.constants import constant_weights
 
 logger = logging.getLogger(__name__)
 
