@@ -416,7 +416,7 @@ def broken(folders, tmp_path) -> Path:
     [
         ("inspect {b}/nowhere", "there is no folder"),
         ("inspect {b}/empty", "has no config.json"),
-        ("inspect {b}/file", "is not a saved state, or was cut off"),
+        ("inspect {b}/file", "is not a saved state, or is truncated"),
         ("inspect {f}/llama --softmax-layers auto:2", "only convert can find them"),
         ("inspect {b}/json", "not a valid JSON"),
         ("inspect {b}/wrong", "cannot be loaded"),
