@@ -163,7 +163,7 @@ def test_attentions_asked_for_before_the_swap_are_refused():
 def test_assisted_decoding_on_a_static_cache_is_refused():
     model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8).eval()
     ids = torch.randint(3, VOCABULARY, (1, 6))
-    with pytest.raises(T2RError, match="cannot take tokens back"):
+    with pytest.raises(T2RError, match="cannot remove tokens"):
         model.make_static_cache(1).activate_past_recording()
     with pytest.raises(ValueError, match="Static cache"):  # transformers' own words
         model.generate(ids, **HOW, assistant_model=model, cache_implementation="static")

@@ -430,7 +430,7 @@ def test_a_garbage_configuration(text, changed):
 
 
 def test_impossible_options(changed):
-    refused(changed(lambda fields: fields.update(feature_map="magic")), "no feature map 'magic'")
+    refused(changed(lambda fields: fields.update(feature_map="magic")), "unknown feature map 'magic'")
     refused(changed(lambda fields: fields.update(softmax_layers=[7])), "no layer 7")
     refused(changed(lambda fields: fields.update(format="new")), "format new")
 
