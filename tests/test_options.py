@@ -61,7 +61,7 @@ def test_errors_say_what_is_allowed():
     assert said(yes=1) == "yes must be true or false; got 1"
     assert said(pair=[1]) == "pair must be a list of 2 numbers, at least 0; got [1]"
     assert said(many="1,2") == "many must be a list of whole numbers; got '1,2'; as 1,2"
-    assert said(other=1, more=2) == "no option more, other; there are whole, share, word, yes, pair, many"
+    assert said(other=1, more=2) == "unknown option more, other; the options are whole, share, word, yes, pair, many"
     assert len(said(word="x" * 10_000)) < 150
 
 
@@ -104,7 +104,7 @@ def test_the_configuration_has_the_options_of_a_swap():
         assert getattr(config, name) == each.default
     with pytest.raises(T2RError, match="seed must be a whole number"):
         t2r.swap(tiny("gpt2", torch.float32), seed=2**70)
-    with pytest.raises(T2RError, match="no option feature_sise; there are feature_map"):
+    with pytest.raises(T2RError, match="unknown option feature_sise; the options are feature_map"):
         t2r.swap(tiny("gpt2", torch.float32), feature_sise=3)
 
 

@@ -104,7 +104,7 @@ def test_a_file_whose_name_ends_like_a_weight_is_found(tmp_path, monkeypatch):
         ({"a.txt": "x%"}, r"share must be"),
         ([("a.txt", 1, 2)], r"a pair of source and weight"),
         ([{"readings": 2}], r"has no source"),
-        ([{"source": "a.txt", "weight": 2}], r"no option weight; there are source, readings, share"),
+        ([{"source": "a.txt", "weight": 2}], r"unknown option weight; the options are source, readings, share"),
         ([{"source": "a.txt", "readings": 2, "share": 3}], r"readings or a share, not both"),
         ([{"source": 3.5j}], r"source must be text"),
         ([7], r"got 7"),

@@ -84,10 +84,10 @@ def without_a_tensor(tried: Tried) -> Any:
 
 REFUSALS: dict[str, tuple[Callable[[Tried], Any], str]] = {
     # A recurrent layer has no matrix of weights between tokens to return.
-    "attentions of a forward": (forward(output_attentions=True), "never forms attention weights"),
+    "attentions of a forward": (forward(output_attentions=True), "do not compute attention weights"),
     "attentions of generate": (
         generate(output_attentions=True, return_dict_in_generate=True),
-        "never forms attention weights",
+        "do not compute attention weights",
     ),
     # A recurrence reads from left to right: which tokens are padding is all that a mask can say.
     "a 4-D mask": (with_full_mask, "a padding mask"),
@@ -156,7 +156,7 @@ def test_attentions_asked_for_before_the_swap_are_refused():
     model.set_attn_implementation("eager")
     model.config.output_attentions = True
     swapped = t2r.swap(model, feature_size=8).eval()
-    with pytest.raises(T2RError, match="never forms attention weights"):
+    with pytest.raises(T2RError, match="do not compute attention weights"):
         swapped(**batch("llama"))
 
 

@@ -416,7 +416,7 @@ def test_a_base_model_that_nobody_knows(changed):
     refused(folder, "no model class GhostForCausalLM")
     folder = changed(lambda fields: fields["base_config"].update(model_type="ghost"))
     refused(folder, "ghost", error=ValueError)
-    refused(changed(lambda fields: fields["base_config"].pop("model_type")), "names no model_type")
+    refused(changed(lambda fields: fields["base_config"].pop("model_type")), "has no model_type")
     refused(changed(lambda fields: fields.pop("base_config")), "has no base_config")
 
 
