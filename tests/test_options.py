@@ -131,7 +131,7 @@ def test_a_model_is_loaded_with_its_tokenizer_beside_it(tmp_path):
     assert t2r.load_tokenizer(tmp_path) is None
     with pytest.raises(T2RError, match="has no tokenizer"):
         t2r.generate(tmp_path, "hello")
-    with pytest.raises(T2RError, match="needs its tokenizer"):
+    with pytest.raises(T2RError, match="requires the tokenizer"):
         t2r.generate(model, "hello")
     assert t2r.inspect(tmp_path).swapped
     assert callable(t2r.bench.ops.run)

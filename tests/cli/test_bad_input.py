@@ -185,8 +185,8 @@ CASES = [
     (f"{CONVERT} --recipe {{m}}/recipe-deep.yaml", "is not YAML"),
     # Texts.
     ("evaluate {m}/llama --text {m}/surrogate.jsonl", "surrogate.jsonl:2: the text is not valid Unicode (U+D83D"),
-    ("evaluate {m}/llama --text {m}/deep.jsonl", "deep.jsonl:1: not JSON that can be read"),
-    ("evaluate {m}/llama --text {m}/digits.jsonl", "digits.jsonl:1: not JSON that can be read"),
+    ("evaluate {m}/llama --text {m}/deep.jsonl", "deep.jsonl:1: the JSON cannot be read"),
+    ("evaluate {m}/llama --text {m}/digits.jsonl", "digits.jsonl:1: the JSON cannot be read"),
     ("evaluate {m}/llama --text {m}/pipe", "is a device or a pipe"),
     ("evaluate {m}/llama --text ~nobody-here/x", "there is no file ~nobody-here/x"),
     # Models.

@@ -376,7 +376,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, build, monkeypa
     path.write_text("the cat")
     real = tokens.encode_pieces
     monkeypatch.setattr(tokens, "encode_pieces", lambda *args: path.write_text("the cats") and real(*args))
-    with pytest.raises(T2RError, match="changed while it was read"):
+    with pytest.raises(T2RError, match="changed while being read"):
         build("a.txt")
 
 
@@ -405,12 +405,12 @@ def test_the_cache_goes_where_the_environment_says(tmp_path, tokenizer, monkeypa
         ("a.txt.xz", lzma.compress(words(500).encode())[:-20], "a.txt.xz is damaged"),
         ("a.txt.xz", b"plain", "a.txt.xz is damaged or not a .xz file"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl:2: not JSON: "),
-        ("a.jsonl", b'{"text": "a"}\n\n{"txt": "a"}\n', "a.jsonl:3: needs `text` .* or `messages`"),
-        ("a.jsonl", b'{"text": 3}\n', "a.jsonl:1: needs `text`"),
-        ("a.jsonl", b'["a"]\n', "a.jsonl:1: needs `text`"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"txt": "a"}\n', "a.jsonl:3: requires `text` .* or `messages`"),
+        ("a.jsonl", b'{"text": 3}\n', "a.jsonl:1: requires `text`"),
+        ("a.jsonl", b'["a"]\n', "a.jsonl:1: requires `text`"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl is not UTF-8: 0xff at byte 24, line 2"),
         ("a.jsonl", b'{"messages": "hi"}\n', "a.jsonl:1: `messages` must be a list of objects"),
-        ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', "a.jsonl:1: .* without an assistant's"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', "a.jsonl:1: .* no assistant message"),
     ],
 )
 def test_bad_files_are_named(tmp_path, build, name, data, message):
@@ -433,7 +433,7 @@ def test_missing_files(tmp_path, build):
         build("a.txt")
     with pytest.raises(T2RError, match=r"no file matches .*\*\.txt"):
         build("*.txt")
-    with pytest.raises(T2RError, match="is a folder: name its files with a glob"):
+    with pytest.raises(T2RError, match="is a folder: give its files as a glob"):
         build("")
     with pytest.raises(T2RError, match="no text was given"):
         build()
@@ -445,10 +445,10 @@ def test_a_chat_needs_a_template_that_can_be_followed(tmp_path, build, tokenizer
     with pytest.raises(T2RError, match=r"a.jsonl:1: the tokenizer has no chat template"):
         build("a.jsonl", tokenizer=made)
     made.chat_template = "{{ raise_exception('no cats') }}"
-    with pytest.raises(T2RError, match=r"a.jsonl:1: the chat template refuses this conversation: no cats"):
+    with pytest.raises(T2RError, match=r"a.jsonl:1: the chat template rejects this conversation: no cats"):
         build("a.jsonl", tokenizer=made)
     made.chat_template = "{{ messages | length }}"
-    with pytest.raises(T2RError, match=r"a.jsonl:1: cannot tell the answers from the prompts"):
+    with pytest.raises(T2RError, match=r"a.jsonl:1: cannot separate answers from prompts"):
         build("a.jsonl", tokenizer=made)
 
 
@@ -457,7 +457,7 @@ def test_a_chat_needs_a_template_that_can_be_followed(tmp_path, build, tokenizer
 
 def test_datasets_need_the_extra(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(T2RError, match=r"datasets:a needs the datasets extra: pip install 't2r\[datasets\]'"):
+    with pytest.raises(T2RError, match=r"datasets:a requires the datasets extra: pip install 't2r\[datasets\]'"):
         tokenize_corpus("datasets:a", tokenizer)
 
 

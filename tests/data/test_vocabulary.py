@@ -118,9 +118,9 @@ def test_perplexity_of_words(file):
 
 
 def test_a_dictionary_with_a_word_twice_is_refused():
-    with pytest.raises(T2RError, match="a word twice"):
+    with pytest.raises(T2RError, match="a duplicate word"):
         word_tokenizer(["a", "b", "a"])
-    with pytest.raises(T2RError, match="a word twice, or a special one"):
+    with pytest.raises(T2RError, match="a duplicate word, or a special token"):
         word_tokenizer(["a", "<unk>"])
 
 
@@ -192,9 +192,9 @@ def test_text_is_read_in_whole_lines(monkeypatch):
     ("kind", "size", "words"),
     [
         ("char", 300, "no tokenizer of kind 'char'"),
-        ("bpe", None, "needs a vocab_size"),
-        ("bpe", 256, "needs at least 257"),
-        ("word", 4, "needs at least 5"),
+        ("bpe", None, "requires a vocab_size"),
+        ("bpe", 256, "requires at least 257"),
+        ("word", 4, "requires at least 5"),
     ],
 )
 def test_what_is_refused(file, kind, size, words):

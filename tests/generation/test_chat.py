@@ -55,7 +55,7 @@ def test_each_answer_is_that_to_the_whole_text(template, swapped):
 
 
 def test_what_a_conversation_cannot_be():
-    with pytest.raises(T2RError, match="needs a language model"):
+    with pytest.raises(T2RError, match="requires a language model"):
         Conversation(tiny("marian", torch.float32), tokenizer(None))
     with pytest.raises(T2RError, match="one answer at a time"):
         Conversation(tiny("gpt2", torch.float32), tokenizer(None), num_beams=2)

@@ -322,9 +322,9 @@ def test_kept_layers_without_a_fixed_size_go_to_generate(model_type, reason, cap
 
 def test_mistakes_are_said():
     model, (prompt,) = swapped("gpt2 kept"), prompts([5])
-    with pytest.raises(T2RError, match="converted models"):
+    with pytest.raises(T2RError, match="requires a swapped model"):
         Engine(tiny("gpt2", torch.float32))
-    with pytest.raises(T2RError, match="at least one row"):
+    with pytest.raises(T2RError, match="rows must be at least 1"):
         Engine(model, rows=0)
     with pytest.raises(T2RError, match="2 rows"):
         Engine(model, rows=2).generate(prompt.expand(3, -1), max_new_tokens=2)

@@ -424,7 +424,7 @@ TOKENIZER = "tokenizer: {kind: bpe, vocab_size: 300}\n"
         (MODEL + "tokenizer: {kind: bpe, vocab_size: 300, size: 3}", "a tokenizer has no field size"),
         (MODEL + "tokenizer: {kind: bpe, vocab_size: many}", "'many' is not a whole number"),
         (MODEL + "tokenizer: {kind: letters}", "no tokenizer of kind 'letters'"),
-        (MODEL + "tokenizer: {kind: bpe}", "a bpe tokenizer needs a vocab_size"),
+        (MODEL + "tokenizer: {kind: bpe}", "a bpe tokenizer requires a vocab_size"),
         (MODEL + TOKENIZER + "recipe: 3", "`recipe` is the name of one, or its stages"),
         (MODEL + TOKENIZER + "swap: {feature_sise: 3}", "swap: unknown option feature_sise"),
         ("model: {model_type: gpt7}\n" + TOKENIZER, "transformers knows no model_type 'gpt7'"),
