@@ -94,7 +94,7 @@ def test_what_cannot_be_limited_is_refused():
         logits(t2r.swap(tiny("llama", torch.float32), feature_size=6), ids, Variant(window=4))
     with pytest.raises(T2RError, match="no recurrent state"):
         logits(tiny("llama", torch.float32), ids, Variant(state="bfloat16"))
-    with pytest.raises(T2RError, match="sliding window of its own"):
+    with pytest.raises(T2RError, match="already has a sliding window"):
         logits(tiny("gemma2", torch.float32), ids, Variant(window=4))
 
 
