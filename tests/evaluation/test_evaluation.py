@@ -599,7 +599,7 @@ def test_mistakes_of_a_single_measurement_are_said(tokenizer, tmp_path):
         perplexity(gpt2(), range(20), window=8, stride=4, teacher=gpt2(vocab_size=20))
     with pytest.raises(T2RError, match="too short for a distance of 64"):
         recall(gpt2(), tokenizer, "A short one.", distances=[64])
-    with pytest.raises(T2RError, match="differ in their first token"):
+    with pytest.raises(T2RError, match="different first tokens"):
         recall(gpt2(), tokenizer, TEXT, choices=30)
     with pytest.raises(T2RError, match="4-grams"):
         repetition(gpt2(), tokenizer, new_tokens=3)
