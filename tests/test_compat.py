@@ -1,4 +1,4 @@
-"""Every name of transformers that is private, or changes between versions, is used in `t2r.compat` alone, and works."""
+"""Names that are private in transformers, or differ between its versions, are used only in `t2r.compat`, and work."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ PRIVATE = (
     "_prepare_inputs",
 )
 DEFINES = {"architectures/adaptive_lm/modeling.py"}
-"""A model of ours declares and reads what every model of transformers does."""
+"""Models defined by t2r use the same private names as the models of transformers."""
 
 
 def test_private_names_are_used_at_the_boundary_only():
@@ -67,7 +67,7 @@ def test_generate_asks_for_a_cache_and_tells_the_length(monkeypatch):
     monkeypatch.setattr(model, "start_cache", lambda *args: asked.append(args[2:]) or start(*args))
     monkeypatch.setattr(model, "check_generated_length", lambda length: told.append(length) or check(length))
     model.generate(**inputs, max_new_tokens=4, num_beams=2, pad_token_id=0)
-    assert asked == [(6, 12)]  # rows with their beams, and all tokens but the last, which is never read
+    assert asked == [(6, 12)]  # rows times beams, and all tokens except the last, which is never read
     assert told == [13]
 
 

@@ -1,4 +1,4 @@
-"""Options: what each accepts, and that nothing else repeats what they say."""
+"""Tests of options: accepted values, and that other definitions agree with them."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""A model's body and head, run apart, give the model's logits: every family, swapped or not, from any thread."""
+"""Body and head, run separately, reproduce the logits of every family, swapped or not, from any thread."""
 
 import threading
 
@@ -12,7 +12,7 @@ from t2r.model.logits import AT_ONCE, Readout
 
 
 def gives_whole_logits(model):
-    """T5 and its descendants have no body without a head, and FSMT's decoder gives logits."""
+    """T5 and derived models have no body without a head, and FSMT's decoder returns logits."""
     return model.base_model is model or model.config.model_type == "fsmt"
 
 
@@ -22,7 +22,7 @@ def inputs_of(model_type):
 
 
 def special(model_type):
-    """What may follow a head really does."""
+    """Return a model whose operations after the head have an effect."""
     model = tiny(model_type, FAMILIES[model_type].dtype)
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.normal_()
@@ -56,7 +56,7 @@ def test_a_head_alone_is_a_projection(model_type, kind):
 
 
 def test_what_is_not_known_gives_whole_logits():
-    """A head that is used otherwise than it says is found out, and logits of few rows are formed at a time."""
+    """If the head does not reproduce the logits, whole logits are computed for a few rows at a time."""
     model, inputs = tiny("llama"), inputs_of("llama")
     forward = model.forward
     model.forward = lambda **inputs: doubled(forward(**inputs))

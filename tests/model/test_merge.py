@@ -1,4 +1,4 @@
-"""Merge: the maps folded into the projections: the same model, cheaper, where nothing stands in between."""
+"""Merging feature maps into projections gives the same model at lower cost, for models that support it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ options = pytest.mark.parametrize(
 
 
 def swapped(model_type, dtype=torch.float64, noise=True, **options):
-    """As if trained: every map's weights and biases, those of queries and of keys, are their own."""
+    """Return a model with random weights and biases in every feature map, as if trained."""
     model = t2r.swap(tiny(model_type, dtype), **{"feature_size": 8, "init": "identity"} | options)
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -48,7 +48,7 @@ def swapped(model_type, dtype=torch.float64, noise=True, **options):
 
 
 def merged(model):
-    """A merged copy."""
+    """Return a merged copy."""
     return t2r.merge(copy.deepcopy(model), force=True)
 
 
@@ -71,7 +71,7 @@ def prompts(model_type):
     return {k: v for k, v in batch(model_type).items() if k != "decoder_input_ids"}
 
 
-# --- The same model -----------------------------------------------------------------------------------------
+# --- Equivalence --------------------------------------------------------------------------------------------
 
 
 def test_the_families_that_merge():
@@ -163,7 +163,7 @@ def test_sources_and_targets_with_their_own_vocabularies():
         assert t2r.merge(model).t2r_config.merged
 
 
-# --- What is left of it -------------------------------------------------------------------------------------
+# --- Merged models ------------------------------------------------------------------------------------------
 
 
 @family
@@ -184,7 +184,7 @@ def test_a_merged_folder(model_type, tmp_path):
 
 @family
 def test_queries_and_keys_are_gone(model_type):
-    """By name, by shape and by count; those of kept layers and of the encoder stay."""
+    """Checked by name, shape and count. Those of softmax layers and of the encoder are kept."""
     model = swapped(model_type, softmax_layers=[1])
     names = {id(m): n for n, m in model.named_modules()}
     places = [names[id(site)] for site in recurrent_sites(model)]
@@ -197,14 +197,14 @@ def test_queries_and_keys_are_gone(model_type):
         assert {name for name in held if name.startswith("merged_projections")} == {
             f"merged_projections.{x}.{y}" for x in "qk" for y in ("weight", "bias")
         }
-        if f"{place}.c_attn.weight" in after:  # one matrix for all three: the values' part is left
+        if f"{place}.c_attn.weight" in after:  # a fused projection: the part of the values remains
             assert after[f"{place}.c_attn.weight"].shape == (32, 32)
             assert torch.equal(after[f"{place}.c_attn.weight"], before[f"{place}.c_attn.weight"][:, -32:])
     elsewhere = {name for name in before if not any(name.startswith(f"{place}.") for place in places)}
     assert elsewhere == {name for name in after if not any(name.startswith(f"{place}.") for place in places)}
     assert all(torch.equal(before[name], after[name]) for name in elsewhere)
 
-    # 4 heads of 8 dimensions and 8 features, 32 hidden: what leaves each site, and what comes.
+    # Parameters removed from and added to each site, with 4 heads of 8 dimensions, 8 features and hidden size 32.
     biases = 0 if registered(model_type).positions == "relative" else 2 * 32  # T5's projections have none
     leaves = 2 * 32 * 32 + biases + 4 * (8 * 8 + 8)
     comes = 2 * (32 * 32 + 32)
@@ -252,7 +252,7 @@ def test_a_copy_of_a_merged_model_is_merged():
         again.train()
 
 
-# --- What cannot be merged ----------------------------------------------------------------------------------
+# --- Unsupported models -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in MERGES])
@@ -281,11 +281,11 @@ def test_twice_or_too_early():
         t2r.merge(model, force=True)
 
 
-# --- What it costs ------------------------------------------------------------------------------------------
+# --- Cost ---------------------------------------------------------------------------------------------------
 
 
 def by_hand(hidden, heads, head_dim, rows, sites):
-    """Multiplications per token for the features of a query and of a key."""
+    """Return the multiplications per token for the features of a query and a key."""
     before = 2 * (hidden * heads * head_dim + heads * rows * head_dim)
     after = 2 * hidden * heads * rows
     return sites * before, sites * after
@@ -297,7 +297,7 @@ def test_the_numbers_are_right(model_type, feature_map, size, rows):
     model = swapped(model_type, feature_map=feature_map, feature_size=size, softmax_layers=[0])
     cost = merge_cost(model)
     assert (cost.before, cost.after) == by_hand(32, 4, 8, rows, sites=4 if is_seq2seq(model_type) else 2)
-    assert cost.pays == (rows <= 8)  # 32 + rows against 4 * rows: worth it up to the head's size, and a little more
+    assert cost.pays == (rows <= 8)  # 32 + rows against 4 * rows: cheaper up to slightly above the head size
 
 
 def test_it_says_when_it_does_not_pay():
@@ -314,7 +314,7 @@ def test_it_says_when_it_does_not_pay():
     assert t2r.merge(swapped("gpt2", feature_size=4)).t2r_config.merged
 
 
-# --- What goes wrong changes nothing ------------------------------------------------------------------------
+# --- Errors leave the model unchanged -----------------------------------------------------------------------
 
 
 def spoil(change):
@@ -334,7 +334,7 @@ def spoil(change):
     [
         (lambda w: w * float("nan"), "not finite"),
         (lambda w: w + 0.1, "logits differ by"),
-        (lambda w: w[:-1], None),  # a shape that does not fit: an error in the middle
+        (lambda w: w[:-1], None),  # a wrong shape, which raises during the merge
     ],
     ids=["nan", "wrong", "misshaped"],
 )

@@ -1,4 +1,4 @@
-"""What a user of Hugging Face models tries: it works, or one line says why not."""
+"""Common uses of Hugging Face models work, or raise a one-line error."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def swapped(model_type, dtype=torch.float64, **options):
 
 
 def dispatched(model):
-    """With accelerate's hooks on its modules, as `device_map` makes it."""
+    """Return a model with accelerate's hooks on its modules, as created by `device_map`."""
     names = {name for name, module in model.named_modules() if not list(module.children())}
     whole = {name: "cpu" for name in names} | {"": "cpu"}
     return dispatch_model(model, {name: "cpu" for name in whole if name}, force_hooks=True, main_device="cpu")
