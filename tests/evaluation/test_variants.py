@@ -1,4 +1,4 @@
-"""Models that remember less: windows with sinks, rounded states, and what is kept in memory."""
+"""Tests of variants: windows with sinks, rounded states, and memory."""
 
 import copy
 
@@ -15,7 +15,7 @@ from t2r.evaluation.logits import logits_by_slice
 from t2r.evaluation.variants import Memory, memory_of
 from t2r.surgery.adapters import family_of
 
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float64, but for the logits, which are rounded to float32
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float64, except that logits are rounded to float32
 DECODERS = ["gpt2", "opt", "llama", "gpt_neox", "qwen2"]
 
 
@@ -28,12 +28,12 @@ def ids_of(length=20, rows=2):
 
 
 def kept(name="llama", **options):
-    """The middle one of three layers keeps softmax attention."""
+    """Return a swapped model of three layers, of which the second is a softmax layer."""
     return t2r.swap(tiny(name, torch.float64), feature_size=6, softmax_layers=[1], **options).eval()
 
 
 def one_layer(name):
-    """A single layer, in which a token has no way into another's output but the attention itself."""
+    """Return a model with a single layer, in which tokens affect each other only by one attention."""
     model = tiny(name, torch.float64)
     del family_of(model).decoder_layers(model)[1:]
     return model
@@ -61,7 +61,7 @@ def test_the_layers_of_a_window_reach_further_than_one(seed):
     model, ids, variant = tiny("llama", torch.float64).eval(), ids_of(), Variant(window=5)
     before = logits(model, ids, variant)[:, -1]
     changed = {}
-    for position in (6, 8):  # three layers of four tokens back each: 19 - 12 = 7
+    for position in (6, 8):  # three layers with four previous tokens each: 19 - 12 = 7
         other = ids.clone()
         other[:, position] += 1
         changed[position] = not torch.equal(before, logits(model, other, variant)[:, -1])
@@ -74,12 +74,12 @@ def test_kept_layers_take_a_window(name):
     full = logits(model, ids)
     torch.testing.assert_close(logits(model, ids, Variant(window=20)), full, **CLOSE)
     limited = logits(model, ids, Variant(window=4, sinks=1))
-    torch.testing.assert_close(limited[:, :5], full[:, :5], **CLOSE)  # nothing is out of sight yet
+    torch.testing.assert_close(limited[:, :5], full[:, :5], **CLOSE)  # all tokens are within the window
     assert not torch.allclose(limited[:, 6:], full[:, 6:], atol=1e-6)
 
 
 def test_a_window_of_kept_layers_is_the_teachers_window_where_all_layers_are_kept():
-    """Swapped, but with exact attention in the only recurrent layer: the same as the stock model with a mask."""
+    """A swapped model with exact attention in its only recurrent layer equals the base model with a mask."""
     stock, ids = tiny("llama", torch.float64).eval(), ids_of()
     model = t2r.swap(copy.deepcopy(stock), feature_size=6, softmax_layers=[0, 1]).eval()
     window = SoftmaxWindow(4, 2)
@@ -120,7 +120,7 @@ def test_a_state_in_float32_changes_nothing_and_one_in_bfloat16_a_little(every):
 
 
 def test_the_state_is_rounded_after_every_step(monkeypatch):
-    """By hand: a step, then the state in bfloat16, then the next step."""
+    """Compare with a loop that rounds the state to bfloat16 after each step."""
     model, ids = kept(decay=True), ids_of(rows=1)
     cache, expected = model.make_cache(), []
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Conversations: what is answered from a state is what is answered from the whole text."""
+"""In conversations, answers from a state are the same as answers from the whole text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REWRITING = TEMPLATE.replace("{% for m in messages %}", "{{ messages | length }}
 
 
 def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """Characters are tokens, so that a text cut anywhere has the same tokens."""
+    """Return a tokenizer of characters, so that a text has the same tokens if it is split anywhere."""
     characters = [chr(code) for code in range(33, 127)]
     backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="!"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()

@@ -1,4 +1,4 @@
-"""A document read once and asked many times, by the command line, in processes of their own."""
+"""States of documents on the command line, in separate processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = TEXT.split()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A swapped tiny Llama with a tokenizer."""
+    """Return the folder of a swapped tiny Llama with a tokenizer."""
     path = tmp_path_factory.mktemp("model")
     core = Tokenizer(models.WordLevel(unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()

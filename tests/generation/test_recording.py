@@ -1,4 +1,4 @@
-"""A recording replays what a function does to tensors, and nothing else of it."""
+"""A recording replays the tensor operations of a function and nothing else."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_a_recurrence_is_replayed_in_place():
 
     def step(state, out):
         calls.append(1)
-        y = torch.nn.functional.linear(x[:, None], weight, weight[0]).flatten(1)  # views of what is new
+        y = torch.nn.functional.linear(x[:, None], weight, weight[0]).flatten(1)  # views of new tensors
         half = torch.nn.functional.silu(y.view(2, 2, 2).transpose(1, 2).reshape(2, 4))
         state.mul_(weight.sigmoid().mean(0)).add_(half)
         unused = torch.zeros_like(state).add_(1).exp()
