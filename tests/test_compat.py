@@ -55,12 +55,12 @@ def test_the_attention_implementation_that_loading_asks_for(tmp_path):
     assert compat.requested_attention(AutoConfig.from_pretrained(tmp_path, attn_implementation="sdpa")) == "sdpa"
 
 
-def test_who_is_on_the_attention_interface():
+def test_models_on_the_attention_interface():
     assert compat.on_attention_interface(tiny("llama"))
     assert not compat.on_attention_interface(tiny("fsmt"))
 
 
-def test_generate_asks_for_a_cache_and_tells_the_length(monkeypatch):
+def test_generate_requests_a_cache_and_checks_the_length(monkeypatch):
     model, inputs = t2r.swap(tiny("gpt2"), feature_size=8), batch("gpt2")
     asked, told = [], []
     start, check = model.start_cache, model.check_generated_length
@@ -85,7 +85,7 @@ def test_the_length_of_the_prompt_is_known_when_the_cache_is_made(mask, monkeypa
     assert found == [mask.shape[1]]
 
 
-def test_an_assistant_is_told_from_others():
+def test_assistants_are_recognized():
     config = GenerationConfig()
     assert not compat.is_assistant(config)
     config.is_assistant = True

@@ -108,7 +108,7 @@ def test_the_configuration_has_the_options_of_a_swap():
         t2r.swap(tiny("gpt2", torch.float32), feature_sise=3)
 
 
-def test_words_in_the_help_are_what_there_is():
+def test_names_in_the_help_exist():
     named = options_of(SwapOptions)["feature_map"].help.rstrip(".").replace(" or ", ", ").split(": ")[1].split(", ")
     assert set(named) <= set(FEATURE_MAPS)
     for name in options_of(RunOptions)["dtype"].choices:

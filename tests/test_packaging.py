@@ -55,7 +55,7 @@ def imported() -> set[str]:
     return {known.get(module, [module])[0].replace("-", "_").lower() for module in modules}
 
 
-def test_what_is_imported_is_declared_and_the_reverse():
+def test_imports_and_declared_dependencies_agree():
     assert imported() - DECLARED - OPTIONAL == set()
     assert (DECLARED | OPTIONAL) - imported() - set(FOR_OTHERS) == set()
     assert not DECLARED & OPTIONAL
@@ -72,7 +72,7 @@ def test_every_bound_is_one_that_can_be_tested():
     assert names == (DECLARED | OPTIONAL) - {distribution(name) for name in oldest.KEPT}
 
 
-def test_a_set_up_is_pinned():
+def test_all_versions_are_pinned():
     """Versions of packages that are not in constraints.txt would change over time."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {distribution(line) for line in lines if line and not line.startswith("#")}
@@ -80,7 +80,7 @@ def test_a_set_up_is_pinned():
     assert DECLARED | OPTIONAL - {"triton"} | development <= pinned
 
 
-def test_a_set_up_has_every_extra():
+def test_the_development_environment_has_every_extra():
     """Tests that are skipped if an extra is missing must run in a development environment."""
     installed = {distribution(found.name) for found in distributions()}
     assert OPTIONAL - {"triton"} <= installed

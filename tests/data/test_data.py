@@ -168,7 +168,7 @@ def assistant(content):
     return {"role": "assistant", "content": content}
 
 
-def test_only_answers_are_learned(tmp_path, build, tokenizer):
+def test_the_loss_is_on_answers_only(tmp_path, build, tokenizer):
     messages = [user("the cat"), assistant("sat on"), user("a mat"), assistant("it's")]
     (tmp_path / "a.jsonl").write_text(jsonl({"text": "plain"}, {"messages": messages}, {"text": "dogs"}))
     corpus = build("a.jsonl")
@@ -190,7 +190,7 @@ def test_only_answers_are_learned(tmp_path, build, tokenizer):
     assert len(labels) >= len(expected) - 1
 
 
-def test_a_prompt_without_an_answer_at_the_end_is_not_learned(tmp_path, build, tokenizer):
+def test_a_final_prompt_without_an_answer_has_no_loss(tmp_path, build, tokenizer):
     (tmp_path / "a.jsonl").write_text(jsonl({"messages": [user("a"), assistant("cat"), user("sat")]}))
     corpus = build("a.jsonl")
     learned = corpus.tokens[corpus.scored(0, len(corpus))]
@@ -229,7 +229,7 @@ def test_pieces_give_the_tokens_of_the_whole(tmp_path, build, monkeypatch, split
     assert "".join(piece.text for piece in seen) == body
 
 
-def test_cuts_do_not_depend_on_how_the_text_was_read(monkeypatch):
+def test_splits_do_not_depend_on_the_read_size(monkeypatch):
     monkeypatch.setattr(tokens, "PIECE", 50)
     tokenizer = train("metaspace")  # its tokens cross newlines, so a split must look ahead
     body = words(2000, ends=(" ", "\n", "\n\n"))
@@ -242,7 +242,7 @@ def test_cuts_do_not_depend_on_how_the_text_was_read(monkeypatch):
     assert all(len(piece.text) <= 50 + tokens.CONTEXT for piece in pieces(37))
 
 
-def test_a_text_without_a_place_to_cut_is_cut_anyway(tmp_path, build, tokenizer, monkeypatch):
+def test_text_without_a_good_split_is_split_anyway(tmp_path, build, tokenizer, monkeypatch):
     monkeypatch.setattr(tokens, "PIECE", 200)
     (tmp_path / "a.txt").write_text("catmat" * 500)
     corpus = build("a.txt", add_eos=False)
@@ -284,7 +284,7 @@ def test_changed_inputs_are_tokenized_again(tmp_path, build, built, tokenizer):
     assert len(built) == 5
 
 
-def test_large_files_are_known_by_their_time(tmp_path, build, built, monkeypatch):
+def test_large_files_are_identified_by_modification_time(tmp_path, build, built, monkeypatch):
     monkeypatch.setattr("t2r.data.fingerprint.SMALL", 0)
     path = tmp_path / "a.txt"
     path.write_text("the cat sat")
@@ -341,7 +341,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, build, monkeypatch):
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_what_a_killed_run_left_is_swept_up_after_a_day(tmp_path, build):
+def test_abandoned_folders_are_removed_after_a_day(tmp_path, build):
     (tmp_path / "a.txt").write_text("the cat")
     old, new = f"{'a' * 32}.old.tmp", f"{'a' * 32}.new.tmp"
     for name, age in {old: 1e6, new: 10, "mine.tmp": 1e6}.items():
@@ -439,7 +439,7 @@ def test_missing_files(tmp_path, build):
         build()
 
 
-def test_a_chat_needs_a_template_that_can_be_followed(tmp_path, build, tokenizer):
+def test_chat_template_errors(tmp_path, build, tokenizer):
     (tmp_path / "a.jsonl").write_text(jsonl({"messages": [user("a"), assistant("b")]}))
     made = train(eos_token=EOS)
     with pytest.raises(T2RError, match=r"a.jsonl:1: the tokenizer has no chat template"):
@@ -494,7 +494,7 @@ def test_datasets(tmp_path, tokenizer, monkeypatch):
         tokenize_corpus("datasets:nowhere", tokenizer)
 
 
-def test_datasets_for_real(tmp_path, tokenizer, monkeypatch):
+def test_datasets_with_the_library(tmp_path, tokenizer, monkeypatch):
     """Read Parquet files in a folder, as on the Hub: rows of text and messages, a split, and a slice of it."""
     datasets = pytest.importorskip("datasets", reason="needs the datasets extra")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
@@ -565,7 +565,7 @@ def test_blocks_travel_to_workers(corpus):
     assert seen.tolist() == corpus.tokens[: len(blocks) * 16].tolist()
 
 
-def test_block_sizes_that_cannot_be(corpus):
+def test_invalid_block_sizes(corpus):
     check_block_size(512, 512)
     check_block_size(512, None)
     with pytest.raises(T2RError, match="block_size is 513 but the teacher has only 512 positions: use 512 or less"):
@@ -591,7 +591,7 @@ def write(model, tokenizer, folder, **options):
     return write_corpus(model, tokenizer, folder, **options)
 
 
-def test_the_teacher_writes_what_it_would_say(tmp_path, tokenizer, model):
+def test_the_teacher_generates_text(tmp_path, tokenizer, model):
     with torch.no_grad():  # always generates "cat" and EOS alternately
         cat = ids(tokenizer, " cat")[0]
         for parameter in model.parameters():
@@ -626,7 +626,7 @@ def test_the_teacher_samples_its_own_distribution(tmp_path, tokenizer, model):
 
 
 @pytest.mark.parametrize("damage", [0, 1, 40])
-def test_an_interrupted_teacher_goes_on(tmp_path, tokenizer, model, monkeypatch, damage):
+def test_interrupted_generation_is_resumed(tmp_path, tokenizer, model, monkeypatch, damage):
     whole = write(model, tokenizer, tmp_path / "whole").read_bytes()
     real = teacher.sample
     calls = []
@@ -654,7 +654,7 @@ def test_an_interrupted_teacher_goes_on(tmp_path, tokenizer, model, monkeypatch,
     assert len(calls) == (6 if damage else 5)
 
 
-def test_another_teacher_or_setting_writes_another_corpus(tmp_path, tokenizer, model):
+def test_another_teacher_or_setting_gives_another_corpus(tmp_path, tokenizer, model):
     with torch.no_grad():  # initial weights are so close to uniform that temperature has no visible effect
         model.transformer.wte.weight.mul_(10)
     changes = ({}, {"seed": 1}, {"temperature": 0.5}, {"top_p": 0.5}, {"length": 9}, {"batch_size": 5})
@@ -665,7 +665,7 @@ def test_another_teacher_or_setting_writes_another_corpus(tmp_path, tokenizer, m
     assert len(set(paths)) == len({path.read_bytes() for path in paths}) == 7
 
 
-def test_a_teacher_without_a_first_token_starts_anywhere(tmp_path, model):
+def test_a_teacher_without_bos_and_eos_starts_with_random_tokens(tmp_path, model):
     bare = train()
     assert bare.bos_token_id is None
     assert bare.eos_token_id is None
@@ -674,7 +674,7 @@ def test_a_teacher_without_a_first_token_starts_anywhere(tmp_path, model):
     assert len({text[0] for text in texts if text}) > 3
 
 
-def test_the_teacher_goes_on_from_a_text(tmp_path, tokenizer, model):
+def test_the_teacher_continues_a_text(tmp_path, tokenizer, model):
     (tmp_path / "text.txt").write_text("The cat sat on the mat and looked at the moon. " * 8, "utf-8")
     text = tokenize_corpus(str(tmp_path / "text.txt"), tokenizer, cache_dir=tmp_path / "cache", progress=False)
     path = write(model, tokenizer, tmp_path, length=16, continues=text)
@@ -696,7 +696,7 @@ def test_a_batch_on_an_accelerator_is_as_large_as_its_memory_allows(model):
     assert teacher.fitting_batch(small, 512) == 4096
 
 
-def test_what_a_teacher_cannot_write(tmp_path, tokenizer, model):
+def test_invalid_teacher_options(tmp_path, tokenizer, model):
     for options, message in {
         ("length", 33): "the teacher has only 32 positions",
         ("tokens", 0): "tokens .0. and batch_size .4. must be at least 1",

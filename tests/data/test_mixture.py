@@ -145,7 +145,7 @@ def test_joined_corpora_read_as_one(make):
     assert JoinedCorpus(parts).key != JoinedCorpus(parts[::-1]).key
 
 
-def test_sources_alike_are_one_text(make):
+def test_sources_with_equal_weights_are_concatenated(make):
     """A block may start in one file and end in the next."""
     corpora = [make(1, 15), make(2, 7), make(3, 30), make(4, 9)]
     mixed = MixedBlocks(parse_sources(["a", "b", "c:2", "d:1"]), corpora, 10, documents=True)
@@ -226,7 +226,7 @@ def test_shares_are_met_within_a_block(parts):
         assert abs(read - epoch * share / sum(shares)) <= 1
 
 
-def test_the_other_half_comes_in_the_next_epoch():
+def test_the_other_half_is_read_in_the_next_epoch():
     order = Order(Parts([10], [0.5]), 20)
     first, second = set(order.epoch(0)[0]), set(order.epoch(1)[0])
     assert first == {1, 3, 5, 7, 9}
@@ -295,7 +295,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
 
-def test_another_weight_tokenizes_nothing_again(texts, tokenizer):
+def test_changed_weights_do_not_tokenize_again(texts, tokenizer):
     def read(*weights):
         task = LanguageModeling(tokenizer, {str(texts / n): w for n, w in zip(NAMES, weights, strict=True)})
         task.read()

@@ -60,7 +60,7 @@ def test_long_words_are_cut_before_a_bpe_is_trained():
 # --- Words ----------------------------------------------------------------------------------------------------
 
 
-def test_words_are_fairseqs(file, tmp_path):
+def test_words_are_as_in_fairseq(file, tmp_path):
     tokenizer = train_tokenizer(file, "word", progress=False)
     dictionary = fairseq_dictionary(TEXT)
     assert tokenizer.get_vocab() == {word: i for i, word in enumerate(dictionary)}
@@ -93,7 +93,7 @@ def test_a_smaller_vocabulary_keeps_the_frequent_words(file):
     assert 3 in tokenizer("Valkyria").input_ids
 
 
-def test_long_word_text_is_cut_without_a_trace(tmp_path):
+def test_splitting_long_text_does_not_change_its_tokens(tmp_path):
     rng = random.Random(0)
     words = [f"w{i}" for i in range(300)]
     lines = [" ".join(rng.choices(words, k=rng.randrange(40))) for _ in range(3000)]
@@ -197,12 +197,12 @@ def test_text_is_read_in_whole_lines(monkeypatch):
         ("word", 4, "requires at least 5"),
     ],
 )
-def test_what_is_refused(file, kind, size, words):
+def test_invalid_options(file, kind, size, words):
     with pytest.raises(T2RError, match=words):
         train_tokenizer(file, kind, size, progress=False)
 
 
-def test_texts_that_make_no_tokenizer(tmp_path):
+def test_invalid_texts(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(T2RError, match="no words"):
         train_tokenizer(str(tmp_path / "empty.txt"), "word", progress=False)

@@ -196,7 +196,7 @@ def test_positions_average_to_the_whole():
     assert total / result.tokens == pytest.approx(result.mean_nll)
 
 
-def test_a_model_that_forgets_is_seen_by_position():
+def test_a_model_that_forgets_has_a_higher_perplexity_by_position():
     result = perplexity(forgetful(), torch.randint(VOCABULARY, (200,)), window=16, stride=8)
     known, unknown = result.by_position(2)
     assert (unknown.first, unknown.last) == (12, 15)
@@ -231,7 +231,7 @@ def test_the_interval_is_the_normal_one_over_windows():
     assert perplexity(gpt2(), ids[:16], window=16, stride=8).interval is None
 
 
-def test_the_ratio_of_two_models_is_known_better_than_either():
+def test_the_interval_of_a_ratio_is_narrower():
     ids = torch.randint(VOCABULARY, (8 + 30 * 8,))
     model, near = gpt2(), gpt2()
     with torch.no_grad():
@@ -351,7 +351,7 @@ def test_repetition_of_rigged_models(tokenizer):
     assert repetition(blind(torch.zeros(VOCABULARY)), tokenizer, new_tokens=16) == pytest.approx((1 - 1 / 13, 0))
 
 
-def test_repetition_has_its_own_chance_and_no_early_end(tokenizer):
+def test_repetition_has_its_own_random_state_and_no_early_end(tokenizer):
     ends = torch.zeros(VOCABULARY)
     ends[tokenizer.eos_token_id] = 50
     model = blind(ends)
@@ -528,7 +528,7 @@ def test_the_batch_grows_with_the_device():
     assert fitting_batch(torch.device("mps"), 1 << 20) == 1
 
 
-def test_mistakes_are_said(folder, tokenizer, tmp_path):
+def test_user_errors(folder, tokenizer, tmp_path):
     text, one = folder / "text.txt", str(folder / "one")
     small = {"window": 64, "stride": 32, "generation": False}
 
@@ -577,7 +577,7 @@ def test_the_default_window_fits_every_model(folder, tokenizer, caplog):
     assert "a window of 64 tokens is longer than the 48 positions that LlamaForCausalLM was made for" in warning
 
 
-def test_a_teacher_of_another_kind(folder, tokenizer):
+def test_a_teacher_with_another_vocabulary(folder, tokenizer):
     with pytest.raises(T2RError, match="must have the same vocabulary size"):
         evaluate([llama()], folder / "text.txt", tokenizer=tokenizer, teacher=gpt2(vocab_size=20), window=8)
 
@@ -591,7 +591,7 @@ def test_a_model_with_weights_missing_is_refused(folder):
         evaluate([folder / "one"], folder / "text.txt", window=64, stride=32)
 
 
-def test_mistakes_of_a_single_measurement_are_said(tokenizer, tmp_path):
+def test_user_errors_of_single_measurements(tokenizer, tmp_path):
     with pytest.raises(T2RError, match="has 16 positions, but 32"):
         perplexity(gpt2(n_positions=16), range(64), window=32, stride=16)
     with pytest.raises(T2RError, match="vocabulary ends at 299"):
@@ -664,7 +664,7 @@ def test_lm_eval_runs_a_local_task_on_a_recurrent_model(tokenizer, tmp_path, mon
     assert results["cloze"]["acc,none"] == pytest.approx(right / len(SENTENCES))
 
 
-def test_without_lm_eval_a_line_says_so(monkeypatch):
+def test_missing_lm_eval_is_an_error(monkeypatch):
     for name in ("lm_eval", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(T2RError, match="lm-eval is not installed"):

@@ -57,7 +57,7 @@ def test_only_the_window_and_the_sinks_are_seen(name):
         assert torch.equal(before, after) != matters, position
 
 
-def test_the_layers_of_a_window_reach_further_than_one(seed):
+def test_windows_of_several_layers_add_up(seed):
     model, ids, variant = tiny("llama", torch.float64).eval(), ids_of(), Variant(window=5)
     before = logits(model, ids, variant)[:, -1]
     changed = {}
@@ -69,7 +69,7 @@ def test_the_layers_of_a_window_reach_further_than_one(seed):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_kept_layers_take_a_window(name):
+def test_softmax_layers_support_a_window(name):
     model, ids = kept(name), ids_of()
     full = logits(model, ids)
     torch.testing.assert_close(logits(model, ids, Variant(window=20)), full, **CLOSE)
@@ -88,7 +88,7 @@ def test_a_window_of_kept_layers_is_the_teachers_window_where_all_layers_are_kep
     torch.testing.assert_close(ours.float(), logits(stock, ids, Variant(window=4, sinks=2)), **CLOSE)
 
 
-def test_what_cannot_be_limited_is_refused():
+def test_unsupported_variants():
     ids = ids_of()
     with pytest.raises(T2RError, match="no softmax attention"):
         logits(t2r.swap(tiny("llama", torch.float32), feature_size=6), ids, Variant(window=4))
@@ -98,7 +98,7 @@ def test_what_cannot_be_limited_is_refused():
         logits(tiny("gemma2", torch.float32), ids, Variant(window=4))
 
 
-def test_a_model_that_ignores_the_mask_is_found_out(monkeypatch):
+def test_a_model_that_ignores_the_mask_is_detected(monkeypatch):
     model = tiny("llama", torch.float32)
     forward = type(model.model).forward
     monkeypatch.setattr(type(model.model), "forward", lambda self, *a, attention_mask=None, **k: forward(self, *a, **k))
@@ -152,12 +152,12 @@ def test_memory_is_what_the_cache_holds():
     "text", ["", "window", "window=", "window=-1", "window=0", "sinks=4", "state=int8", "window=4,window=5", "far=3",
              "window=4,state=bfloat16", "state=bfloat16,every=0", "every=2"],
 )  # fmt: skip
-def test_a_variant_that_means_nothing_is_refused(text):
+def test_invalid_variants(text):
     with pytest.raises(T2RError, match="variant"):
         Variant.parse(text)
 
 
-def test_a_variant_says_what_it_is():
+def test_variant_names():
     assert str(Variant.parse("window=386,sinks=4")) == "window 386 + 4 sinks"
     assert str(Variant.parse("state=bfloat16, every=64")) == "state in bfloat16 every 64 tokens"
 

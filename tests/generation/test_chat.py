@@ -29,7 +29,7 @@ def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("template", [None, TEMPLATE, REWRITING], ids=["text", "template", "rewriting"])
 @pytest.mark.parametrize("swapped", [False, True], ids=["base", "swapped"])
-def test_each_answer_is_that_to_the_whole_text(template, swapped):
+def test_answers_are_the_same_as_for_the_whole_text(template, swapped):
     model = tiny("llama", torch.float64).eval()
     model.generation_config.eos_token_id = None
     if swapped:
@@ -54,7 +54,7 @@ def test_each_answer_is_that_to_the_whole_text(template, swapped):
         assert conversation.state.get_seq_length() == len(words(text, add_special_tokens=False).input_ids) - 1
 
 
-def test_what_a_conversation_cannot_be():
+def test_conversation_errors():
     with pytest.raises(T2RError, match="requires a language model"):
         Conversation(tiny("marian", torch.float32), tokenizer(None))
     with pytest.raises(T2RError, match="one answer at a time"):

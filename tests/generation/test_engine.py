@@ -65,7 +65,7 @@ def alone(model, prompt, **options):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_is_generate(case):
+def test_greedy_search_equals_generate(case):
     model, given = swapped(case), inputs(case)
     expected = model.generate(**given, max_new_tokens=16, do_sample=False)
     engine = Engine(model)
@@ -213,7 +213,7 @@ def test_sequences_join_and_leave_a_running_batch(case):
 
 
 @pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe", "marian"])
-def test_stops_between_two_looks(case):
+def test_stops_between_two_reads(case):
     """Tokens generated after a stop token and before the next read are dropped and do not affect other rows."""
     model, given = swapped(case), prompts([5, 1, 9, 3])
     free = [alone(model, p, max_new_tokens=21) for p in given]
@@ -274,7 +274,7 @@ def test_a_sequence_can_be_cancelled():
     assert sequences[2].tokens == alone(model, given[2], max_new_tokens=5)
 
 
-def test_a_stream_that_nobody_reads_to_its_end_is_over():
+def test_an_abandoned_stream_ends():
     model, (prompt,) = swapped("gpt2"), prompts([4])
     engine = Engine(model)
     for _ in engine.stream(prompt, max_new_tokens=20):
@@ -301,7 +301,7 @@ def test_prompts_are_read_in_pieces(pieces, monkeypatch):
         ({"cache_implementation": "static"}, "cache_implementation"),
     ],
 )
-def test_what_it_cannot_do_goes_to_generate_and_is_said(options, reason, caplog):
+def test_unsupported_options_fall_back_to_generate(options, reason, caplog):
     model, (prompt,) = swapped("gpt2"), prompts([5])
     expected = alone(model, prompt, max_new_tokens=4, **options)
     with caplog.at_level(logging.WARNING, "t2r"):
@@ -311,7 +311,7 @@ def test_what_it_cannot_do_goes_to_generate_and_is_said(options, reason, caplog)
 
 
 @pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("marian", "cross attention")])
-def test_kept_layers_without_a_fixed_size_go_to_generate(model_type, reason, caplog):
+def test_softmax_layers_without_a_static_cache_fall_back_to_generate(model_type, reason, caplog):
     model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, softmax_layers=[0]).eval()
     (prompt,) = prompts([5])
     with caplog.at_level(logging.WARNING, "t2r"):
@@ -320,7 +320,7 @@ def test_kept_layers_without_a_fixed_size_go_to_generate(model_type, reason, cap
     assert torch.equal(out, model.generate(prompt, max_new_tokens=4, pad_token_id=PAD))
 
 
-def test_mistakes_are_said():
+def test_user_errors():
     model, (prompt,) = swapped("gpt2 kept"), prompts([5])
     with pytest.raises(T2RError, match="requires a swapped model"):
         Engine(tiny("gpt2", torch.float32))
@@ -342,7 +342,7 @@ def test_mistakes_are_said():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["gpt2", "gpt2 kept", "llama", "llama recipe", "llama recipe kept", "marian"])
-def test_a_captured_step_is_generate(case, dtype):
+def test_a_captured_step_equals_generate(case, dtype):
     """Compare tokens up to a position where the two most likely ones are within 1e-3 of each other."""
     model, given = swapped(case, dtype).cuda(), {name: x.cuda() for name, x in inputs(case).items()}
     engine = Engine(model)

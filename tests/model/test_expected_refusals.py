@@ -130,7 +130,7 @@ def plain_config(tried: Tried) -> Any:
 
 @pytest.mark.parametrize("what", REFUSALS)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_it_is_refused_with_its_reason_and_the_model_works_on(model_type, what, tmp_path):
+def test_unsupported_features_raise_and_leave_the_model_unchanged(model_type, what, tmp_path):
     model = t2r.swap(tiny(model_type, torch.float32), feature_size=8).eval()
     tried = Tried(model, batch(model_type), tmp_path / "folder")
     with torch.no_grad():

@@ -55,7 +55,7 @@ def test_a_head_alone_is_a_projection(model_type, kind):
     assert readout.projection.out_features == VOCABULARY
 
 
-def test_what_is_not_known_gives_whole_logits():
+def test_an_unknown_head_gives_whole_logits():
     """If the head does not reproduce the logits, whole logits are computed for a few rows at a time."""
     model, inputs = tiny("llama"), inputs_of("llama")
     forward = model.forward
@@ -74,7 +74,7 @@ def doubled(out):
     return out
 
 
-def test_it_draws_nothing_and_leaves_training_modes():
+def test_random_state_and_training_modes_are_unchanged():
     model = tiny("gpt2", torch.float32).train()
     model.transformer.h[0].eval()
     before, modes = torch.get_rng_state(), [m.training for m in model.modules()]

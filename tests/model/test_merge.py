@@ -106,7 +106,7 @@ def test_without_rotation_rotary_families_merge(model_type, grouped, kept, tmp_p
     ("model_type", "reason"),
     [("qwen3", "are normalized"), ("olmo2", "are normalized"), ("gpt_neox", "linear projection")],
 )
-def test_what_else_stands_in_between(model_type, reason):
+def test_unsupported_projections(model_type, reason):
     with pytest.raises(t2r.T2RError, match=f"{model_type} cannot be merged: .*{reason}"):
         t2r.merge(swapped(model_type, **RECIPE), force=True)
 
@@ -219,7 +219,7 @@ def test_smaller_features_make_a_smaller_model():
 
 
 @family
-def test_it_does_not_train(model_type, tmp_path):
+def test_a_merged_model_cannot_be_trained(model_type, tmp_path):
     model = swapped(model_type, torch.float32).train()
     t2r.merge(model, force=True)
     assert not model.training
@@ -230,7 +230,7 @@ def test_it_does_not_train(model_type, tmp_path):
     assert not model.training
 
 
-def test_the_trainer_is_told_too(tmp_path):
+def test_the_trainer_raises_too(tmp_path):
     model = merged(swapped("gpt2", torch.float32))
     rows = [{"input_ids": torch.arange(3, 9), "labels": torch.arange(3, 9)}]
     arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
@@ -238,7 +238,7 @@ def test_the_trainer_is_told_too(tmp_path):
         Trainer(model, arguments, train_dataset=rows).train()
 
 
-def test_there_is_no_softmax_attention_to_go_back_to():
+def test_a_merged_model_has_no_exact_attention():
     model = merged(swapped("gpt2"))
     with pytest.raises(t2r.T2RError, match="no queries and keys"), t2r.exact_attention(model):
         pass
@@ -256,7 +256,7 @@ def test_a_copy_of_a_merged_model_is_merged():
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in MERGES])
-def test_families_with_something_in_between(model_type):
+def test_unsupported_families(model_type):
     model = swapped(model_type, FAMILIES[model_type].dtype)
     before = logits(model, model_type)
     with pytest.raises(t2r.T2RError, match=f"{model_type} cannot be merged: .* rotated by position or normalized"):
@@ -272,7 +272,7 @@ def test_maps_that_are_not_affine(feature_map):
         t2r.merge(model, force=True)
 
 
-def test_twice_or_too_early():
+def test_merging_twice_or_before_swapping():
     model = swapped("gpt2")
     with pytest.raises(t2r.T2RError, match="no recurrent attention: swap it first"):
         t2r.merge(tiny("gpt2"))
@@ -293,14 +293,14 @@ def by_hand(hidden, heads, head_dim, rows, sites):
 
 @pytest.mark.parametrize("model_type", ["gpt2", "marian", "t5"])
 @pytest.mark.parametrize(("feature_map", "size", "rows"), [("t2r", 4, 4), ("t2r", 32, 32), ("hedgehog", 16, 8)])
-def test_the_numbers_are_right(model_type, feature_map, size, rows):
+def test_merge_cost(model_type, feature_map, size, rows):
     model = swapped(model_type, feature_map=feature_map, feature_size=size, softmax_layers=[0])
     cost = merge_cost(model)
     assert (cost.before, cost.after) == by_hand(32, 4, 8, rows, sites=4 if is_seq2seq(model_type) else 2)
     assert cost.pays == (rows <= 8)  # 32 + rows against 4 * rows: cheaper up to slightly above the head size
 
 
-def test_it_says_when_it_does_not_pay():
+def test_unprofitable_merges_require_force():
     model = swapped("gpt2", feature_size=32)
     before = logits(model, "gpt2")
     cost_before, cost_after = by_hand(32, 4, 8, 32, sites=3)
@@ -339,7 +339,7 @@ def spoil(change):
     ids=["nan", "wrong", "misshaped"],
 )
 @pytest.mark.parametrize("training", [False, True])
-def test_a_fold_that_fails_leaves_the_model_as_it_was(model_type, shared, change, message, training, monkeypatch):
+def test_a_failed_merge_leaves_the_model_unchanged(model_type, shared, change, message, training, monkeypatch):
     model = swapped(model_type, shared=shared, softmax_layers=[1])
     before, weights = logits(model, model_type), copy.deepcopy(model.state_dict())
     model.train(training)
@@ -360,7 +360,7 @@ def test_a_fold_that_fails_leaves_the_model_as_it_was(model_type, shared, change
     assert t2r.merge(model, force=True).t2r_config.merged
 
 
-def test_a_model_that_gives_no_number_is_not_merged():
+def test_a_model_with_nan_is_not_merged():
     model = swapped("gpt2")
     model.transformer.ln_f.weight.data[0] = float("nan")
     with pytest.raises(t2r.T2RError, match="logits differ by nan"):

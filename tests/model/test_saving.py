@@ -83,7 +83,7 @@ def changed(llama, tmp_path):
 
 @both
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-def test_a_saved_model_comes_back(model_type, feature_map, tmp_path):
+def test_a_saved_model_is_loaded(model_type, feature_map, tmp_path):
     """The random vectors of rfa and performer are buffers and must be restored too."""
     size = None if feature_map == "elu" else 8
     model = t2r.swap(tiny(model_type), feature_map=feature_map, feature_size=size, softmax_layers=[1], seed=7)
@@ -379,7 +379,7 @@ def test_maps_of_a_layer_that_the_configuration_keeps(changed):
 
 
 @pytest.mark.parametrize("left", [0, 4, 200, 20_000])
-def test_a_file_cut_off(left, changed):
+def test_a_truncated_file(left, changed):
     folder = changed()
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:left])
@@ -411,7 +411,7 @@ def test_the_wrong_task(llama, tmp_path):
     refused(tmp_path, "is a T2RForSeq2SeqLM, not a T2RForCausalLM")
 
 
-def test_a_base_model_that_nobody_knows(changed):
+def test_an_unknown_base_model(changed):
     folder = changed(lambda fields: fields["base_config"].update(architectures=["GhostForCausalLM"]))
     refused(folder, "no model class GhostForCausalLM")
     folder = changed(lambda fields: fields["base_config"].update(model_type="ghost"))
@@ -429,7 +429,7 @@ def test_a_garbage_configuration(text, changed):
     assert "config.json" in str(caught.value)
 
 
-def test_impossible_options(changed):
+def test_invalid_options(changed):
     refused(changed(lambda fields: fields.update(feature_map="magic")), "no feature map 'magic'")
     refused(changed(lambda fields: fields.update(softmax_layers=[7])), "no layer 7")
     refused(changed(lambda fields: fields.update(format="new")), "format new")

@@ -131,7 +131,7 @@ def test_the_loss_is_plain_kl_over_the_targets(tmp_path, marian):
             torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
 
 
-def test_a_scan_goes_on_where_it_was(marian):
+def test_an_interrupted_scan_is_resumed(marian):
     student, _ = marian
     task, known = Copying(), {}
 
