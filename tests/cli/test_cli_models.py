@@ -493,7 +493,7 @@ def test_a_terminal_without_a_prompt_is_a_chat(run, folders, kind):
     assert stdout.endswith("\n> \n")
     code, _, stderr = run("generate", folders / f"marian{kind}", stdin=Terminal())
     assert code == 2
-    assert "needs a language model" in stderr
+    assert "requires a language model" in stderr
 
 
 def test_a_document_comes_from_somewhere(run, folders, tmp_path):

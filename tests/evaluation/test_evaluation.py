@@ -574,7 +574,7 @@ def test_the_default_window_fits_every_model(folder, tokenizer, caplog):
     caplog.clear()
     evaluate([long, short], folder / "text.txt", window=64, generation=False, **given)
     (warning,) = caplog.messages
-    assert "a window of 64 tokens is longer than the 48 positions that LlamaForCausalLM was made for" in warning
+    assert "a window of 64 tokens is longer than the 48 positions of LlamaForCausalLM" in warning
 
 
 def test_a_teacher_with_another_vocabulary(folder, tokenizer):

@@ -43,9 +43,7 @@ class Conversation:
         **options: Any,
     ) -> None:
         if model.config.is_encoder_decoder:
-            raise T2RError(
-                "a conversation requires a language model: give texts to translate as arguments or in a file"
-            )
+            raise T2RError("a conversation requires a language model: give texts to translate as arguments or on stdin")
         self.model, self.tokenizer, self.state = model, tokenizer, state
         self.options = checked_options(model, options)
         if any((self.options.get(name) or 1) > 1 for name in ("num_beams", "num_return_sequences")):

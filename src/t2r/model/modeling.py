@@ -283,7 +283,7 @@ class T2RForCausalLM(T2RModel):
 
 
 class T2RForSeq2SeqLM(T2RModel):
-    """A swapped encoder-decoder: its decoder is recurrent, its encoder stays as it was."""
+    """A swapped encoder-decoder: the decoder is recurrent, and the encoder is unchanged."""
 
     auto_class = "AutoModelForSeq2SeqLM"
     task_name = "T2RForSeq2SeqLM"
