@@ -429,7 +429,7 @@ def test_the_states_of_an_encoder_decoder(kept):
     assert_alike(states[0], before)
     with pytest.raises(t2r.T2RError, match="at equal lengths"):
         type(whole).stack([whole, states[0]])
-    with pytest.raises(t2r.T2RError, match="continue_from is for language models"):
+    with pytest.raises(t2r.T2RError, match="continue_from supports language models"):
         model.continue_from(whole, new)
 
 

@@ -99,7 +99,7 @@ def test_evaluate_prints_a_table(folders):
 def test_a_model_that_is_not_there_is_not_one_without_a_tokenizer(folders, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # nobody is asked, and waited for
     result = run("evaluate", "no-such-model", "--text", folders / "text.txt")
-    assert "no-such-model is not a folder here" in str(result.exception)
+    assert "no-such-model is not a local folder" in str(result.exception)
 
 
 def test_evaluate_needs_something_to_measure(folders):

@@ -396,13 +396,13 @@ def test_a_mask_that_is_not_padding_is_refused(model_type):
 @family
 def test_refusals(model_type):
     model, inputs = swapped(model_type), prompts(model_type)
-    with pytest.raises(t2r.T2RError, match="never forms attention weights"):
+    with pytest.raises(t2r.T2RError, match="do not compute attention weights"):
         model(**batch(model_type), output_attentions=True)
-    with pytest.raises(t2r.T2RError, match="not for recurrent models"):
+    with pytest.raises(t2r.T2RError, match="is for keys and values, which grow"):
         model.generate(**inputs, max_new_tokens=3, cache_implementation="offloaded")
     with pytest.raises(t2r.T2RError, match="put softmax attention back"):
         model.set_attn_implementation("sdpa")
-    with pytest.raises(t2r.T2RError, match="swapped already"):
+    with pytest.raises(t2r.T2RError, match="already swapped"):
         t2r.swap(model)
     full = DynamicCache()
     full.update(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8), 0)
@@ -438,7 +438,7 @@ def test_packed_documents_equal_separate_ones(model_type, softmax_layers):
         together = model(input_ids=packed["input_ids"], position_ids=packed["position_ids"]).logits[0]
         separate = torch.cat([model(input_ids=d[None]).logits[0] for d in documents])
     assert (together - separate).abs().max() < LOGITS[torch.float64]
-    with pytest.raises(t2r.T2RError, match="need use_cache=False"):
+    with pytest.raises(t2r.T2RError, match="require use_cache=False"):
         model(input_ids=packed["input_ids"], position_ids=packed["position_ids"], use_cache=True)
 
 

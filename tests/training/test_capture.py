@@ -55,7 +55,10 @@ def test_a_step_waits_for_its_warm_up():
     torch.testing.assert_close(weight.grad, torch.full((2,), float(WARM_UP)))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "qwen3"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "mistral", "gemma2", "gemma3_text", "qwen3", "gpt2", "opt", "gpt_neox", "phi3", "adaptive_lm"],
+)
 @torch.no_grad()
 def test_without_masks_logits_are_the_same(model_type):
     """Sliding windows and capped scores too, in stock models, in kept layers and under exact attention."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from t2r.errors import T2RError
 from t2r.feature_maps.tensors import affine, full_precision, like_linear
 from t2r.ops import FASTEST_DECAY, State
+from t2r.ops.constants import derived
 
 # Catches typing errors. At 16 times the head size, the state is as large as the keys and values of 8 * head_dim tokens.
 LARGEST_RATIO = 16
@@ -86,7 +87,8 @@ class FeatureMap(nn.Module):
                 "the decay rates of this model are offloaded, which is not supported: load the whole model on one "
                 "device (use a device_map without cpu or disk offload)"
             )
-        return FASTEST_DECAY * (DECAY_PACE * full_precision(self.decay_logits)).sigmoid()
+        logits = self.decay_logits
+        return derived(self, "decay", lambda: FASTEST_DECAY * (DECAY_PACE * full_precision(logits)).sigmoid())
 
     def empty_state(self, rows: int, value_size: int, dtype: torch.dtype, device: torch.device | str) -> State:
         """Return the zero state of attention over these features, for `rows` sequences."""
@@ -232,7 +234,7 @@ class AffineMap(FeatureMap):
         if not self.weighs_keys:
             return self.activate(x)
         log_weight = full_precision(x[..., -1:]).clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
-        return (self.activate(x[..., :-1]) * log_weight.exp()).to(x.dtype)
+        return (self.activate(x[..., :-1]) * log_weight.exp()).type_as(x)
 
     def identity_rows(self, generator: torch.Generator) -> Tensor:
         """Return weights `[key_heads, rows, head_dim]` for which the map resembles softmax attention."""
@@ -267,7 +269,7 @@ class AffineMap(FeatureMap):
 
     def keys(self, k: Tensor) -> Tensor:
         if k.shape[2] == 1 and not torch.is_grad_enabled():  # features and key weight in one matrix product
-            return self.activate_keys(affine(k, *self.affine_k()))
+            return self.activate_keys(affine(k, *derived(self, "keys", self.affine_k)))
         y = self.key_map(k)
         return self.activate_keys(y if self.key_weight is None else torch.cat([y, self.key_weight(k)], dim=-1))
 

@@ -48,7 +48,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def full_precision(x: Tensor) -> Tensor:
     """Cast to float32, or keep float64. Sines and exponentials are too inaccurate in half precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def safe_norm(x: Tensor) -> Tensor:
