@@ -1,4 +1,4 @@
-"""Whatever a user gives that is wrong is one line on stderr, exit code 2, and nothing half-written."""
+"""User errors print one line on stderr, exit with code 2, and leave no partial output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def words(size: int = 97) -> PreTrainedTokenizerFast:
 
 
 def edit(folder: Path, **fields: object) -> None:
-    """Change what config.json says."""
+    """Change fields of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
@@ -48,7 +48,7 @@ def shard(folder: Path, index: object) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Good models, and one for everything that can be wrong with one."""
+    """Valid models, and one model for each kind of damage."""
     root = tmp_path_factory.mktemp("made")
     for name in ("gpt2", "llama", "marian"):
         tiny(name, torch.float32).save_pretrained(root / name)
@@ -271,7 +271,7 @@ def test_devices_are_left_alone(made):
 def test_standard_input_that_is_not_utf8(run, made):
     code, _, stderr = run("generate", made / "gpt2", stdin=b"the old \xff man")
     assert code == 2
-    assert stderr == "t2r: the standard input is not UTF-8: 0xff at byte 8\n"
+    assert stderr == "t2r: standard input is not UTF-8: 0xff at byte 8\n"
 
 
 def test_arguments_that_are_not_utf8():

@@ -246,7 +246,7 @@ def test_the_list_names_models_and_texts():
 
 
 def test_the_command_line_refuses_what_it_cannot_read():
-    for words, says in (([], "name an experiment"), (["ops-cpu", "--model", "x"], "write NAME=FOLDER")):
+    for words, says in (([], "no experiment given"), (["ops-cpu", "--model", "x"], "write NAME=FOLDER")):
         assert says in str(CliRunner().invoke(app, ["reproduce", *words]).exception)
 
 
