@@ -144,7 +144,7 @@ def test_stopped_in_a_step_it_goes_on(toy):
         goes_on, lines = False, []
         for line in process.stderr:
             lines.append(line)
-            if "going on with the unfinished run" in line:
+            if "resuming the unfinished run" in line:
                 goes_on = True
                 break
         process.send_signal(signal.SIGTERM)

@@ -277,7 +277,7 @@ def test_the_recipes_own_map(world, tmp_path):
 def test_a_stage_with_nothing_to_train_is_left_out(world, tmp_path, caplog):
     results = run(world, tmp_path / "out", feature_map="performer", decay=False)
     assert list(results["log"]) == ["distill"]
-    assert "stage transfer is left out: the feature map has nothing to train" in caplog.text
+    assert "stage transfer is skipped: the feature map has nothing to train" in caplog.text
     assert [stage.name for stage in load_recipe(tmp_path / "out" / "recipe.yaml").stages] == ["distill"]
 
 
@@ -390,7 +390,7 @@ def test_minutes(world, tmp_path):
     plan = within(load_recipe("distill-lm", ["transfer.minutes=0.3", "distill.minutes=0.1"]), 8)
     assert [stage.minutes for stage in plan.stages] == pytest.approx([6, 2])
     for other in ("transfer.epochs=1", "transfer.minutes=1"):
-        with pytest.raises(T2RError, match="minutes can be shared only"):
+        with pytest.raises(T2RError, match="minutes requires a recipe whose budgets"):
             within(load_recipe("distill-lm", [other]), 8)
 
 
@@ -419,7 +419,7 @@ def test_minutes_are_for_all_of_it(world, tmp_path):
 def test_too_few_minutes_are_refused_before_they_are_spent(world, tmp_path, monkeypatch):
     monkeypatch.setattr(sessions, "time_all", lambda *args: slow(1e3))
     monkeypatch.setattr(language_modeling, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
-    with pytest.raises(T2RError, match=r"0.5 minutes are too few on this machine.*give about [\d.]+ minutes"):
+    with pytest.raises(T2RError, match=r"0.5 minutes are not enough on this machine.*give about [\d.]+ minutes"):
         run(world, tmp_path / "out", minutes=0.5, train="teacher")
     assert list(tmp_path.glob("out*")) == []
 
@@ -439,11 +439,11 @@ def test_what_was_decided_is_remembered(world, tmp_path, monkeypatch, caplog):
     options = {"minutes": 1.0, "train": "teacher", "teacher_tokens": 10**6, "valid": str(world / "valid.txt")}
     with caplog.at_level("INFO", "t2r"), pytest.raises(KeyboardInterrupt):
         run(world, tmp_path / "out", **options)
-    assert f"the teacher writes {asked[0]:,} tokens instead of 1,000,000, to end in 1 minutes" in caplog.text
+    assert f"the teacher generates {asked[0]:,} tokens instead of 1,000,000, to fit into 1 minutes" in caplog.text
     assert "plan: transfer (transfer, trains maps): " in caplog.text
-    assert "plan: 4 measurements on" in caplog.text
+    assert "plan: 4 evaluations on" in caplog.text
     assert "of 1 minutes" in caplog.text
-    assert "stopped: the same command goes on from here" in caplog.text
+    assert "interrupted: the same command resumes this run" in caplog.text
     monkeypatch.setattr(sessions, "time_all", None)
     # The time is nearly over: what is left is shared among the stages.
     monkeypatch.setattr(Run, "seconds", property(lambda self: 50.0))
@@ -451,14 +451,14 @@ def test_what_was_decided_is_remembered(world, tmp_path, monkeypatch, caplog):
     with caplog.at_level("INFO", "t2r"):
         results = run(world, tmp_path / "out", **options)
     assert asked[0] == asked[1] < 10**6
-    assert "going on with the unfinished run in" in caplog.text
+    assert "resuming the unfinished run in" in caplog.text
     assert all(1 <= log[-1]["step"] < 200 for log in results["log"].values())
 
 
 def test_a_restart_begins_anew(world, tmp_path, monkeypatch):
     run_until(monkeypatch, "transfer", world, tmp_path / "out")
     other = (*SHORT, "transfer.steps=3")
-    with pytest.raises(T2RError, match="say --restart to begin anew"):
+    with pytest.raises(T2RError, match="use --restart to start again"):
         run(world, tmp_path / "out", overrides=other)
     results = run(world, tmp_path / "out", overrides=other, restart=True)
     assert results["log"]["transfer"][-1]["step"] == 3
@@ -522,7 +522,7 @@ def test_no_text_is_one_line(world, tmp_path):
         with pytest.raises(T2RError, match=r"^no text was given"):
             run(world, tmp_path / "out", train=nothing)
     (tmp_path / "mine.yaml").write_text("train: 3\nstages: [{name: a, objective: task, steps: 1}]")
-    with pytest.raises(T2RError, match=r"mine.yaml: train is a list of sources; got 3"):
+    with pytest.raises(T2RError, match=r"mine.yaml: train must be a list of sources; got 3"):
         run(world, tmp_path / "out", train=None, recipe=str(tmp_path / "mine.yaml"), overrides=())
     assert not (tmp_path / "out.run").exists()
 
@@ -546,11 +546,11 @@ def test_halving_leaves_rotary_frequencies_alone():
         ({"recipe": "none"}, "no recipe 'none'"),
         ({"feature_sise": 3}, "no option feature_sise"),
         ({"softmax_layers": "auto"}, "give layers, or auto:N"),
-        ({"softmax_layers": "auto:2"}, "would keep all of the 2 layers"),
+        ({"softmax_layers": "auto:2"}, "would keep all 2 layers"),
         ({"softmax_layers": "auto:1", "softmax_every": 2}, "no softmax_every"),
         (
             {"softmax_layers": "auto:1", "recipe": "paper-lm", "overrides": (*SHORT[:2], "steps=2")},
-            "begins with a transfer",
+            "first stage is a transfer",
         ),
         ({"model": "llama", "merged": True}, "llama cannot be merged"),
         ({"train": "/none/of.txt"}, "of.txt"),
@@ -603,11 +603,11 @@ def test_an_unfinished_run_with_other_options(world, tmp_path, monkeypatch):
     run_until(monkeypatch, "transfer", world, tmp_path / "out", valid=str(world / "valid.txt"), softmax_layers="auto:1")
     same = {"valid": str(world / "valid.txt"), "softmax_layers": "auto:1"}
     for options, words in (
-        ({"seed": 1}, "plan.seed: 0 there, 1 now"),
-        ({"overrides": (*SHORT, "distill.steps=9")}, "plan.recipe.stages.1.steps: 4 there, 9 now"),
-        ({"feature_size": 4}, "plan.swap.feature_size: None there, 4 now"),
+        ({"seed": 1}, "plan.seed: was 0, now 1"),
+        ({"overrides": (*SHORT, "distill.steps=9")}, "plan.recipe.stages.1.steps: was 4, now 9"),
+        ({"feature_size": 4}, "plan.swap.feature_size: was None, now 4"),
         ({"valid": None}, "plan.valid"),
-        ({"documents": True}, "plan.documents: False there, True now"),
+        ({"documents": True}, "plan.documents: was False, now True"),
         ({"model": "llama"}, "plan.model"),
     ):
         with pytest.raises(T2RError, match="unfinished run with other options") as error:
@@ -648,7 +648,7 @@ def test_damage_is_noticed_and_gone_round(world, tmp_path, monkeypatch, caplog, 
     assert_same(tmp_path / "out", tmp_path / "straight")
     assert resumed["stages"] == straight["stages"]
     if what == "checkpoint":
-        assert "going on from step 3 of distill" in caplog.text or "checkpoint-4 is damaged" in caplog.text
+        assert "resuming from step 3 of distill" in caplog.text or "checkpoint-4 is damaged" in caplog.text
 
 
 def stop_at(stage):

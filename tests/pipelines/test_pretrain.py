@@ -164,7 +164,7 @@ def test_softmax_is_no_swap(world, tmp_path):
     run(world, tmp_path / "named", feature_map="softmax")
     assert_same(tmp_path / "plain", tmp_path / "named")
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "named")) is GPT2LMHeadModel
-    with pytest.raises(T2RError, match="softmax attention has no feature_size"):
+    with pytest.raises(T2RError, match="softmax does not use feature_size"):
         run(world, tmp_path / "out", feature_map="softmax", feature_size=4)
 
 
@@ -209,7 +209,7 @@ def test_continued_training_starts_from_the_weights(world, tmp_path):
     assert after["untrained"]["perplexity"] == pytest.approx(last, rel=1e-5)
     assert after["stages"]["pretrain"]["perplexity"] < last
     assert "the weights of first" in Path(more, "README.md").read_text()
-    with pytest.raises(T2RError, match="keeps the model as it is"):
+    with pytest.raises(T2RError, match="does not change the model"):
         pretrain(first, str(tmp_path / "other"), continued=True, feature_map="elu", **given)
 
 
@@ -256,7 +256,7 @@ def test_killed_and_repeated_it_is_the_same(world, tmp_path):
 
     options = {"config": "adaptive-lm-small", "overrides": overrides}
     for change, words in (
-        ({"seed": 1}, "plan.seed: 0 there, 1 now"),
+        ({"seed": 1}, "plan.seed: was 0, now 1"),
         ({"model_overrides": (*ADAPTIVE, "dropout=0")}, "plan.config.dropout"),
         ({"feature_map": "elu"}, "elu"),
         ({"train": str(world / "valid.txt")}, "plan."),
@@ -368,7 +368,7 @@ def test_an_adaptive_model_is_a_teacher_too(tmp_path):
 def test_a_short_budget_shortens_the_warm_up(world, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "t2r"):
         results = run(world, tmp_path / "out", overrides=(*SHORT[:3], "warmup_steps=30", "learning_rate=1e-3"))
-    assert "4 steps end before the warm-up of 30 would: it is shortened to 0" in caplog.text
+    assert "has 4 steps, no more than its 30 warm-up steps, which are reduced to 0" in caplog.text
     assert max(entry["learning_rate"] for entry in results["log"]["pretrain"]) > 5e-4
 
 
@@ -412,10 +412,10 @@ def test_a_model_of_which_nothing_is_known_trains(world, tmp_path):
     [
         ({"config": "gpt2"}, "no preset 'gpt2': choose one of adaptive-lm-medium"),
         ({"recipe": "none"}, "no recipe 'none'"),
-        ({"recipe": "distill-lm", "overrides": ()}, "is a transfer, which needs a teacher"),
+        ({"recipe": "distill-lm", "overrides": ()}, "objective transfer, which requires a teacher"),
         ({"overrides": ("pretrain.stepz=1",)}, "no option stepz"),
         ({"model_overrides": ("n_layers=3",)}, "gpt2 has no field n_layers"),
-        ({"model_overrides": ("n_embd=15", "n_head=4")}, "makes no model"),
+        ({"model_overrides": ("n_embd=15", "n_head=4")}, "configuration is not valid"),
         ({"feature_sise": 3}, "no option feature_sise"),
         ({"feature_map": "magic"}, "magic"),
         ({"feature_map": "rfa", "feature_size": 3}, "3"),

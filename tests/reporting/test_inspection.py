@@ -121,7 +121,7 @@ def test_it_is_ready_for_json_and_for_people():
     lines = inspection.summary(found)
     assert "self attention: 2 of 3 decoder layers recurrent, 1 softmax" in lines
     assert "cross attention: 2 of 3 decoder layers recurrent, 1 softmax" in lines
-    assert "encoder: all 2 layers stay softmax attention" in lines
+    assert "encoder: all 2 layers keep softmax attention" in lines
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_refusals(tmp_path):
     model = BertLMHeadModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
     with pytest.raises(t2r.T2RError, match=r"models of type 'bert' cannot be swapped.*llama"):
         inspect_model(model)
-    with pytest.raises(t2r.T2RError, match="swapped already: leave out seed"):
+    with pytest.raises(t2r.T2RError, match="already swapped: do not give seed"):
         inspect_model(t2r.swap(tiny("gpt2", torch.float32)), seed=1)
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(t2r.T2RError, match=r"type 'vit' cannot be swapped.*llama"):

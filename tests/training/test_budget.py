@@ -68,10 +68,10 @@ def test_all_of_it_fits(minutes):
 def test_what_is_short_is_made_less_and_said():
     found = decide(work(30), LAPTOP, 1800, 40.0)
     words = "\n".join(found.shrunk)
-    assert f"the teacher writes {found.teacher_tokens:,} tokens instead of 10,000,000" in words
-    assert f"{found.windows} windows of 900 are measured" in words
+    assert f"the teacher generates {found.teacher_tokens:,} tokens instead of 10,000,000" in words
+    assert f"{found.windows} of 900 windows are evaluated" in words
     assert found.stages["distill"].batch_tokens < 16384
-    assert f"a step of distill has {found.stages['distill'].batch_tokens:,} tokens instead of 16,384" in words
+    assert f"a batch of distill has {found.stages['distill'].batch_tokens:,} tokens instead of 16,384" in words
     plenty = decide(work(10**5), LAPTOP, 60 * 10**5, 40.0)
     assert plenty.shrunk == []
     assert (plenty.teacher_tokens, plenty.windows, plenty.scanned) == (10_000_000, 900, 16)
@@ -79,7 +79,7 @@ def test_what_is_short_is_made_less_and_said():
 
 @pytest.mark.parametrize("minutes", [0.001, 0.5, 3])
 def test_a_budget_that_converts_nothing_is_refused_with_one_that_does(minutes):
-    with pytest.raises(T2RError, match="are too few on this machine") as error:
+    with pytest.raises(T2RError, match="are not enough on this machine") as error:
         decide(work(minutes), LAPTOP, 60 * minutes, 20.0)
     enough = float(str(error.value).split("give about ")[1].split(" ")[0])
     assert enough > minutes
@@ -117,7 +117,7 @@ def test_rates_follow_the_root_of_a_smaller_batch():
     made = with_batch(stage, 256 * 4)
     assert made.learning_rate == pytest.approx(2.5e-4 / 4)
     assert made.map_learning_rate == pytest.approx(2e-3 / 4)
-    assert "at a rate of 6.3e-05" in budget.smaller_batch(stage, 256 * 4)
+    assert "with learning rate 6.3e-05" in budget.smaller_batch(stage, 256 * 4)
     maps = Stage("transfer", "transfer", "maps", steps=9, batch_tokens=8192, learning_rate=2.5e-2)
     assert with_batch(maps, 512).learning_rate == 2.5e-2
     assert "rate" not in budget.smaller_batch(maps, 512)

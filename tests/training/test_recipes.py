@@ -227,7 +227,7 @@ def test_blocks_shrink_to_the_positions_that_there_are(caplog):
     first, second = recipe.for_positions(300).stages
     assert first == recipe.stages[0]
     assert (second.block_size, second.batch_tokens) == (300, 16384 // 300 * 300)
-    assert caplog.messages == ["stage distill: blocks of 512 tokens shrink to the 300 positions that the model has"]
+    assert caplog.messages == ["stage distill: block_size 512 is reduced to the model's 300 positions"]
     (small,) = load_recipe("paper-lm", ["batch_tokens=512"]).for_positions(384).stages
     assert (small.block_size, small.batch_tokens) == (384, 384)
 
@@ -257,7 +257,7 @@ def test_overrides():
     [
         ("steps", "write stage.field=value"),
         ("=3", "write stage.field=value"),
-        ("finish.steps=3", "no stage 'finish'; there are transfer, distill"),
+        ("finish.steps=3", "no stage 'finish'; the stages are transfer, distill"),
         ("transfer.stepz=3", "no option stepz; there are name, objective"),
         ("transfer.steps=many", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 'many'"),
         ("transfer.steps=1.5", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 1.5"),
@@ -265,18 +265,18 @@ def test_overrides():
         ("transfer.steps=.inf", "got inf"),
         ("transfer.steps=0", "steps must be a whole number, at least 1"),
         ("transfer.steps=null", "exactly one of"),
-        ("transfer.steps=[", "not YAML"),
+        ("transfer.steps=[", "not valid YAML"),
         ("transfer.learning_rate=fast", "learning_rate must be a number, above 0; got 'fast'"),
         ("transfer.learning_rate=0", "learning_rate must be a number, above 0; got 0.0"),
         ("transfer.learning_rate=null", "learning_rate must be a number, above 0; got None"),
         ("transfer.block_size=0", "block_size must be a whole number, at least 2"),
-        ("transfer.block_size=500", "not a whole number of 500-token blocks"),
-        ("transfer.train=all", "it trains maps only"),
+        ("transfer.block_size=500", "is not a multiple of block_size 500"),
+        ("transfer.train=all", "transfer requires train: maps"),
         ("distill.train=some", "train must be one of maps, attention, all, lora; got 'some'"),
         ("distill.objective=win", "objective must be one of task, transfer, distill; got 'win'"),
         ("distill.optimizer=sgd", "optimizer must be one of adamw, adam, muon, nag; got 'sgd'"),
         ("distill.schedule=step", "schedule must be one of constant, linear"),
-        ("distill.schedule=cosine_restarts", "stage 'distill': schedule cosine_restarts needs a period"),
+        ("distill.schedule=cosine_restarts", "stage 'distill': schedule cosine_restarts requires a period"),
         ("distill.period_mult=0.5", "period_mult must be a number, at least 1; got 0.5"),
         ("distill.betas=0.9", "betas must be a list of 2 numbers, at least 0 and below 1"),
         ("distill.betas=[0.9]", "betas must be a list of 2 numbers, at least 0 and below 1"),
@@ -290,13 +290,13 @@ def test_overrides():
         ("distill.momentum=5", "momentum must be a number, at least 0 and below 1; got 5.0"),
         ("distill.period=0", "period must be a whole number, at least 1"),
         ("distill.kl_weight=-1", "kl_weight must be a number, at least 0; got -1.0"),
-        ("distill.kl_weight=0", "nothing to learn"),
+        ("distill.kl_weight=0", "nothing to minimize"),
         ("distill.minutes=.inf", "minutes must be a number, above 0 and at most 525,600; got inf"),
         ("distill.steps=1e30", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 1000"),
         ("distill.learning_rate=.nan", "got nan"),
         ("distill.steps=2024-01-01", "got datetime.date(2024, 1, 1)"),
-        ("distill.steps=2024-99-99", "is not YAML"),
-        ("distill.name=../x", "a name is made of"),
+        ("distill.steps=2024-99-99", "is not valid YAML"),
+        ("distill.name=../x", "a name may contain only"),
         ("distill.name=transfer", "two stages have the same name"),
     ],
 )
@@ -312,25 +312,25 @@ STAGE = "{name: a, objective: task, steps: 3}"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("stages: [", "is not YAML"),
+        ("stages: [", "is not valid YAML"),
         ("", "has no list of stages"),
         ("- 3", "has no list of stages"),
         ("stages: {a: 1}", "has no list of stages"),
         ("stages: []", "has no list of stages"),
-        ("stages: [a]", "a stage needs a name and an objective"),
-        ("stages: [{name: a}]", "a stage needs a name and an objective"),
+        ("stages: [a]", "a stage requires a name and an objective"),
+        ("stages: [{name: a}]", "a stage requires a name and an objective"),
         (f"stages: [{STAGE}]\nstage: 3", "no field stage"),
         (f"stages: [{STAGE}]\n3: 4\nb: 5", "no field 3, b"),
         ("stages: [{name: a, objective: task, steps: 3, 4: 5, c: 6}]", "stage 'a': no option 4, c"),
         (f"stages: [{STAGE}]\nswap: {{1: 2}}", "swap: no option 1"),
         (f"stages: [{STAGE}]\nswap: {{seed: 2024-01-01}}", "swap: seed must be a whole number"),
-        ("[" * 100_000, "is not YAML"),
-        ("day: 2024-99-99", "is not YAML"),
+        ("[" * 100_000, "is not valid YAML"),
+        ("day: 2024-99-99", "is not valid YAML"),
         ("stages: [{name: a, objective: task, steps: 3, lr: 1}]", "stage 'a': no option lr; there are"),
         ("stages: [{name: a, objective: task}]", "exactly one of steps, tokens, epochs, minutes; got none"),
         ("stages: [{name: a, objective: task, steps: 3, epochs: 1}]", "got ['steps', 'epochs']"),
         (f"stages: [{STAGE}, {STAGE}]", "two stages have the same name"),
-        (f"stages: [{STAGE}]\nswap: [t2r]", "swap is made of the options"),
+        (f"stages: [{STAGE}]\nswap: [t2r]", "swap must be a mapping of the options"),
         (f"stages: [{STAGE}]\nswap: {{feature_sise: 3}}", "swap: no option feature_sise; there are feature_map"),
     ],
 )
@@ -364,7 +364,7 @@ def test_where_recipes_are_found(tmp_path):
     assert recipe.stages[0].learning_rate == 0.001
     with pytest.raises(T2RError, match=r"no recipe 'paper'.*distill-lm, paper-lm"):
         load_recipe("paper")
-    with pytest.raises(T2RError, match="there is no recipe file"):
+    with pytest.raises(T2RError, match=r"recipe file .* does not exist"):
         load_recipe(tmp_path / "none.yaml")
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(T2RError, match="cannot be read"):
@@ -399,9 +399,9 @@ def test_where_presets_are_found(tmp_path):
     assert load_preset(file) == preset
     assert preset.plan(["steps=7"]).stages[0].steps == 7
     assert preset.plan().stages[0].steps == 300  # an override is not remembered
-    with pytest.raises(T2RError, match=r"no preset 'gpt2'.*gpt2-tiny.*or the folder of a model"):
+    with pytest.raises(T2RError, match=r"no preset 'gpt2'.*gpt2-tiny.*or a model folder"):
         load_preset("gpt2")
-    with pytest.raises(T2RError, match="there is no preset file"):
+    with pytest.raises(T2RError, match=r"preset file .* does not exist"):
         load_preset(tmp_path / "none.yaml")
 
 
@@ -412,22 +412,22 @@ TOKENIZER = "tokenizer: {kind: bpe, vocab_size: 300}\n"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[", "is not YAML"),
-        ("3", "describes no model"),
-        (TOKENIZER, "describes no model"),
-        (MODEL, "`tokenizer` needs a kind"),
-        (MODEL + "tokenizer: bpe", "`tokenizer` needs a kind"),
+        ("[", "is not valid YAML"),
+        ("3", "has no model"),
+        (TOKENIZER, "has no model"),
+        (MODEL, "`tokenizer` requires a kind"),
+        (MODEL + "tokenizer: bpe", "`tokenizer` requires a kind"),
         (MODEL + TOKENIZER + "learning_rate: 3", "no field learning_rate"),
         (MODEL + "tokenizer: {kind: bpe, vocab_size: 300, size: 3}", "a tokenizer has no field size"),
-        (MODEL + "tokenizer: {kind: bpe, vocab_size: many}", "'many' is not a whole number"),
+        (MODEL + "tokenizer: {kind: bpe, vocab_size: many}", "vocab_size must be an integer; got 'many'"),
         (MODEL + "tokenizer: {kind: letters}", "no tokenizer of kind 'letters'"),
         (MODEL + "tokenizer: {kind: bpe}", "a bpe tokenizer needs a vocab_size"),
-        (MODEL + TOKENIZER + "recipe: 3", "`recipe` is the name of one, or its stages"),
+        (MODEL + TOKENIZER + "recipe: 3", "`recipe` must be the name of a recipe or its contents"),
         (MODEL + TOKENIZER + "swap: {feature_sise: 3}", "swap: no option feature_sise"),
-        ("model: {model_type: gpt7}\n" + TOKENIZER, "transformers knows no model_type 'gpt7'"),
-        ("model: {n_embd: 3}\n" + TOKENIZER, "transformers knows no model_type"),
-        ("model: {model_type: vit}\n" + TOKENIZER, "vit is not a plain language model"),
-        ("model: {model_type: bart}\n" + TOKENIZER, "bart is not a plain language model"),
+        ("model: {model_type: gpt7}\n" + TOKENIZER, "transformers has no model_type 'gpt7'"),
+        ("model: {n_embd: 3}\n" + TOKENIZER, "transformers has no model_type"),
+        ("model: {model_type: vit}\n" + TOKENIZER, "vit is not a causal language model"),
+        ("model: {model_type: bart}\n" + TOKENIZER, "bart is not a causal language model"),
         ("model: {model_type: gpt2, n_layers: 3}\n" + TOKENIZER, "gpt2 has no field n_layers"),
     ],
 )
@@ -444,8 +444,8 @@ def test_presets_that_are_refused(tmp_path, text, words):
         ("n_layr=3", "gpt2 has no field n_layr"),
         ("n_layer", "write field=value"),
         ("=3", "write field=value"),
-        ("model_type=bart", "write field=value, of a field"),
-        ("n_layer=[", "not YAML"),
+        ("model_type=bart", "write field=value, with a field"),
+        ("n_layer=[", "not valid YAML"),
         ("n_layer=many", "n_layer"),
         ("vocab_size=5", "vocab_size 5 is less than the tokenizer's 7"),
     ],

@@ -469,7 +469,7 @@ def test_batch_shapes(monkeypatch):
     assert batch_shape(stage(batch_tokens=24 * LENGTH, device_tokens=1)) == (1, 24)
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert batch_shape(stage(batch_tokens=24 * LENGTH, device_tokens=4 * LENGTH)) == (3, 2)
-    with pytest.raises(T2RError, match="cannot be shared evenly by 4"):
+    with pytest.raises(T2RError, match="cannot be divided evenly among 4"):
         batch_shape(stage(batch_tokens=6 * LENGTH))
 
 
@@ -637,7 +637,7 @@ def test_divergence_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(Failing, "factor", 10.0)
     settings = Settings(save_steps=2, progress=False)
     trainer = Failing(pair()[0], stage(learning_rate=1e-9), 20, OfRows(Rows()), tmp_path, None, settings)
-    with pytest.raises(T2RError, match=r"by step 6: it diverges; lower .* is .*checkpoint-4"):
+    with pytest.raises(T2RError, match=r"training diverges: .* by step 6; lower .* is .*checkpoint-4"):
         trainer.train()
 
 
@@ -737,7 +737,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(tmp_path, monkeypatch, wher
 
 def test_weights_of_another_model_are_refused(tmp_path):
     save_weights(pair("gpt2")[0], tmp_path / "w.safetensors")
-    with pytest.raises(T2RError, match="is not of this model"):
+    with pytest.raises(T2RError, match="has the weights of another model"):
         load_weights(pair("llama")[0], tmp_path / "w.safetensors")
     model = pair("gpt2")[0]
     with torch.no_grad():
@@ -780,7 +780,7 @@ def test_a_model_without_gradient_checkpointing_is_refused(tmp_path):
     student, _ = pair()
     type(student).supports_gradient_checkpointing = False
     try:
-        with pytest.raises(T2RError, match="gpt2 has no gradient checkpointing"):
+        with pytest.raises(T2RError, match="gpt2 does not support gradient checkpointing"):
             train(tmp_path, student, stage(), gradient_checkpointing=True)
     finally:
         del type(student).supports_gradient_checkpointing
