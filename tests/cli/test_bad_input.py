@@ -243,7 +243,7 @@ CASES = [
     ("merge {m}/loop {o}", "symbolic links"),
     (f"{CONVERT} --recipe {LONG}.yaml", "too long"),
     (f"pretrain {LONG} {{o}} --train {{m}}/text.txt", "too long"),
-    ("generate {m}/rnn the --save-state {m}/nowhere/state", "there is no folder"),
+    ("generate {m}/rnn the --save-state {m}/nowhere/state", "nowhere does not exist"),
     ("generate {m}/rnn --file {m}/text.txt --save-state {o}", "beyond the 64 positions"),
 ]  # fmt: skip
 

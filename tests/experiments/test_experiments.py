@@ -107,7 +107,7 @@ def test_from_end_to_end_and_again(toy, capfd):
     # Again: nothing but the optional step, which failed, is run.
     again = reproduce(str(toy / "toy.yaml"), **given(toy))
     said = capfd.readouterr().err
-    assert said.count("done before") == 2
+    assert said.count("already done") == 2
     assert again["steps"][:2] == record["steps"][:2]
     tables = "\n".join(record_tables(record))
     assert "teacher, window 4 + 1 sinks" in tables
@@ -155,17 +155,17 @@ def test_stopped_in_a_step_it_goes_on(toy):
 
 def test_what_is_missing_is_said_in_a_line(toy):
     options = given(toy)
-    with pytest.raises(T2RError, match=r"wikitext/train.txt, wikitext/valid.txt .* a folder that --data names"):
+    with pytest.raises(T2RError, match=r"wikitext/train.txt, wikitext/valid.txt .* the --data folder"):
         reproduce(str(toy / "toy.yaml"), **options | {"data_folder": None})
     (toy / "texts" / "wikitext" / "wiki.train.raw").unlink()
-    with pytest.raises(T2RError, match=r"needs wikitext/train.txt \(or .xz, .gz\) in .*texts"):
+    with pytest.raises(T2RError, match=r"requires wikitext/train.txt \(or .xz, .gz\) in .*texts"):
         reproduce(str(toy / "toy.yaml"), **options)
     (toy / "texts" / "wikitext" / "train.txt").write_text("text")
-    with pytest.raises(T2RError, match="there is no folder"):
+    with pytest.raises(T2RError, match="does not exist"):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"teacher": str(toy / "nowhere")}})
     with pytest.raises(T2RError, match="has no model student"):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"student": "x"}})
-    with pytest.raises(T2RError, match="has no step draw; it has rnn, controls, tasks"):
+    with pytest.raises(T2RError, match="has no step draw; its steps are rnn, controls, tasks"):
         reproduce(str(toy / "toy.yaml"), **options, steps=["draw"])
     with pytest.raises(T2RError, match="no experiment 'nothing'"):
         reproduce("nothing")
@@ -177,15 +177,15 @@ def test_what_is_missing_is_said_in_a_line(toy):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"steps": None}, "steps is a list"),
-        ({"extra": 1}, "it is made of"),
-        ({"command": "rm -rf /"}, "begins with t2r"),
-        ({"command": "t2r serve x"}, "its command is one of"),
+        ({"steps": None}, "steps must be a list"),
+        ({"extra": 1}, "the fields must be"),
+        ({"command": "rm -rf /"}, "starts with t2r"),
+        ({"command": "t2r serve x"}, "the command must be one of"),
         ({"command": "t2r evaluate {model:other}"}, "no model other"),
-        ({"command": "t2r evaluate {out:rnn}"}, "no step before it makes rnn"),
+        ({"command": "t2r evaluate {out:rnn}"}, "no earlier step makes rnn"),
         ({"command": "t2r evaluate {data:nothing}"}, "no text nothing"),
-        ({"command": "t2r convert {model:m} {out:other}"}, "it makes the folder"),
-        ({"name": "../a", "command": "t2r bench ops"}, "has a name"),
+        ({"command": "t2r convert {model:m} {out:other}"}, "its output folder must be"),
+        ({"name": "../a", "command": "t2r bench ops"}, "requires a name"),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused(change, says):
@@ -299,7 +299,7 @@ def test_a_change_of_a_record_changes_the_page(tmp_path, monkeypatch):
     }
     monkeypatch.setattr("t2r.experiments.tables.recorded", lambda name: record)
     made = page(text)
-    assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes in all" in made
+    assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes in total" in made
     assert "    t2r convert a b    # 90 s" in made
     assert "| after distill | 22.00 (+10.0 %) | 0.100 |" in made
     assert "could not be run: no data" in made

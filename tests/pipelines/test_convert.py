@@ -547,7 +547,7 @@ def test_halving_leaves_rotary_frequencies_alone():
         ({"feature_sise": 3}, "no option feature_sise"),
         ({"softmax_layers": "auto"}, "give layers, or auto:N"),
         ({"softmax_layers": "auto:2"}, "would keep all 2 layers"),
-        ({"softmax_layers": "auto:1", "softmax_every": 2}, "no softmax_every"),
+        ({"softmax_layers": "auto:1", "softmax_every": 2}, "or softmax_every"),
         (
             {"softmax_layers": "auto:1", "recipe": "paper-lm", "overrides": (*SHORT[:2], "steps=2")},
             "first stage is a transfer",

@@ -1,4 +1,4 @@
-"""Measurements of speed and memory: `bench.ops.run` of linear attention, `bench.decoding.run` of whole models."""
+"""Benchmarks of speed and memory: `bench.ops.run` for linear attention, `bench.decoding.run` for whole models."""
 
 from t2r.bench import decoding, figures, ops
 
