@@ -1,8 +1,8 @@
 """Generates the tables of docs/results.md from the records of experiments.
 
 Run `python -m t2r.experiments.tables docs/results.md` to update the page. `<!-- record: NAME -->` starts the record of
-an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several; `<!-- end -->` ends either. The
-text between such parts is written by hand.
+an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several; `<!-- end -->` ends either.
+The text between such parts is written by hand.
 """
 
 from __future__ import annotations
