@@ -132,20 +132,20 @@ def test_a_finished_conversion_is_taken_up_and_another_is_made_again(demo, monke
     monkeypatch.setattr(demo.module.decoding, "run", stop)
     result = demo()
     assert result.exit_code == 130
-    assert "the same command goes on" in result.stderr
+    assert "the same command resumes" in result.stderr
     assert not (demo.out / "index.html").exists()
     written = (demo.out / "rnn" / "results.json").stat().st_mtime_ns
 
     monkeypatch.setattr(demo.module.decoding, "run", interrupted)
     result = demo()
     assert result.exit_code == 0, result.output
-    assert "holds this conversion already" in result.stdout
+    assert "already contains this conversion" in result.stdout
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns == written
 
     demo.module.MINUTES = 0.31
     result = demo()
     assert result.exit_code == 0, result.output
-    assert "it is made again" in result.stdout
+    assert "it is replaced" in result.stdout
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns != written
 
 
