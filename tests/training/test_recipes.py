@@ -1,4 +1,4 @@
-"""Recipes: the paper's settings value for value, the rates of its schedule, overrides, and what is refused."""
+"""Recipes and presets: the paper's settings, schedules, overrides, and errors."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from t2r.training.preset import load_preset, shipped_presets
 from t2r.training.recipe import OBJECTIVES, OPTIMIZERS, TRAINED, Stage, load_recipe, shipped_recipes
 from t2r.training.schedule import KINDS, Schedule
 
-# Typed from the paper's appendix (language modeling, conversion), not from the recipe.
+# Copied from the paper's appendix (language modeling, conversion), not from the recipe.
 PAPER = {
     "objective": "task",
     "train": "all",
@@ -38,7 +38,7 @@ PAPER_SWAP = {"feature_map": "t2r", "feature_size": 32, "init": "paper"}
 
 
 def fairseq_cosine(step, *, lr, warmup, init, floor, period, mult, shrink):
-    """fairseq's `cosine`, as its `step_update` has it."""
+    """fairseq's `cosine` schedule, like its `step_update`."""
     if step < warmup:
         return init + step * (lr - init) / warmup
     now = step - warmup
@@ -70,13 +70,13 @@ SCRATCH_SETTINGS = SETTINGS | {"lr": 1.0, "warmup": 16_000, "floor": 1e-4, "peri
 @pytest.mark.parametrize(
     ("name", "paper", "swap"), [("paper-lm", PAPER, PAPER_SWAP), ("paper-lm-scratch", SCRATCH, {})]
 )
-def test_recipes_of_the_paper_are_the_paper(name, paper, swap):
+def test_paper_recipes_match_the_paper(name, paper, swap):
     recipe = load_recipe(name)
     (stage,) = recipe.stages
     effective = dataclasses.asdict(stage)
     assert {name: effective[name] for name in paper} == paper
     assert recipe.swap == swap
-    # Whatever else a stage has does not apply to this one, or is as good as absent.
+    # The other options do not apply to this stage, or have no effect.
     rest = set(effective) - set(paper)
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
@@ -103,7 +103,7 @@ def test_recipes_of_the_paper_are_the_paper(name, paper, swap):
         (143_000, 0.375),
     ],
 )
-def test_paper_rates(step, rate):
+def test_learning_rates_of_the_paper(step, rate):
     (stage,) = load_recipe("paper-lm").stages
     ours = stage.make_schedule(stage.steps).at(step)
     assert ours == pytest.approx(fairseq_cosine(step, **SETTINGS), rel=1e-9)
@@ -127,7 +127,7 @@ def test_paper_rates(step, rate):
         (286_000, 0.75),
     ],
 )
-def test_paper_rates_from_scratch(step, rate):
+def test_learning_rates_of_the_paper_from_scratch(step, rate):
     (stage,) = load_recipe("paper-lm-scratch").stages
     ours = stage.make_schedule(stage.steps).at(step)
     assert ours == pytest.approx(fairseq_cosine(step, **SCRATCH_SETTINGS), rel=1e-9)
@@ -135,8 +135,8 @@ def test_paper_rates_from_scratch(step, rate):
         assert ours == pytest.approx(rate, rel=1e-9)
 
 
-# Typed from the paper (section on language modeling, and the appendix's table) and, for what it leaves at fairseq's
-# defaults of `transformer_lm_wiki103`, from Baevski and Auli.
+# Copied from the paper (section on language modeling, and the appendix's table) and, for fairseq's defaults of
+# `transformer_lm_wiki103`, from Baevski and Auli.
 PAPER_MODEL = {
     "model_type": "adaptive_lm",
     "num_hidden_layers": 32,
@@ -159,7 +159,7 @@ PAPER_MODEL = {
 }
 
 
-def test_adaptive_lm_paper_is_the_paper():
+def test_adaptive_lm_paper_matches_the_paper():
     preset = load_preset("adaptive-lm-paper")
     assert preset.plan() == load_recipe("paper-lm-scratch")
     assert preset.tokenizer == {"kind": "word"}
@@ -175,7 +175,7 @@ def test_adaptive_lm_paper_is_the_paper():
 
 
 @pytest.mark.parametrize("mult", [1, 1.5, 2])
-def test_restarts_are_fairseqs(mult):
+def test_restarts_match_fairseq(mult):
     settings = {"lr": 1.0, "warmup": 3, "init": 0.1, "floor": 0.01, "period": 7, "mult": mult, "shrink": 0.5}
     schedule = Schedule("cosine_restarts", 1.0, 100, 3, 0.1, 0.01, period=7, period_mult=mult, shrink=0.5)
     for step in range(60):
@@ -220,7 +220,7 @@ def test_the_default_transfers_and_then_distills():
     assert shipped_recipes() == ["distill-lm", "paper-lm", "paper-lm-scratch", "scratch-lm"]
 
 
-def test_blocks_shrink_to_the_positions_that_there_are(caplog):
+def test_block_size_is_limited_to_the_positions(caplog):
     recipe = load_recipe("distill-lm", ["transfer.block_size=256"])
     assert recipe.for_positions(None) == recipe == recipe.for_positions(512)
     assert not caplog.messages
@@ -244,7 +244,7 @@ def test_overrides():
         ],
     )
     first, second = recipe.stages
-    assert (first.steps, first.tokens) == (10, None)  # a budget replaces the one that was there
+    assert (first.steps, first.tokens) == (10, None)  # a budget replaces the existing one
     assert (second.minutes, second.tokens) == (2.5, None)
     assert first.learning_rate == second.learning_rate == 0.001
     assert (first.clip_norm, second.clip_norm) == (1.0, None)
@@ -343,7 +343,7 @@ def test_recipes_that_are_refused(tmp_path, text, words):
 
 
 def test_the_page_about_recipes(tmp_path):
-    """It has every field and every choice, and its example is a recipe."""
+    """The page documents every field and choice, and its example is a valid recipe."""
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     told = set(re.findall(r"`([\w-]+)`", page))
     assert page == up_to_date(page), "run: python -m t2r.reporting.options docs/recipes.md"
@@ -398,7 +398,7 @@ def test_where_presets_are_found(tmp_path):
     file.write_text(yaml.safe_dump(preset.to_dict(), sort_keys=False))
     assert load_preset(file) == preset
     assert preset.plan(["steps=7"]).stages[0].steps == 7
-    assert preset.plan().stages[0].steps == 300  # an override is not remembered
+    assert preset.plan().stages[0].steps == 300  # an override is not kept
     with pytest.raises(T2RError, match=r"no preset 'gpt2'.*gpt2-tiny.*or a model folder"):
         load_preset("gpt2")
     with pytest.raises(T2RError, match=r"preset file .* does not exist"):
@@ -456,7 +456,7 @@ def test_models_that_are_refused(override, words):
     assert words in str(error.value)
 
 
-def test_a_recipe_survives_its_file(tmp_path):
+def test_a_saved_recipe_loads_as_the_same(tmp_path):
     import yaml
 
     recipe = load_recipe("paper-lm", ["finetune.steps=7"])
