@@ -47,7 +47,31 @@ def _why_no_teachers() -> str | None:
     return None
 
 
+DESCENDANTS = {
+    "blenderbot", "blenderbot-small", "gemma", "gemma3_text", "granite", "m2m_100", "mbart", "mt5", "olmo", "olmo2",
+    "pegasus", "phi", "plbart", "qwen2", "stablelm",
+}  # fmt: skip
+"""Families whose adapter has no attention code of its own: another family runs that code through every combination."""
+FEW = 3
+"""Combinations of a test's other parameters that such a family always runs. The rest is marked slow."""
+
+
+def mark_repetitions(items: list[pytest.Item]) -> None:
+    """Mark as slow what a descendant only repeats: the first combinations and the last one of each test stay."""
+    groups: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        family = getattr(getattr(item, "callspec", None), "params", {}).get("model_type")
+        if isinstance(family, str) and family in DESCENDANTS:
+            name = item.nodeid.split("[")[0]
+            groups.setdefault((name, family), []).append(item)
+    for group in groups.values():
+        for item in group[FEW - 1 : -1]:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_repetitions(items)
     if (reason := _why_no_teachers()) is not None:
         for item in items:
             if item.get_closest_marker("teachers"):

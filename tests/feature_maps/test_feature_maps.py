@@ -26,6 +26,7 @@ from t2r.feature_maps import (
     orthogonal_rows,
     safe_norm,
 )
+from t2r.ops.constants import constant_weights
 
 HEAD_DIM = 8
 LAYOUTS = {
@@ -816,3 +817,20 @@ def test_a_softmax_over_features_starts_like_hedgehog() -> None:
     scores = [(phi_q @ phi_k.mT) for phi_q, phi_k in (ours(q, k), theirs(q, k))]
     torch.testing.assert_close(*scores)
     assert not ours.signed
+
+
+def test_constant_weights_are_derived_once():
+    """Inside `constant_weights` the rates and the joint weights of keys are computed once, with the same results."""
+    torch.manual_seed(0)
+    feature_map = make_feature_map("t2r", head_dim=4, num_heads=2, decay=True, key_weights=True, activation="softmax")
+    k = torch.randn(1, 2, 1, 4)
+    with torch.no_grad():
+        expected, rates = feature_map.keys(k), feature_map.decay
+        kept = {}
+        with constant_weights(kept):
+            assert torch.equal(feature_map.keys(k), expected)
+            first = feature_map.decay
+            assert torch.equal(first, rates)
+            assert feature_map.decay is first
+        assert len(kept) == 2
+        assert feature_map.decay is not first

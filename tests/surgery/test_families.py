@@ -398,7 +398,7 @@ def test_refusals(model_type):
     model, inputs = swapped(model_type), prompts(model_type)
     with pytest.raises(t2r.T2RError, match="never forms attention weights"):
         model(**batch(model_type), output_attentions=True)
-    with pytest.raises(t2r.T2RError, match="not for recurrent models"):
+    with pytest.raises(t2r.T2RError, match="is for keys and values, which grow"):
         model.generate(**inputs, max_new_tokens=3, cache_implementation="offloaded")
     with pytest.raises(t2r.T2RError, match="put softmax attention back"):
         model.set_attn_implementation("sdpa")

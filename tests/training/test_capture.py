@@ -55,7 +55,10 @@ def test_a_step_is_captured_after_its_warm_up():
     torch.testing.assert_close(weight.grad, torch.full((2,), float(WARM_UP)))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "qwen3"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "mistral", "gemma2", "gemma3_text", "qwen3", "gpt2", "opt", "gpt_neox", "phi3", "adaptive_lm"],
+)
 @torch.no_grad()
 def test_logits_without_masks_are_the_same(model_type):
     """Also with sliding windows and capped scores, in unmodified models, in softmax layers and with exact attention."""

@@ -2,11 +2,24 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from t2r.cli.common import RUN, AsJson, Device, Dtype, Quiet, calm, print_json, show
+from t2r.cli.common import (
+    RUN,
+    AsJson,
+    Bf16,
+    Compile,
+    Device,
+    Dtype,
+    Model,
+    Quiet,
+    calm,
+    print_json,
+    show,
+    swap_options,
+)
 
 app = typer.Typer(help="Measure speed and memory on this machine.")
 
@@ -112,3 +125,45 @@ def bench_decode(
         print_json([asdict(report) for report in reports])
     else:
         show([part for report in reports for part in decoding.tables(report)])
+
+
+@app.command("train")
+@swap_options
+def bench_train(
+    model: Model,
+    options: dict[str, Any],
+    recipe: Annotated[str, typer.Option(help="A shipped recipe, or a YAML file.")] = "distill-lm",
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 16384,
+    block_size: Annotated[int, typer.Option(min=2, help="Tokens of a block.")] = 512,
+    bf16: Bf16 = None,
+    compile_: Compile = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of which the median is taken.")] = 10,
+    device: Device = RUN["device"].default,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """What an optimizer step costs: the softmax model finetuned, and each stage of converting it.
+
+    \b
+    t2r bench train smollm2 --feature-size 128
+    t2r bench train gpt2 --batch-tokens 8192 --block-size 4096 --recipe paper-lm
+    """
+    from t2r.bench import training
+    from t2r.hub import choose_device, load_model
+
+    with calm(quiet or as_json):
+        loaded = load_model(model, dtype="float32", device=str(choose_device(device)))
+        report = training.run(
+            loaded,
+            recipe=recipe,
+            batch_tokens=batch_tokens,
+            block_size=block_size,
+            bf16=bf16,
+            compiled=compile_,
+            repeats=repeats,
+            options=options,
+        )
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show(training.tables(report))

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from t2r.errors import T2RError
 from t2r.feature_maps.tensors import affine, full_precision, like_linear
 from t2r.ops import FASTEST_DECAY, State
+from t2r.ops.constants import derived
 
 # A state many times larger than the head it serves is a slip of the keyboard, not a plan: at 16 times the
 # head's size the state already holds as much as the keys and values of 8 * head_dim tokens.
@@ -86,7 +87,8 @@ class FeatureMap(nn.Module):
                 "the weights of this model are offloaded, and its decay rates are not where they are needed: load it "
                 "whole on one device (a device_map without cpu or disk beside a GPU)"
             )
-        return FASTEST_DECAY * (DECAY_PACE * full_precision(self.decay_logits)).sigmoid()
+        logits = self.decay_logits
+        return derived(self, "decay", lambda: FASTEST_DECAY * (DECAY_PACE * full_precision(logits)).sigmoid())
 
     def empty_state(self, rows: int, value_size: int, dtype: torch.dtype, device: torch.device | str) -> State:
         """The state of attention over these features before any token, for so many sequences."""
@@ -231,7 +233,7 @@ class AffineMap(FeatureMap):
         if not self.weighs_keys:
             return self.activate(x)
         log_weight = full_precision(x[..., -1:]).clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
-        return (self.activate(x[..., :-1]) * log_weight.exp()).to(x.dtype)
+        return (self.activate(x[..., :-1]) * log_weight.exp()).type_as(x)
 
     def identity_rows(self, generator: torch.Generator) -> Tensor:
         """Weights `[key_heads, rows, head_dim]` under which the map resembles softmax attention."""
@@ -266,7 +268,7 @@ class AffineMap(FeatureMap):
 
     def keys(self, k: Tensor) -> Tensor:
         if k.shape[2] == 1 and not torch.is_grad_enabled():  # one product for both
-            return self.activate_keys(affine(k, *self.affine_k()))
+            return self.activate_keys(affine(k, *derived(self, "keys", self.affine_k)))
         y = self.key_map(k)
         return self.activate_keys(y if self.key_weight is None else torch.cat([y, self.key_weight(k)], dim=-1))
 

@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "cos": torch.cos,
     "gelu": F.gelu,
-    "softmax": lambda x: full_precision(x).softmax(dim=-1).to(x.dtype),
+    "softmax": lambda x: full_precision(x).softmax(dim=-1).type_as(x),
 }
 UNSIGNED = ("relu", "softmax")
 

@@ -48,7 +48,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def full_precision(x: Tensor) -> Tensor:
     """x in float32, or float64 if it is: sines and exponentials of half precision numbers are noise."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def safe_norm(x: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, Stati
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.saving import SavedModel
+from t2r.ops.constants import constant_weights
 from t2r.surgery.adapters import Family, family_of
 from t2r.surgery.install import install
 
@@ -160,6 +161,11 @@ class T2RModel(SavedModel, compat.ModelHooks):
         return load_state(Path(path), self)
 
     @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base model's. What depends on the weights alone is computed once, and not for every token."""
+        with constant_weights({}):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
     def continue_from(self, cache: T2RCache, input_ids: Tensor, **options: Any) -> Tensor:
         """Generate from a state and new tokens alone: the tokens that made the state are not needed.
 

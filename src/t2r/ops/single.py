@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from t2r.ops.common import DENOMINATOR_FLOOR, State, _counts, bound_decay, cast_output
+from t2r.ops.constants import derived
 
 
 def can_do(state: State, *, mask: Tensor | None, decay: Tensor | None, inplace: bool) -> bool:
@@ -17,9 +18,10 @@ def step(q: Tensor, k: Tensor, v: Tensor, state: State, decay: Tensor | None) ->
     """As `reference.step`. Features are not negative: where the denominator is zero, so is the numerator."""
     s, z = state.s, state.z
     batch, heads, feature, value = s.shape
-    keys, values, queries = k.to(s.dtype), v.to(s.dtype), q.to(s.dtype)
+    keys, values, queries = k.type_as(s), v.type_as(s), q.type_as(s)
     if decay is not None:
-        left = bound_decay(decay).to(s.dtype).neg().exp()
+        rates = decay
+        left = derived(decay, s.dtype, lambda: bound_decay(rates).to(s.dtype).neg().exp())
         s.mul_(left[None, :, :, None])
         z.mul_(left)
     s.addcmul_(keys.mT, values)

@@ -31,6 +31,7 @@ from t2r.tasks import LanguageModeling
 from t2r.tasks.language_modeling import TEACHER_TOKENS, max_positions
 from t2r.training import processes
 from t2r.training.arithmetic import halve, without_denormals
+from t2r.training.card import recall_lines
 from t2r.training.plan import check_options, check_report_to, over, trainable, within
 from t2r.training.recipe import Recipe, Stage, load_recipe
 from t2r.training.session import Session, as_table, caching, finite, table_of
@@ -172,6 +173,7 @@ def convert(
             results["stages"][stage.name] = session.measure(stage.name, student, teacher)
             if auto is not None and stage is plan.stages[0]:
                 student = keep_sensitive(session, student, teacher, config, auto, stage, results)
+        results["recall"] = session.recall(student)
         results["log"] = session.logs()
         results |= session.pace() | {"mixture": session.mixture()}
         results = finite(results)
@@ -180,7 +182,14 @@ def convert(
         if merged or (merged is None and merges(student)):
             merge(student, force=bool(merged))
         results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
-        session.save(student, tokens, results, compared=True, overwrite=overwrite, state=state_lines(student))
+        session.save(
+            student,
+            tokens,
+            results,
+            compared=True,
+            overwrite=overwrite,
+            state=[*state_lines(student), *recall_lines(results["recall"])],
+        )
     return results
 
 

@@ -118,6 +118,10 @@ class Task(ABC):
     def measure(self, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> dict[str, Any] | None:
         """The metrics on the validation data, for JSON; None without such data."""
 
+    def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
+        """How often the model recalls a word after some distances, for JSON; empty where that cannot be measured."""
+        return []
+
     @abstractmethod
     def told(self, measured: dict[str, Any]) -> str:
         """A measurement in a few words, for the log."""

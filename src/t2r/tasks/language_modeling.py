@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from t2r.data.mixture import MixedBlocks, Sources, exact, parse_sources, reading
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation import Text, encode, perplexity, read_text
+from t2r.evaluation.generation import DISTANCES, recall, recall_tokens
 from t2r.evaluation.perplexity import WINDOW
 from t2r.surgery.adapters import family_of
 from t2r.tasks.base import Task, exchanged
@@ -28,6 +30,11 @@ TEACHER = "teacher"
 """Among the texts to train on: what the teacher itself writes."""
 TEACHER_TOKENS = 10_000_000
 """How much that is."""
+
+logger = logging.getLogger(__name__)
+
+RECALL_TRIALS = 32
+"""Of recall, at each distance."""
 
 
 class LanguageModeling(Task):
@@ -247,6 +254,21 @@ class LanguageModeling(Task):
             "window": window,
             "windows": count,
         }
+
+    def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
+        if self.text is None:
+            return []
+        windows, window = self.windows(model)
+        fewest = max_positions(model)
+        try:
+            rest = recall_tokens(self.tokenizer)
+            distances = [d for d in DISTANCES if 2 * d <= window and (fewest is None or d + rest <= fewest)]
+            trials = max(1, min(RECALL_TRIALS, windows))  # where little is measured, of recall too
+            measured = recall(model, self.tokenizer, self.text.string, distances=distances, trials=trials)
+        except T2RError as error:  # this tokenizer does not tell enough words apart, or the text is too short
+            logger.info("recall is not measured: %s", error)
+            return []
+        return [row._asdict() for row in measured]
 
     def told(self, measured: dict[str, Any]) -> str:
         return f"perplexity {measured['perplexity']:.3f}"

@@ -33,3 +33,13 @@ def training_section(
             told = "" if share is None else f"{share:.1f} %"
             lines.append(f"| {Path(source['source']).name} | {source['tokens']:,} | {count:,} | {told} |")
     return "\n".join([*lines, ""])
+
+
+def recall_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How often a word is recalled after each distance, a line."""
+    if not rows:
+        return []
+    found = ", ".join(f"{100 * row['accuracy']:.0f} % after {row['distance']:,} tokens" for row in rows)
+    return [
+        f"recall of a word that was said once: {found} ({rows[0]['trials']} trials, chance {rows[0]['chance']:.1%})"
+    ]

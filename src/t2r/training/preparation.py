@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from t2r import compat
-from t2r.attention.interface import UNMASKED, InterfaceAttention
+from t2r.attention.interface import UNMASKED
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
@@ -49,9 +49,9 @@ def prepared(
 
 
 def needs_no_mask(model: PreTrainedModel, task: Task) -> bool:
-    """Return whether attention needs no mask: there are no padding and no document boundaries, and every site uses
-    transformers' attention interface."""
-    return task.uniform and all(isinstance(site, InterfaceAttention) for site in recurrent_sites(model))
+    """Return whether attention needs no mask: batches have no padding or packed documents, and every attention module
+    uses transformers' attention interface."""
+    return task.uniform and compat.on_attention_interface(model)
 
 
 def check_checkpointing(model: PreTrainedModel) -> None:

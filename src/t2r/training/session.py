@@ -210,6 +210,11 @@ class Session:
             logger.info("%s: %s", name, self.task.told(measured))
         return measured
 
+    def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
+        """How often the trained model recalls a word, once."""
+        rows: list[dict[str, Any]] = self.run.remember("recall", lambda: self.task.recall(model))
+        return rows
+
     def train(self, model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel | None = None) -> PreTrainedModel:
         """Run a stage, or load its result if it is finished."""
         with fast_sums(self.place):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -124,6 +125,29 @@ class undisturbed:
             parameter.requires_grad_(learns)
 
 
+@contextmanager
+def stage_step(
+    trained: Any,
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    stage: Stage,
+    task: Task,
+    settings: Settings,
+) -> Iterator[Callable[[dict[str, Any]], Any]]:
+    """The forward and backward of a stage on one batch, as a session runs it."""
+    with prepared(trained, model, teacher, stage, settings, task):
+        choose_trained(trained, stage)
+        learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
+
+        def work(batch: dict[str, Any]) -> dict[str, Any]:
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
+                loss, _ = learner(batch)
+            loss.backward()
+            return {}
+
+        yield CapturedStep(work, trained.parameters()) if captures(trained, settings) else work
+
+
 def time_stage(
     model: PreTrainedModel, stage: Stage, task: Task, teacher: PreTrainedModel | None, settings: Settings
 ) -> Cost:
@@ -131,25 +155,12 @@ def time_stage(
     teacher = teacher if stage.objective == "distill" else None
     trained: Any = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
     try:
-        with prepared(trained, model, teacher, stage, settings, task):
-            choose_trained(trained, stage)
-            learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
-
-            def work(batch: dict[str, Any]) -> dict[str, Any]:
-                with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
-                    loss, _ = learner(batch)
-                loss.backward()
-                return {}
-
-            captured = CapturedStep(work, trained.parameters()) if captures(trained, settings) else None
-
-            def step(batch: dict[str, Any]) -> None:
-                (captured or work)(batch)
-
+        with stage_step(trained, model, teacher, stage, task, settings) as step:
             rows, _ = batch_shape(stage)
             # Compiled code is specialized to one shape.
             sizes = [(rows, stage.block_size)] if settings.compiled else slices(rows, stage.block_size)
-            token = time_slices(step, task, model.device, sizes, warm_up=0 if captured is None else WARM_UP + 1)
+            warm_up = WARM_UP + 1 if captures(trained, settings) else 0
+            token = time_slices(step, task, model.device, sizes, warm_up)
             return Cost(token * OVERHEAD / processes.count(), time_optimizer(trained, stage))
     finally:
         if stage.train == "lora":

@@ -14,6 +14,7 @@ from t2r.attention.layers import layer_tensors
 from t2r.attention.static import StaticRecurrentLayer
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
+from t2r.ops.constants import constant_weights
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class DecodeStep:
         self.active = torch.zeros(rows, dtype=torch.long, device=device)
         self.greedy = torch.zeros(rows, 1, dtype=torch.bool, device=device)
         self.logits = torch.empty(0)
+        self.constants: dict[Any, Any] = {}
         # The states of a source are filled: what stands for the source is never read.
         self.source: Any = None if source is None else source.new_zeros(rows, 1, source.shape[-1])
         self.takes_positions = accepts(model, "position_ids")
@@ -142,11 +144,16 @@ class DecodeStep:
         self.captured_as = "recording"
         return replay
 
+    def with_constant_weights(self) -> None:
+        """The step without what depends on the weights alone, which is computed by the first call."""
+        with constant_weights(self.constants):
+            self.forward()
+
     @torch.no_grad()
     def captured(self) -> Callable[[], None]:
         with NoValues():
             self.forward()
-        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
+        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.with_constant_weights
         device = self.tokens.device
         with torch.cuda.device(device):
             stream = torch.cuda.Stream()
