@@ -20,6 +20,7 @@ from t2r.cli.common import (
     show,
     swap_options,
 )
+from t2r.cli.stages import ShowsRecipe
 
 app = typer.Typer(help="Measure speed and memory on this machine.")
 
@@ -127,22 +128,25 @@ def bench_decode(
         show([part for report in reports for part in decoding.tables(report)])
 
 
-@app.command("train")
-@swap_options
+@app.command("train", cls=ShowsRecipe)
+@swap_options()
 def bench_train(
     model: Model,
     options: dict[str, Any],
-    recipe: Annotated[str, typer.Option(help="A shipped recipe, or a YAML file.")] = "distill-lm",
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 16384,
-    block_size: Annotated[int, typer.Option(min=2, help="Tokens of a block.")] = 512,
+    recipe: Annotated[str, typer.Option(help="The name of a shipped recipe, or a YAML file.")] = "distill-lm",
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per optimizer step.")] = 16384,
+    block_size: Annotated[int, typer.Option(min=2, help="Tokens per block.")] = 512,
     bf16: Bf16 = None,
     compile_: Compile = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Steps of which the median is taken.")] = 10,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of steps. The median is reported.")] = 10,
     device: Device = RUN["device"].default,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """What an optimizer step costs: the softmax model finetuned, and each stage of converting it.
+    """Measure the time of an optimizer step.
+
+    Compares finetuning the softmax model with each stage of its conversion. The defaults of swap options shown are those
+    of the recipe distill-lm.
 
     \b
     t2r bench train smollm2 --feature-size 128

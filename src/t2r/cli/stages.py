@@ -29,7 +29,8 @@ class ShowsRecipe(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         params: dict[str, Any] = {param.name: param for param in self.params if param.name is not None}
         for name, words in recipe_defaults(params["recipe"].default).items():
-            params[name].help = re.sub(r"\[default: [^\]]*\]$", f"[default: {words}]", params[name].help)
+            if name in params:
+                params[name].help = re.sub(r"\[default: [^\]]*\]$", f"[default: {words}]", params[name].help)
         super().format_help(ctx, formatter)
 
 

@@ -36,7 +36,7 @@ def training_section(
 
 
 def recall_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How often a word is recalled after each distance, a line."""
+    """Describe how often a word is recalled at each distance, in one line."""
     if not rows:
         return []
     found = ", ".join(f"{100 * row['accuracy']:.0f} % after {row['distance']:,} tokens" for row in rows)

@@ -211,7 +211,7 @@ class Session:
         return measured
 
     def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
-        """How often the trained model recalls a word, once."""
+        """Measure the recall of the trained model. A resumed run returns the saved values."""
         rows: list[dict[str, Any]] = self.run.remember("recall", lambda: self.task.recall(model))
         return rows
 

@@ -134,7 +134,7 @@ def stage_step(
     task: Task,
     settings: Settings,
 ) -> Iterator[Callable[[dict[str, Any]], Any]]:
-    """The forward and backward of a stage on one batch, as a session runs it."""
+    """Yield a function that runs forward and backward of a stage on one batch, as a session does."""
     with prepared(trained, model, teacher, stage, settings, task):
         choose_trained(trained, stage)
         learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
