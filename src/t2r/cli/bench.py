@@ -145,8 +145,8 @@ def bench_train(
 ) -> None:
     """Measure the time of an optimizer step.
 
-    Compares finetuning the softmax model with each stage of its conversion. The defaults of swap options shown are those
-    of the recipe distill-lm.
+    Compares finetuning the softmax model with each stage of its conversion. The swap options default to those of the
+    recipe; the defaults shown are those of distill-lm.
 
     \b
     t2r bench train smollm2 --feature-size 128

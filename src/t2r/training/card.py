@@ -27,7 +27,7 @@ def training_section(
     lines += [f"- {stage}: {tokens:,} tokens read" for stage, tokens in read.items()]
     lines += [f"- {line}" for line in state]
     if len(mixture) > 1:
-        lines += ["", "| source | tokens | tokens read | share of what was read |", "| --- | --- | --- | --- |"]
+        lines += ["", "| source | tokens | tokens read | share of tokens read |", "| --- | --- | --- | --- |"]
         for source in mixture:
             count, share = sum(source["read"].values()), source["share_read"]
             told = "" if share is None else f"{share:.1f} %"
@@ -41,5 +41,5 @@ def recall_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     found = ", ".join(f"{100 * row['accuracy']:.0f} % after {row['distance']:,} tokens" for row in rows)
     return [
-        f"recall of a word that was said once: {found} ({rows[0]['trials']} trials, chance {rows[0]['chance']:.1%})"
+        f"recall of a word mentioned once: {found} ({rows[0]['trials']} trials, chance {rows[0]['chance']:.1%})"
     ]
