@@ -1,4 +1,4 @@
-"""The whole demo, on a tiny teacher: its output, its page, and resuming."""
+"""Runs the demo on a small teacher: its output agrees with its page, and an interrupted run is resumed."""
 
 import ast
 import importlib
@@ -27,7 +27,7 @@ def words(count, seed=0):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A teacher of two small layers, and texts."""
+    """Return a teacher with two small layers, and texts."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "train.txt").write_text(words(3000))
     (folder / "valid.txt").write_text(words(1000, seed=1))
@@ -43,7 +43,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def demo(world, tmp_path, monkeypatch):
-    """Run the script with seconds instead of minutes."""
+    """Return a function that runs the script with seconds instead of minutes."""
     monkeypatch.setenv("T2R_CACHE", str(world / "cache"))
     monkeypatch.setenv("COLUMNS", "150")
     spec = importlib.util.spec_from_file_location("demo", SCRIPT)
@@ -52,7 +52,8 @@ def demo(world, tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     module.MINUTES, module.FULL_MINUTES, module.WINDOWS, module.FULL_WINDOWS = 0.3, 1.0, 4, 4
     module.BEGAN = module.time.perf_counter()
-    monkeypatch.setattr(module, "fitting", lambda models, seconds: list(module.LENGTHS))  # also on a busy machine
+    # Independent of the load of the machine.
+    monkeypatch.setattr(module, "fitting", lambda models, seconds: list(module.LENGTHS))
     module.LENGTHS, module.SAMPLE = (16, 64, 256), module.SAMPLE | {"max_new_tokens": 12}
 
     def run(*arguments, teacher=world / "teacher"):
@@ -82,7 +83,7 @@ def cells(tree):
 def test_the_page_has_the_numbers_that_were_printed(demo):
     result = demo()
     assert result.exit_code == 0, result.output
-    assert "'loss'" not in result.stdout  # logs are not printed among the results
+    assert "'loss'" not in result.stdout  # log entries go to the curves, not to the results
     page = (demo.out / "index.html").read_text()
     tree = ElementTree.fromstring(page)  # well-formed
     shown = cells(tree)
@@ -97,7 +98,7 @@ def test_the_page_has_the_numbers_that_were_printed(demo):
     told = re.search(r"Perplexity: teacher ([\d.]+), RNN ([\d.]+) \(([-+][\d.]+%)\), in [\d.]+ minutes", result.stdout)
     assert told is not None, result.stdout
     assert (told[1], told[2]) == (rows[0][1], rows[-2][1])
-    assert rows[-1][1] == rows[-2][1]  # merging and saving do not change the perplexity
+    assert rows[-1][1] == rows[-2][1]  # merging and saving have no visible effect
     steps = re.findall(r"│ +[\d,]* │ (teacher|RNN) +│ +([\d.]+) │ +([\d,]+) │ +([\d.]+ MiB) │", result.stdout)
     assert len(steps) == 6
     for number in [cell for row in rows + steps for cell in row]:

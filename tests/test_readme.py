@@ -1,4 +1,4 @@
-"""What the documents show must run."""
+"""The code in the documentation runs."""
 
 import re
 from pathlib import Path
@@ -19,12 +19,12 @@ DEMO = [code for code in BLOCKS if "examples/teacher" in code]
 
 @pytest.mark.parametrize("code", [code for code in BLOCKS if code not in DEMO])
 def test_examples_in_the_readme_run(code, tmp_path):
-    tiny("gpt2", torch.float32).save_pretrained(tmp_path)  # the hub is not always there; a folder loads the same way
+    tiny("gpt2", torch.float32).save_pretrained(tmp_path)  # a folder, because the Hub may not be reachable
     exec(compile(code.replace('"gpt2"', repr(str(tmp_path))), str(README), "exec"), {})
 
 
 def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):
-    """As it stands there, with fewer steps: whole, it takes minutes."""
+    """The example of the README with fewer steps, because the full example takes minutes."""
     (code,) = DEMO
     example("teacher/model.safetensors")
     convert, given = t2r.convert, {}

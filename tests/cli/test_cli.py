@@ -151,8 +151,8 @@ def test_info_as_tables(run):
         (["bench", "ops", "--length", "many"], "--length"),
         (["bench", "ops", "--length", "0"], "length must be at least 1, got 0"),
         (["bench", "ops", "--dtype", "int3"], "no dtype 'int3': choose one of float32"),
-        (["bench", "ops", "--device", "abacus"], "no device 'abacus' here"),
-        (["bench", "ops", "--backend", "magic"], "no backend 'magic': choose"),
+        (["bench", "ops", "--device", "abacus"], "device 'abacus' is not available"),
+        (["bench", "ops", "--backend", "magic"], "unknown backend 'magic': choose"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, says):

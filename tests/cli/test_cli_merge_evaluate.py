@@ -99,7 +99,7 @@ def test_evaluate_prints_a_table(folders):
 def test_a_missing_model_is_not_reported_as_a_missing_tokenizer(folders, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no network requests
     result = run("evaluate", "no-such-model", "--text", folders / "text.txt")
-    assert "no-such-model is not a folder here" in str(result.exception)
+    assert "no-such-model is not a local folder" in str(result.exception)
 
 
 def test_evaluate_needs_something_to_measure(folders):

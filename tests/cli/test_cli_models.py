@@ -416,35 +416,35 @@ def broken(folders, tmp_path) -> Path:
     [
         ("inspect {b}/nowhere", "there is no folder"),
         ("inspect {b}/empty", "has no config.json"),
-        ("inspect {b}/file", "is not a saved state, or was cut off"),
-        ("inspect {f}/llama --softmax-layers auto:2", "only convert can find them"),
+        ("inspect {b}/file", "is not a saved state, or is truncated"),
+        ("inspect {f}/llama --softmax-layers auto:2", "only convert accepts auto:N"),
         ("inspect {b}/json", "not a valid JSON"),
         ("inspect {b}/wrong", "cannot be loaded"),
         ("inspect {b}/code", "--trust-remote-code"),
         ("inspect {b}/bert", "models of type 'bert' cannot be swapped"),
         ("inspect {b}/vit", "models of type 'vit' cannot be swapped"),
-        ("inspect {b}/new", "type 'new', which this transformers does not know; t2r swaps"),
-        ("inspect some/name", "some/name is not a folder here, and from the hub cannot be loaded"),
+        ("inspect {b}/new", "type 'new', which this version of transformers does not support; t2r supports"),
+        ("inspect some/name", "some/name is not a local folder, and from the Hub it cannot be loaded"),
         ("inspect {f}/gpt2-t2r --seed 1", "already swapped"),
         ("inspect {f}/gpt2 --dtype int3", "dtype must be one of auto, float32, bfloat16, float16; got 'int3'"),
         ("swap {b}/empty {b}/out", "has no config.json"),
         ("swap {b}/bert {b}/out", "models of type 'bert' cannot be swapped"),
         ("swap {f}/gpt2-t2r {b}/out", "is already a t2r model"),
-        ("swap {f}/gpt2 {b}/file", "is a file: name a folder"),
+        ("swap {f}/gpt2 {b}/file", "is a file: give the path of a folder"),
         ("swap {f}/gpt2 {b}/file/out", "cannot be written"),
-        ("swap {b}/cut {b}/out", "damaged or cut off"),
+        ("swap {b}/cut {b}/out", "damaged or truncated"),
         ("swap {b}/none {b}/out", "no file named model.safetensors"),
         ("swap {b}/deeper {b}/out", "missing: "),
-        ("swap {f}/gpt2 {b}/out --feature-map magic", "no feature map 'magic': choose one of t2r"),
-        ("swap {f}/gpt2 {b}/out --feature-size 999", "999 is more than 16 times the head's size 8"),
+        ("swap {f}/gpt2 {b}/out --feature-map magic", "unknown feature map 'magic': choose one of t2r"),
+        ("swap {f}/gpt2 {b}/out --feature-size 999", "999 is more than 16 times the head size 8"),
         ("swap {f}/gpt2 {b}/out --feature-map rfa --feature-size 7", "must be even; got 7, try 8"),
         ("swap {f}/gpt2 {b}/out --feature-map elu --feature-size 7", "feature_size must be 8 (or left out)"),
         ("swap {f}/gpt2 {b}/out --softmax-layers 1,7", "there is no layer 7; the model has layers 0 to 2"),
         ("swap {f}/gpt2 {b}/out --softmax-layers one", "such as 1,5,9 or 0-3,7; got 'one'"),
         ("swap {f}/gpt2 {b}/out --softmax-layers 1 --softmax-every 2", "not both"),
         ("swap {f}/gpt2 {b}/out --softmax-every 1", "nothing would be swapped"),
-        ("swap {f}/gpt2 {b}/out --activation magic", "no activation 'magic'"),
-        ("swap {f}/gpt2 {b}/out --init magic", "no initialization 'magic'"),
+        ("swap {f}/gpt2 {b}/out --activation magic", "unknown activation 'magic'"),
+        ("swap {f}/gpt2 {b}/out --init magic", "unknown initialization 'magic'"),
         ("generate {b}/empty hello", "has no config.json"),
         ("generate {b}/cut hello", "damaged"),
         ("generate {b}/cut-t2r hello", "damaged"),
@@ -454,7 +454,7 @@ def broken(folders, tmp_path) -> Path:
         ("generate {f}/gpt2 --file {b}/nowhere", "cannot be read"),
         ("generate {f}/gpt2 --file {b}/bytes", "cannot be read"),
         ("generate {f}/gpt2 --file {b}/one hello", "not both"),
-        ("generate {f}/gpt2 hello --device abacus", "no device 'abacus' here"),
+        ("generate {f}/gpt2 hello --device abacus", "device 'abacus' is not available"),
         ("generate {f}/gpt2 hello --batch-size 0", "batch_size must be a whole number, at least 1; got 0"),
         ("generate {f}/gpt2 hello --max-new-tokens 0", "max_new_tokens must be a whole number, at least 1"),
         ("generate {f}/gpt2 hello --temperature 2", "temperature is for sampling"),
@@ -493,7 +493,7 @@ def test_a_terminal_without_a_prompt_is_a_chat(run, folders, kind):
     assert stdout.endswith("\n> \n")
     code, _, stderr = run("generate", folders / f"marian{kind}", stdin=Terminal())
     assert code == 2
-    assert "needs a language model" in stderr
+    assert "requires a language model" in stderr
 
 
 def test_saving_a_state_requires_a_document(run, folders, tmp_path):

@@ -542,9 +542,9 @@ def test_halving_leaves_rotary_frequencies_alone():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"overrides": ("distill.stepz=1",)}, "no option stepz"),
+        ({"overrides": ("distill.stepz=1",)}, "unknown option stepz"),
         ({"recipe": "none"}, "no recipe 'none'"),
-        ({"feature_sise": 3}, "no option feature_sise"),
+        ({"feature_sise": 3}, "unknown option feature_sise"),
         ({"softmax_layers": "auto"}, "give layers, or auto:N"),
         ({"softmax_layers": "auto:2"}, "would keep all 2 layers"),
         ({"softmax_layers": "auto:1", "softmax_every": 2}, "or softmax_every"),
@@ -554,7 +554,7 @@ def test_halving_leaves_rotary_frequencies_alone():
         ),
         ({"model": "llama", "merged": True}, "llama cannot be merged"),
         ({"train": "/none/of.txt"}, "of.txt"),
-        ({"device": "abacus"}, "no device 'abacus'"),
+        ({"device": "abacus"}, "device 'abacus' is not available"),
     ],
 )
 def test_errors_are_raised_before_training(world, tmp_path, monkeypatch, options, words):
@@ -572,7 +572,7 @@ def test_models_that_are_refused(world, tmp_path):
         run(world, tmp_path / "out", make_model("gpt2"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
-    with pytest.raises(T2RError, match="exists already"):
+    with pytest.raises(T2RError, match="already exists"):
         run(world, tmp_path / "out")
     assert not (tmp_path / "out.run").exists()
 

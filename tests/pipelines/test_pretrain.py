@@ -413,19 +413,19 @@ def test_a_model_of_an_unknown_family_trains(world, tmp_path):
         ({"config": "gpt2"}, "no preset 'gpt2': choose one of adaptive-lm-medium"),
         ({"recipe": "none"}, "no recipe 'none'"),
         ({"recipe": "distill-lm", "overrides": ()}, "objective transfer, which requires a teacher"),
-        ({"overrides": ("pretrain.stepz=1",)}, "no option stepz"),
+        ({"overrides": ("pretrain.stepz=1",)}, "unknown option stepz"),
         ({"model_overrides": ("n_layers=3",)}, "gpt2 has no field n_layers"),
         ({"model_overrides": ("n_embd=15", "n_head=4")}, "configuration is not valid"),
-        ({"feature_sise": 3}, "no option feature_sise"),
+        ({"feature_sise": 3}, "unknown option feature_sise"),
         ({"feature_map": "magic"}, "magic"),
         ({"feature_map": "rfa", "feature_size": 3}, "3"),
         ({"softmax_layers": [0, 1]}, "nothing would be swapped"),
-        ({"softmax_layers": "auto:1"}, "only convert can find them"),
+        ({"softmax_layers": "auto:1"}, "only convert accepts auto:N"),
         ({"train": "/none/of.txt"}, "of.txt"),
         ({"train": "empty.txt"}, "no text"),
         ({"valid": "/none/of.txt"}, "of.txt"),
         ({"tokenizer": "/none"}, "/none"),
-        ({"device": "abacus"}, "no device 'abacus'"),
+        ({"device": "abacus"}, "device 'abacus' is not available"),
         ({"config": "adaptive-lm-small", "model_overrides": ()}, "cutoffs"),
     ],
 )
@@ -452,7 +452,7 @@ def test_a_full_disk_at_the_end(world, tmp_path, monkeypatch):
     run(world, tmp_path / "out")
     run(world, tmp_path / "straight")
     assert_same(tmp_path / "out", tmp_path / "straight")
-    with pytest.raises(T2RError, match="exists already"):
+    with pytest.raises(T2RError, match="already exists"):
         run(world, tmp_path / "out")
     run(world, tmp_path / "out", overwrite=True)
 

@@ -66,7 +66,7 @@ ReportTo = Annotated[str, typer.Option(help="none, tensorboard (in OUT.logs) or 
 Bf16 = Annotated[bool | None, flag(RUN["bf16"], "--bf16/--no-bf16")]
 Compile = Annotated[bool | None, flag(RUN["compile"], "--compile/--no-compile")]
 GradientCheckpointing = Annotated[bool, flag(RUN["gradient_checkpointing"])]
-SaveSteps = Annotated[int | None, flag(RUN["save_steps"], default="one every three minutes")]
+SaveSteps = Annotated[int | None, flag(RUN["save_steps"])]
 Restart = Annotated[bool, typer.Option("--restart", help="Delete the unfinished run in OUT.run and start again.")]
 
 

@@ -71,7 +71,7 @@ def pretrain(
     ] = None,
     minutes: Annotated[
         float | None,
-        flag(RUN["minutes"], help="Total time budget in minutes: loading, training, evaluation and saving."),
+        flag(RUN["minutes"], help="Time for the whole run, in minutes: loading, training and evaluation."),
     ] = None,
     tokenizer: Annotated[
         str | None,

@@ -1,6 +1,6 @@
-"""How good a language model is: perplexity, what it writes, what it remembers.
+"""Evaluation of language models: perplexity, repetition, recall, and lm-eval tasks.
 
-`evaluate` does it all for several models and texts; each measurement is a function of its own.
+`evaluate` runs all measurements for several models and texts. Each measurement is also available as a function.
 """
 
 from t2r.evaluation.compare import evaluate

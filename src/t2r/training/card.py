@@ -40,6 +40,4 @@ def recall_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return []
     found = ", ".join(f"{100 * row['accuracy']:.0f} % after {row['distance']:,} tokens" for row in rows)
-    return [
-        f"recall of a word mentioned once: {found} ({rows[0]['trials']} trials, chance {rows[0]['chance']:.1%})"
-    ]
+    return [f"recall of a word mentioned once: {found} ({rows[0]['trials']} trials, chance {rows[0]['chance']:.1%})"]

@@ -22,7 +22,7 @@ OF_THE_MAP = ("feature_size", "cross_feature_size", "init", "activation", "key_w
 
 def check_options(options: dict[str, Any]) -> None:
     if unknown := sorted(set(options) - set(OPTIONS)):
-        raise T2RError(f"no option {', '.join(unknown)}; the options are {', '.join(OPTIONS)}")
+        raise T2RError(f"unknown option {', '.join(unknown)}; the options are {', '.join(OPTIONS)}")
 
 
 def check_report_to(name: str) -> None:
