@@ -109,7 +109,7 @@ def test_the_page_has_the_numbers_that_were_printed(demo):
     assert len(steps) == 6
     for number in [cell for row in rows + steps for cell in row]:
         assert number in shown
-    assert "only time and memory are measured" in page  # 256 is beyond its 128 positions
+    assert "only time and memory are measured" in page  # 256 exceeds its 128 positions
     assert t2r.__version__ in shown
     assert len(list(tree.iter(f"{SVG}svg"))) == 5  # perplexities, two stages, speed, memory
 
@@ -130,7 +130,7 @@ def test_the_page_needs_no_network_and_no_scripts(demo):
     assert len(ids) == len(set(ids))
 
 
-def test_a_finished_conversion_is_taken_up_and_another_is_made_again(demo, monkeypatch):
+def test_a_finished_conversion_is_reused_and_another_is_replaced(demo, monkeypatch):
     interrupted = demo.module.decoding.run
 
     def stop(*args, **kwargs):
@@ -139,24 +139,24 @@ def test_a_finished_conversion_is_taken_up_and_another_is_made_again(demo, monke
     monkeypatch.setattr(demo.module.decoding, "run", stop)
     result = demo()
     assert result.exit_code == 130
-    assert "the same command goes on" in result.stderr
+    assert "the same command resumes" in result.stderr
     assert not (demo.out / "index.html").exists()
     written = (demo.out / "rnn" / "results.json").stat().st_mtime_ns
 
     monkeypatch.setattr(demo.module.decoding, "run", interrupted)
     result = demo()
     assert result.exit_code == 0, result.output
-    assert "holds this conversion already" in result.stdout
+    assert "already contains this conversion" in result.stdout
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns == written
 
     demo.module.MINUTES = 0.31
     result = demo()
     assert result.exit_code == 0, result.output
-    assert "it is made again" in result.stdout
+    assert "it is replaced" in result.stdout
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns != written
 
 
-def test_the_full_one_has_three_students(demo):
+def test_the_full_demo_has_three_students(demo):
     result = demo("--full", "--prompt", "the cat")
     assert result.exit_code == 0, result.output
     tree = ElementTree.fromstring((demo.out / "index.html").read_text())
@@ -170,7 +170,7 @@ def test_the_full_one_has_three_students(demo):
     assert len(list(tree.iter(f"{XHTML}blockquote"))) == 4
 
 
-def test_a_teacher_that_is_not_there_is_one_line(demo, tmp_path):
+def test_a_missing_teacher_is_one_error(demo, tmp_path):
     result = demo(teacher=tmp_path / "nobody" / "here")
     assert result.exit_code == 1
     assert "there is no folder" in result.output
@@ -187,8 +187,8 @@ def test_only_lengths_that_fit_are_read(world):
     assert module.fitting(models, 1e6) == [512, 2048, 8192]
 
 
-def test_a_conversion_that_was_stopped_goes_on_with_its_minutes(demo, monkeypatch):
-    """The remaining time differs between runs."""
+def test_an_interrupted_conversion_keeps_its_time_budget(demo, monkeypatch):
+    """A second later less time is left."""
     asked = []
 
     def stop(*args, **options):
@@ -205,8 +205,8 @@ def test_a_conversion_that_was_stopped_goes_on_with_its_minutes(demo, monkeypatc
     assert asked[0]["minutes"] == asked[1]["minutes"] != asked[2]["minutes"]
 
 
-def test_it_uses_the_public_api_alone():
-    """The script uses only names in `t2r.__all__`, and names that the modules among them export."""
+def test_the_demo_uses_only_the_public_api():
+    """Only names in `t2r.__all__`, and those that public modules export."""
     tree = ast.parse(SCRIPT.read_text(encoding="utf-8"))
     imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules = {name for name in imported if name and name.split(".")[0] == "t2r"}

@@ -43,4 +43,4 @@ def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):
     assert given["feature_size"] == 32
     ((text,),) = said
     assert text.startswith("She opened the letter, and")
-    assert "recall of a word that was said once:" in (tmp_path / "novelist-rnn" / "README.md").read_text()
+    assert "recall of a word mentioned once:" in (tmp_path / "novelist-rnn" / "README.md").read_text()

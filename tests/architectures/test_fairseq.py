@@ -597,7 +597,7 @@ def test_an_imported_translation_model_becomes_an_rnn(tmp_path, dictionary, run)
     code, stdout, _ = run("import", path, mt, "--dict", dictionary, "--json")
     assert code == 0
     assert json.loads(stdout)["tokenizer"] is False
-    assert run("import", path, tmp_path / "again", "--dict", dictionary)[2].startswith("t2r: note: without BPE codes")
+    assert run("import", path, tmp_path / "again", "--dict", dictionary)[2].startswith("t2r: note: no BPE codes")
     code, stdout, _ = run("swap", mt, rnn, "--feature-size", 8, "--init", "identity")
     assert code == 0
     tokens, mask = padded(WORDS)
@@ -779,7 +779,7 @@ def test_dictionaries_as_fairseq_reads_them(tmp_path):
 
 def test_the_wrong_options(tmp_path, dictionary):
     lm, mt = write_args(tmp_path / "lm.pt", LM, lm_state(LM)), write_args(tmp_path / "mt.pt", MT, mt_state(MT))
-    with pytest.raises(T2RError, match="takes one dictionary and no BPE codes"):
+    with pytest.raises(T2RError, match="give one dictionary and no BPE codes"):
         import_fairseq(str(lm), str(tmp_path / "out"), dictionary=dictionary, target_dictionary=dictionary)
     other = tmp_path / "dict.de.txt"
     other.write_text(Path(dictionary).read_text().replace("w0 ", "other "))

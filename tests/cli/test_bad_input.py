@@ -1,4 +1,4 @@
-"""Whatever a user gives that is wrong is one line on stderr, exit code 2, and nothing half-written."""
+"""User errors print one line on stderr, exit with code 2, and leave no partial output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def words(size: int = 97) -> PreTrainedTokenizerFast:
 
 
 def edit(folder: Path, **fields: object) -> None:
-    """Change what config.json says."""
+    """Change fields of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
@@ -48,7 +48,7 @@ def shard(folder: Path, index: object) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Good models, and one for everything that can be wrong with one."""
+    """Valid models, and one model for each kind of damage."""
     root = tmp_path_factory.mktemp("made")
     for name in ("gpt2", "llama", "marian"):
         tiny(name, torch.float32).save_pretrained(root / name)
@@ -177,12 +177,12 @@ CASES = [
     (f"{EVALUATE} --window 1", "window must be a whole number, at least 2"),
     (f"{EVALUATE} --stride 0", "stride must be a whole number, at least 1"),
     (f"{EVALUATE} --stride 600", "a stride of 600 must be less than the window of"),
-    (f"{PRETRAIN} --model-set n_head=0", "this configuration makes no model"),
-    (f"{PRETRAIN} --model-set n_embd=-8", "this configuration makes no model"),
+    (f"{PRETRAIN} --model-set n_head=0", "configuration is not valid"),
+    (f"{PRETRAIN} --model-set n_embd=-8", "configuration is not valid"),
     # Recipes.
     (f"{CONVERT} --recipe {{m}}/recipe-keys.yaml", "no field 3"),
     (f"{CONVERT} --recipe {{m}}/recipe-date.yaml", "steps must be a whole number"),
-    (f"{CONVERT} --recipe {{m}}/recipe-deep.yaml", "is not YAML"),
+    (f"{CONVERT} --recipe {{m}}/recipe-deep.yaml", "is not valid YAML"),
     # Texts.
     ("evaluate {m}/llama --text {m}/surrogate.jsonl", "surrogate.jsonl:2: the text is not valid Unicode (U+D83D"),
     ("evaluate {m}/llama --text {m}/deep.jsonl", "deep.jsonl:1: the JSON cannot be read"),
@@ -207,7 +207,7 @@ CASES = [
     ("generate {m}/template-type --chat the", "the chat template refuses"),
     ("generate {m}/no-heads the", "cannot be loaded"),
     ("generate {m}/text-heads the", "cannot be loaded"),
-    ("inspect {m}/no-heads", "makes no model (ZeroDivisionError"),
+    ("inspect {m}/no-heads", "is not valid (ZeroDivisionError"),
     ("inspect {m}/odd-type", "config.json of"),
     *((f"inspect {{m}}/config-{name}", "") for name in ("list", "number", "deep", "cut", "bytes")),
     ("inspect {m}/base-list", "base_config has no model_type"),
@@ -243,7 +243,7 @@ CASES = [
     ("merge {m}/loop {o}", "symbolic links"),
     (f"{CONVERT} --recipe {LONG}.yaml", "too long"),
     (f"pretrain {LONG} {{o}} --train {{m}}/text.txt", "too long"),
-    ("generate {m}/rnn the --save-state {m}/nowhere/state", "there is no folder"),
+    ("generate {m}/rnn the --save-state {m}/nowhere/state", "nowhere does not exist"),
     ("generate {m}/rnn --file {m}/text.txt --save-state {o}", "beyond the 64 positions"),
 ]  # fmt: skip
 
@@ -271,7 +271,7 @@ def test_devices_are_left_alone(made):
 def test_standard_input_that_is_not_utf8(run, made):
     code, _, stderr = run("generate", made / "gpt2", stdin=b"the old \xff man")
     assert code == 2
-    assert stderr == "t2r: the standard input is not UTF-8: 0xff at byte 8\n"
+    assert stderr == "t2r: standard input is not UTF-8: 0xff at byte 8\n"
 
 
 def test_arguments_that_are_not_utf8():

@@ -1,4 +1,4 @@
-"""Measurements of speed and memory: `ops` of linear attention, `decoding` and `training` of whole models."""
+"""Benchmarks of speed and memory: `ops` for linear attention, `decoding` and `training` for whole models."""
 
 from t2r.bench import decoding, figures, ops, training
 

@@ -1,7 +1,7 @@
-"""The time of an optimizer step: the softmax model finetuned, and the converted model in each stage of a recipe.
+"""Measures the time of an optimizer step: finetuning of the softmax model, and each stage of its conversion.
 
-A step is forward, backward and optimizer on random tokens, as a session runs it: on a GPU in bfloat16, compiled, and
-captured as a CUDA graph. The data loader is not part of it.
+A step is forward, backward and optimizer step on random tokens, with the settings of a session: on a GPU in bfloat16,
+compiled, and captured as a CUDA graph. Data loading is not included.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Settings:
     compiled: bool
     repeats: int
     threads: int
-    """Of torch, on the CPU."""
+    """CPU threads of torch."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Row:
     """The median over `repeats` steps."""
     tokens_per_second: float
     peak_bytes: int | None
-    """Allocated on the GPU, weights included; None on a CPU."""
+    """Allocated on the GPU, including weights. None on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Report:
 
 
 class RandomText(LanguageModeling):
-    """Random tokens."""
+    """A task with random tokens."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__(None, [])  # type: ignore[arg-type]
@@ -85,11 +85,12 @@ def run(
     repeats: int = 10,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Time the steps of converting a model. The model itself is not changed.
+    """Time the steps of converting a model. The model is not modified.
 
     Args:
-        recipe: its stages are timed, with its options of the swap and `options` over them.
-        batch_tokens: tokens of a step, in blocks of `block_size`.
+        recipe: the recipe whose stages are timed, with its swap options.
+        options: swap options that override the recipe's.
+        batch_tokens: tokens per step, in blocks of `block_size`.
         bf16: defaults to true on a GPU.
         compiled: defaults to true on a GPU.
     """
@@ -138,7 +139,7 @@ def time_steps(
     settings: SessionSettings,
     repeats: int,
 ) -> Row:
-    """The median time of so many steps, after a warm-up. The learning rate is 0, so the weights stay."""
+    """Return the median time of `repeats` steps after a warm-up. The learning rate is 0, so weights do not change."""
     device = model.device
     on_gpu = device.type == "cuda"
     own_teacher = teacher if stage.objective == "distill" else None
@@ -169,7 +170,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# --- For people ---------------------------------------------------------------------------------------------
+# --- Formatting ---------------------------------------------------------------------------------------------
 
 
 def tables(report: Report) -> Sequence[Table | str]:

@@ -1,4 +1,4 @@
-"""The figure of README.md, from the record of an experiment: `python -m t2r.experiments.figures docs/decoding.svg`."""
+"""Draws the figure of README.md from a record: `python -m t2r.experiments.figures docs/decoding.svg`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROWS = {
     "pure, engine": "converted: an RNN",
     "smollm2, window of 390, captured": "SmolLM2-135M, window of 390",
 }
-"""The rows that are drawn, each decoded by captured steps, and their labels."""
+"""The models in the figure, all decoded with captured steps, and their labels."""
 
 
 def draw(path: str) -> None:
-    """Draw time per step and memory per sequence against the number of tokens before."""
+    """Draw time per step and memory per sequence by context length."""
     import matplotlib
     from matplotlib.figure import Figure
 
