@@ -726,7 +726,7 @@ def test_a_full_disk_is_one_error_and_the_run_can_be_resumed(tmp_path, monkeypat
                 raise OSError(28, "No space left on device")
 
             patch.setattr(module, "save_file", full)
-        with pytest.raises(T2RError, match=r"cannot be written .*: free some space and repeat the command"):
+        with pytest.raises(T2RError, match=r"cannot be written .*: free some disk space and repeat the command"):
             train(tmp_path / "full", pair()[0], stage(), save_steps=1)
     assert last_checkpoint(tmp_path / "full" / "run" / "only.checkpoints").name == (
         "checkpoint-2" if where == "optimizer" else "checkpoint-4"
