@@ -44,7 +44,7 @@ def test_a_recurrence_is_replayed_in_place():
     assert len(calls) == 5  # no Python in a replay
     names = [str(getattr(run, "func", run)) for run in recording.calls]
     assert not [name for name in names if "sigmoid" in name], "what depends on weights alone is computed once"
-    assert not [name for name in names if "exp" in name], "what nobody reads is left out"
+    assert not [name for name in names if "exp" in name], "unused operations are omitted"
 
 
 def test_functions_that_cannot_be_recorded():
