@@ -568,7 +568,7 @@ def test_errors_are_raised_before_training(world, tmp_path, monkeypatch, options
 def test_models_that_are_refused(world, tmp_path):
     with pytest.raises(T2RError, match="bart is an encoder-decoder"):
         run(world, tmp_path / "out", tiny("bart"))
-    with pytest.raises(T2RError, match="no tokenizer for this model"):
+    with pytest.raises(T2RError, match="the model has no tokenizer"):
         run(world, tmp_path / "out", make_model("gpt2"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
