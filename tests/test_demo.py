@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import logging
 import random
 import re
 import sys
@@ -51,7 +52,6 @@ def demo(world, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "demo", module)
     spec.loader.exec_module(module)
     module.MINUTES, module.FULL_MINUTES, module.WINDOWS, module.FULL_WINDOWS = 0.3, 1.0, 4, 4
-    module.BEGAN = module.time.perf_counter()
     # Independent of the load of the machine.
     monkeypatch.setattr(module, "fitting", lambda models, seconds: list(module.LENGTHS))
     module.LENGTHS, module.SAMPLE = (16, 64, 256), module.SAMPLE | {"max_new_tokens": 12}
@@ -64,7 +64,13 @@ def demo(world, tmp_path, monkeypatch):
             "out": tmp_path / "out",
         }
         named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        return CliRunner().invoke(app(module), [*named, *arguments])
+        module.BEGAN = module.time.perf_counter()  # as in a new process
+        notes = logging.getLogger("t2r")
+        handlers = list(notes.handlers)
+        try:
+            return CliRunner().invoke(app(module), [*named, *arguments])
+        finally:
+            notes.handlers[:] = handlers
 
     run.module, run.out = module, tmp_path / "out"
     return run

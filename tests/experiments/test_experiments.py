@@ -250,10 +250,12 @@ def test_command_line_errors():
         assert says in str(CliRunner().invoke(app, ["reproduce", *words]).exception)
 
 
-def test_the_page_matches_the_records():
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert text == page(text), "run: python -m t2r.experiments.tables docs/results.md"
-    shown = set(re.findall(r"<!-- record: ([\w-]+) -->", text))
+def test_the_pages_match_the_records():
+    shown = set()
+    for name in ("results.md", "performance.md"):
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert text == page(text), f"run: python -m t2r.experiments.tables docs/{name}"
+        shown |= set(re.findall(r"<!-- record: ([\w-]+) -->", text))
     assert shown == set(shipped_experiments())
 
 

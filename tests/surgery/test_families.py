@@ -125,20 +125,20 @@ def test_separate_and_ungrouped_maps(model_type, shared, grouped):
 
 # --- Decay --------------------------------------------------------------------------------------------------
 
-FORGETS = {"decay": True, "rotary": False, "feature_map": "hedgehog", "feature_size": 8, "key_weights": True}
+DECAY = {"decay": True, "rotary": False, "feature_map": "hedgehog", "feature_size": 8, "key_weights": True}
 
 
 @family
 @kept
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_with_decay_it_generates_like_recomputation(model_type, softmax_layers, options):
-    model = swapped(model_type, **FORGETS, softmax_layers=softmax_layers)
+    model = swapped(model_type, **DECAY, softmax_layers=softmax_layers)
     assert_generates_like_recomputation(model, model_type, **options)
 
 
 @decoder
 def test_padding_does_not_decay_the_state(model_type):
-    model = swapped(model_type, **FORGETS)
+    model = swapped(model_type, **DECAY)
     for padding in ("left", "right"):
         inputs = batch(model_type, padding=padding)
         mask = inputs["attention_mask"].bool()
@@ -154,13 +154,13 @@ def test_without_rotation_only_order_and_distance_matter(model_type):
     """The rotation affects exact attention but not the recurrence."""
     if registered(model_type).positions != "rotary":
         pytest.skip("it has no rotary positions")
-    model, inputs = swapped(model_type, **FORGETS), batch(model_type, padding=None)
+    model, inputs = swapped(model_type, **DECAY), batch(model_type, padding=None)
     dtype = FAMILIES[model_type].dtype
     with torch.no_grad():
         here = model(**inputs).logits
         later = model(**inputs, position_ids=torch.arange(9)[None] * 3 + 7).logits
         assert torch.equal(here, later)
-        teacher, exact = tiny(model_type, dtype), swapped(model_type, dtype, **FORGETS)
+        teacher, exact = tiny(model_type, dtype), swapped(model_type, dtype, **DECAY)
         with t2r.exact_attention(exact):
             assert (exact(**inputs).logits - teacher(**inputs).logits).abs().max() < LOGITS[dtype]
 
@@ -168,7 +168,7 @@ def test_without_rotation_only_order_and_distance_matter(model_type):
 @family
 def test_with_decay_it_learns_from_exact_attention(model_type):
     """The transfer stage compares the outputs that the model computes later, from the same inputs of its maps."""
-    model = swapped(model_type, **FORGETS)
+    model = swapped(model_type, **DECAY)
     inputs = batch(model_type, padding=None) | FAMILIES[model_type].call
     site, seen = recurrent_sites(model)[0], {}  # the inputs of the first site are the same in both cases
 
@@ -185,7 +185,7 @@ def test_with_decay_it_learns_from_exact_attention(model_type):
     with torch.no_grad():
         model(**inputs)
     ours = seen["ours"].transpose(1, 2).flatten(2)
-    assert torch.allclose(heard[-1].reshape(ours.shape), ours, atol=1e-9)  # the last is the output's
+    assert torch.allclose(heard[-1].reshape(ours.shape), ours, atol=1e-9)  # the last one is the output projection's
 
 
 # --- Generation = full recomputation ------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_any_dynamic_cache_will_do(model_type):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_state_is_float32_whatever_the_model(dtype):
+def test_the_state_is_float32_for_every_model_dtype(dtype):
     model = swapped("llama", dtype)
     out = model(**batch("llama"), use_cache=True)
     assert out.past_key_values.layers[0].state.s.dtype == torch.float32
@@ -398,9 +398,9 @@ def test_refusals(model_type):
     model, inputs = swapped(model_type), prompts(model_type)
     with pytest.raises(t2r.T2RError, match="do not compute attention weights"):
         model(**batch(model_type), output_attentions=True)
-    with pytest.raises(t2r.T2RError, match="is for keys and values, which grow"):
+    with pytest.raises(t2r.T2RError, match="is for caches of keys and values"):
         model.generate(**inputs, max_new_tokens=3, cache_implementation="offloaded")
-    with pytest.raises(t2r.T2RError, match="put softmax attention back"):
+    with pytest.raises(t2r.T2RError, match="would restore softmax attention"):
         model.set_attn_implementation("sdpa")
     with pytest.raises(t2r.T2RError, match="already swapped"):
         t2r.swap(model)

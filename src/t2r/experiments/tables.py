@@ -1,4 +1,4 @@
-"""Generates the tables of docs/results.md from the records of experiments.
+"""Generates the tables of docs/results.md and docs/performance.md from the records of experiments.
 
 Run `python -m t2r.experiments.tables docs/results.md` to update the page. `<!-- record: NAME -->` starts the record of
 an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several; `<!-- end -->` ends either.

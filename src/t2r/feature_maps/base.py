@@ -19,7 +19,7 @@ SLOWEST_START, FASTEST_START = 1 / 2000, 0.9
 """Range of the initial decay rates per token. They are spread evenly on a logarithmic scale."""
 DECAY_PACE = 5.0
 """The parameter is the logit of the decay rate divided by this. Adam changes each parameter by about the learning rate
-per step, and logits have a wider range than weights: about 8 units from the fastest to the slowest initial rate."""
+per step, and logits have a wider range than weights: initial rates span about 10 units."""
 
 
 class FeatureMap(nn.Module):

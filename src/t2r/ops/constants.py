@@ -1,4 +1,4 @@
-"""Values that depend on weights alone: computed once while the weights are known to be constant, as in decoding."""
+"""Caching of values that depend only on weights, while the weights are known to be constant, as in decoding."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ T = TypeVar("T")
 
 @contextmanager
 def constant_weights(kept: dict[Any, Any]) -> Iterator[None]:
-    """Inside the `with` block, and in this thread, `derived` values are computed once and kept in `kept`. The weights
-    must not change as long as `kept` is used."""
+    """Compute `derived` values once and store them in `kept`, inside the `with` block and in this thread.
+
+    The weights must not change while `kept` is in use."""
     before = getattr(_thread, "kept", None)
     _thread.kept = kept
     try:
@@ -26,12 +27,14 @@ def constant_weights(kept: dict[Any, Any]) -> Iterator[None]:
 
 
 def derived(owner: object, name: Hashable, compute: Callable[[], T]) -> T:
-    """A value that depends on `owner` alone: computed now, or kept by `constant_weights` where no gradient is asked."""
+    """Return a value that depends only on `owner`: from the cache of `constant_weights`, or newly computed.
+
+    The cache is not used if gradients are enabled or during compilation."""
     kept: dict[Any, Any] | None = getattr(_thread, "kept", None)
     if kept is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return compute()
     key = id(owner), name
     if key not in kept:
-        kept[key] = owner, compute()  # the owner is held, so that no other object gets its id
+        kept[key] = owner, compute()  # the reference to the owner keeps its id unique
     value: T = kept[key][1]
     return value

@@ -43,7 +43,7 @@ class Deadline(TrainerCallback):
     @property
     def done(self) -> float:
         """The fraction of the time that has passed."""
-        return min(1.0, self.elapsed / self.seconds)
+        return min(1.0, self.elapsed / self.seconds) if self.seconds > 0 else 1.0
 
     @property
     def over(self) -> bool:

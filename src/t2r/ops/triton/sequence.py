@@ -295,7 +295,7 @@ def _(
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        """Run `_forward`. Inputs and outputs are the same."""
+        """Inputs and outputs are those of `_forward`."""
         run: Any = _forward_traced if torch.compiler.is_compiling() else _forward
         results: tuple[Tensor, ...] = run(*inputs)
         out, dens, totals, _, _, z_abs = results
