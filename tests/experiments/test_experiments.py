@@ -257,3 +257,98 @@ def test_the_pages_match_the_records():
         assert text == page(text), f"run: python -m t2r.experiments.tables docs/{name}"
         shown |= set(re.findall(r"<!-- record: ([\w-]+) -->", text))
     assert shown == set(shipped_experiments())
+
+
+@pytest.mark.parametrize("name", shipped_experiments())
+def test_records_name_their_commands(name):
+    record = recorded(name)
+    if record is None:
+        return
+    assert record["experiment"] == name
+    assert record["date"]
+    assert record["machine"]
+    assert record["versions"]
+    assert provenance(record)
+    if not record.get("hand_run"):  # made by the current experiment, or by some of its steps
+        labels = {step.name: step.label for step in load_experiment(name).steps}
+        commands = {part["name"]: part["command"] for part in record["steps"]}
+        assert commands == {step: labels[step] for step in commands}
+        assert record["complete"] == (commands.keys() == labels.keys())
+    for part in record["steps"]:
+        assert shlex.split(part["command"])[0] == "t2r"
+
+
+# --- Tables -------------------------------------------------------------------------------------------------
+
+
+def test_a_change_of_a_record_changes_the_page(tmp_path, monkeypatch):
+    text = "before\n<!-- record: x -->\nold\n<!-- end -->\nafter\n"
+    assert page(text) == text.replace("old\n", "Not recorded yet: `t2r reproduce x`.\n")
+    record = {
+        "experiment": "x",
+        "date": "2026-11-16",
+        "machine": {"gpus": ["NVIDIA H200"]},
+        "versions": {"torch": "2.11"},
+        "steps": [
+            {
+                "name": "rnn",
+                "command": "t2r convert a b",
+                "seconds": 90.0,
+                "result": {"teacher": {"perplexity": 20.0}, "stages": {"distill": {"perplexity": 22.0, "kl": 0.1}}},
+            },
+            {"name": "tasks", "command": "t2r evaluate a", "seconds": 1.0, "failed": "no data"},
+        ],
+    }
+    monkeypatch.setattr("t2r.experiments.tables.recorded", lambda name: record)
+    made = page(text)
+    assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes in total" in made
+    assert "    t2r convert a b    # 90 s" in made
+    assert "| after distill | 22.00 (+10.0 %) | 0.100 |" in made
+    assert "could not be run: no data" in made
+    assert made.startswith("before\n")
+    assert made.endswith("<!-- end -->\nafter\n")
+    assert page(made) == made
+
+
+def test_evaluations_as_tables():
+    recall = [{"distance": 16, "accuracy": 0.5, "chance": 0.125, "trials": 256, "interval": [0.44, 0.56]}]
+    one = {"model": "teacher", "text": "w", "window": 512, "tokens": 10, "perplexity": 20.0, "recall": recall}
+    other = one | {"model": "rnn", "variant": "window 4", "perplexity": 21.0, "ratio": 1.05, "kept_bytes": 3 << 20}
+    quality, recalled = evaluation_tables([one, other])
+    assert "| rnn, window 4 | 21.00 (+5.0 %) | 3.0 MiB |" in quality  # no column for missing KL values
+    assert "| teacher | 50.0 % (44-56) |" in recalled
+    assert markdown(("a", "b", "c"), [("1", "", "3")]) == "| a | c |\n| --- | --- |\n| 1 | 3 |\n"
+    assert training_table({"untrained": {"perplexity": 9.5}, "stages": {}}).endswith("| before | 9.50 |\n")
+
+
+def test_a_record_is_short_and_contains_no_paths():
+    value = {"log": [1], "x": [{"path": "/a/b/c.txt", "by_position": []}], "n": 1.23456789, "k": True}
+    assert compact(value, {"/a/b": "out", "/a/b/c.txt": "text"}) == {"x": [{"path": "text"}], "n": 1.2346, "k": True}
+    names = {"m": "smollm2", "runs/pure": "pure"}
+    assert compact(["m", "some model", "no runs/pure:", "runs/pure2"], names) == [
+        "smollm2", "some model", "no pure:", "runs/pure2"
+    ]  # fmt: skip
+
+
+# --- Texts --------------------------------------------------------------------------------------------------
+
+
+def test_wikitext_is_detokenized(tmp_path):
+    raw = " = A = \n In 1 @,@ 234 ( or [ 5 @.@ 6 ] ) % they did n't see Ann 's well @-@ known \" dog \" ; why ? \n"
+    text = " = A =\n In 1,234 (or [5.6])% they didn't see Ann's well-known \" dog \"; why?\n"
+    assert detokenize(raw) == text
+    (tmp_path / "raw").write_text(raw)
+    prepare(str(tmp_path / "raw"), tmp_path / "out.txt")
+    assert (tmp_path / "out.txt").read_text() == text
+
+
+def test_texts_are_found_prepared_and_shortened(tmp_path):
+    assert missing(["novels/train", "speeches"], tmp_path) == ["novels/train.txt", "speeches.txt"]
+    (tmp_path / "novels").mkdir()
+    (tmp_path / "novels" / "train.txt").write_text("a novel")
+    with lzma.open(tmp_path / "speeches.txt.xz", "wt") as file:
+        file.writelines(f"line {i}\n" for i in range(9000))
+    assert missing(["novels/train", "speeches"], tmp_path) == []
+    assert prepared("novels/train", tmp_path, tmp_path / "work") == tmp_path / "novels" / "train.txt"
+    lines = prepared("speeches", tmp_path, tmp_path / "work").read_text().splitlines()
+    assert lines == [f"line {i}" for i in range(TEXTS["speeches"].lines)]
