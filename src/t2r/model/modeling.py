@@ -166,12 +166,12 @@ class T2RModel(SavedModel, compat.ModelHooks):
         """Load a cache that was saved with `cache.save`."""
         return load_state(Path(path), self)
 
-    @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the base model does. Values that depend only on the weights are computed once per call."""
         with constant_weights({}):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    @torch.no_grad()
     def continue_from(self, cache: T2RCache, input_ids: Tensor, **options: Any) -> Tensor:
         """Generate from a state and new tokens. The tokens that produced the state are not needed.
 
