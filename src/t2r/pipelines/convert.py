@@ -24,6 +24,7 @@ from t2r.feature_maps import AffineMap
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
+from t2r.options import refuse_unknown
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
@@ -32,7 +33,7 @@ from t2r.tasks.language_modeling import TEACHER_TOKENS, max_positions
 from t2r.training import processes
 from t2r.training.arithmetic import halve, without_denormals
 from t2r.training.card import recall_lines
-from t2r.training.plan import check_options, check_report_to, over, trainable, within
+from t2r.training.plan import check_report_to, over, trainable, within
 from t2r.training.recipe import Recipe, Stage, load_recipe
 from t2r.training.session import Session, as_table, caching, finite, table_of
 from t2r.training.trainer import Settings
@@ -106,7 +107,7 @@ def convert(
     """
     began = time.monotonic()
     # Check everything that can be checked before a model is loaded.
-    check_options(options)
+    refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
     plan = within(load_recipe(recipe, overrides), minutes)

@@ -16,7 +16,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r import __version__
-from t2r.config import T2RConfig
+from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model, of_tokenizer
 from t2r.data.mixture import Sources, parse_sources
 from t2r.data.vocabulary import train_tokenizer
@@ -24,13 +24,14 @@ from t2r.errors import T2RError
 from t2r.hub import choose_device, explained, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
+from t2r.options import refuse_unknown
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.tasks import LanguageModeling
 from t2r.tasks.language_modeling import max_positions
 from t2r.training import processes
 from t2r.training.arithmetic import without_denormals
-from t2r.training.plan import check_options, check_report_to, over, within
+from t2r.training.plan import check_report_to, over, within
 from t2r.training.preset import Preset, load_preset, of_folder
 from t2r.training.recipe import Recipe
 from t2r.training.session import Session, as_table, as_yaml, caching, finite, table_of
@@ -99,7 +100,7 @@ def pretrain(
     """
     began = time.monotonic()
     # Check everything that can be checked before a model is loaded.
-    check_options(options)
+    refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
     if continued and (options or model_overrides or tokenizer is not None):

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations
 
-from t2r.config import OPTIONS
 from t2r.errors import T2RError
 from t2r.training.optimizers import trained_by
 from t2r.training.recipe import Recipe
@@ -18,11 +17,6 @@ logger = logging.getLogger(__name__)
 
 OF_THE_MAP = ("feature_size", "cross_feature_size", "init", "activation", "key_weights", "shared")
 """Options that a recipe sets for its own feature map. Another map uses its own defaults for these."""
-
-
-def check_options(options: dict[str, Any]) -> None:
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise T2RError(f"unknown option {', '.join(unknown)}; the options are {', '.join(OPTIONS)}")
 
 
 def check_report_to(name: str) -> None:
