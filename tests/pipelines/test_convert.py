@@ -552,7 +552,7 @@ def test_halving_leaves_rotary_frequencies_alone():
             {"softmax_layers": "auto:1", "recipe": "paper-lm", "overrides": (*SHORT[:2], "steps=2")},
             "first stage is a transfer",
         ),
-        ({"model": "llama", "merged": True}, "llama cannot be merged"),
+        ({"model": "llama", "merged": True, "rotary": True}, "llama cannot be merged"),
         ({"train": "/none/of.txt"}, "of.txt"),
         ({"device": "abacus"}, "device 'abacus' is not available"),
     ],
