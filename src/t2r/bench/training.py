@@ -23,6 +23,7 @@ from t2r.tasks import LanguageModeling
 from t2r.training.arithmetic import fast_sums, halve
 from t2r.training.capture import WARM_UP
 from t2r.training.optimizers import make_optimizer
+from t2r.training.plan import over
 from t2r.training.recipe import Stage, load_recipe
 from t2r.training.timing import stage_step
 from t2r.training.trainer import Settings as SessionSettings
@@ -108,7 +109,7 @@ def run(
         halve(teacher)
     finetune = Stage("finetune", "task", "all", steps=1)
     rows = [("softmax model, finetuned", finetune, base)]
-    student = swap(copy.deepcopy(base), **{**plan.swap, **(options or {})})
+    student = swap(copy.deepcopy(base), **over(plan.swap, dict(options or {})))
     rows += [(f"converted, {stage.name}", stage, student) for stage in plan.stages]
     rows += [("converted, finetuned", finetune, student)]
     measured = []
