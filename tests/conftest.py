@@ -1,12 +1,12 @@
-"""What all tests share: threads, seeds, hypothesis, and the real teachers."""
+"""Configuration of all tests: threads, seeds, hypothesis, and the real teachers."""
 
 import os
 import signal
 from pathlib import Path
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; what tests start inherits it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; child processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is loaded; processes that tests start inherit it
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is loaded; child processes inherit it
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import importlib.util
@@ -15,14 +15,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Without a GPU, Triton's kernels run in its interpreter. The switch is read when t2r.ops is first imported.
+# Without a GPU, Triton kernels run in the interpreter. The variable is read when t2r.ops is first imported.
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core, so more threads would not help
     torch.set_num_threads(1)
 
-# No deadline, because a shared machine may stall; no chance, because a failure must come again when asked to.
+# No deadline, because a shared machine may stall. Deterministic examples, so that failures are reproducible.
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -30,10 +30,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
-    """Every test starts from the same state of torch, whichever ran before it."""
+    """Start every test with the same state of torch, independently of previous tests."""
     torch.manual_seed(0)
-    # On an ARM CPU without bfloat16, the first product in bfloat16 makes torch give up oneDNN for the rest of the
-    # process, and products in float32 then differ in their last bits from those of a new process.
+    # On an ARM CPU without bfloat16, torch disables oneDNN for the rest of the process after the first bfloat16 matrix
+    # product. float32 products then differ in their last bits from those of a new process.
     torch.backends.mkldnn.enabled = True
     return 0
 
@@ -47,7 +47,31 @@ def _why_no_teachers() -> str | None:
     return None
 
 
+DESCENDANTS = {
+    "blenderbot", "blenderbot-small", "gemma", "gemma3_text", "granite", "m2m_100", "mbart", "mt5", "olmo", "olmo2",
+    "pegasus", "phi", "plbart", "qwen2", "stablelm",
+}  # fmt: skip
+"""Families whose adapter has no attention code of its own. Another family tests that code in all combinations."""
+FEW = 3
+"""Number of combinations of a test's other parameters that such a family always runs. The others are marked slow."""
+
+
+def mark_repetitions(items: list[pytest.Item]) -> None:
+    """Mark redundant combinations of `DESCENDANTS` as slow, except the first ones and the last one of each test."""
+    groups: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        family = getattr(getattr(item, "callspec", None), "params", {}).get("model_type")
+        if isinstance(family, str) and family in DESCENDANTS:
+            name = item.nodeid.split("[")[0]
+            groups.setdefault((name, family), []).append(item)
+    for group in groups.values():
+        for item in group[FEW - 1 : -1]:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_repetitions(items)
     if (reason := _why_no_teachers()) is not None:
         for item in items:
             if item.get_closest_marker("teachers"):
@@ -56,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def teachers() -> Path:
-    """The folder of real teachers, for tests marked `teachers`."""
+    """Return the folder of real teachers, for tests marked `teachers`."""
     if (reason := _why_no_teachers()) is not None:
         pytest.skip(reason)
     return Path(os.environ["T2R_TEACHERS"])

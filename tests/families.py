@@ -1,6 +1,6 @@
-"""The rows of the family matrix: a tiny model of each, with random weights.
+"""A tiny model of each family, with random weights, for tests that run for every family.
 
-Weights are larger than a fresh model's, so that attention matters and a mistake shows in the logits.
+Weights are larger than in a newly initialized model, so that errors in attention show in the logits.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ T5 = TOKENS | {
 }
 FSMT = SEQ2SEQ | {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "num_beams": 1}
 GEMMA = DECODER | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 9}
-GEMMA2 = GEMMA | {"attn_logit_softcapping": 2.0, "attn_implementation": "eager"}  # older ones would not cap
+GEMMA2 = GEMMA | {
+    "attn_logit_softcapping": 2.0,
+    "attn_implementation": "eager",
+}  # older versions cap only if eager
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 GEMMA3 = {
     "text_config": GEMMA | {"sliding_window_pattern": 2},
@@ -90,9 +93,9 @@ class Row(NamedTuple):
     config_class: str
     fields: dict[str, Any]
     seq2seq: bool = False
-    dtype: torch.dtype = torch.float64  # in which the base model itself is right
-    call: Mapping[str, Any] = {}  # and how it must be called to be so
-    generates: bool = True  # false: it cannot be trusted to generate, and is not compared with
+    dtype: torch.dtype = torch.float64  # in which the base model computes correctly
+    call: Mapping[str, Any] = {}  # arguments that the base model needs to compute correctly
+    generates: bool = True  # false: the base model does not generate correctly, and is not compared with
 
 
 FAMILIES = {
@@ -101,8 +104,8 @@ FAMILIES = {
     "blenderbot": Row("BlenderbotForConditionalGeneration", "BlenderbotConfig", SEQ2SEQ, seq2seq=True),
     "blenderbot-small": Row("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", SEQ2SEQ, seq2seq=True),
     "falcon": Row("FalconForCausalLM", "FalconConfig", FALCON),
-    # With a cache, as it is by default, it reads several tokens at once without a causal mask; without, only float32.
-    # Older ones, whose positions know nothing of a cache, do not even read one token after another rightly.
+    # With a cache, the default, the stock model processes several tokens without a causal mask. Without a cache, it
+    # works only in float32. In older versions, positions ignore the cache, so single steps are wrong too.
     "fsmt": Row(
         "FSMTForConditionalGeneration",
         "FSMTConfig",
@@ -113,7 +116,7 @@ FAMILIES = {
         generates="past_key_values_length" in inspect.signature(SinusoidalPositionalEmbedding.forward).parameters,
     ),
     "gemma": Row("GemmaForCausalLM", "GemmaConfig", DECODER | {"head_dim": 16}),
-    # Its softmax is always in float32, where the float64 of a masked score is minus infinity: padding becomes NaN.
+    # Its softmax is always float32, in which a float64 masked score becomes minus infinity, and padding NaN.
     "gemma2": Row("Gemma2ForCausalLM", "Gemma2Config", GEMMA2, dtype=torch.float32),
     "gemma3": Row("Gemma3ForConditionalGeneration", "Gemma3Config", GEMMA3),
     "gemma3_text": Row("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA | {"sliding_window_pattern": 2}),
@@ -172,12 +175,12 @@ def _built(model_type: str, seed: int) -> PreTrainedModel:
 
 
 def named(name: str) -> Any:
-    """A class of transformers', or of our own."""
+    """Return a class of transformers or t2r by name."""
     return getattr(transformers, name, None) or getattr(models, name)
 
 
 def tiny(model_type: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """A fresh copy, in evaluation mode."""
+    """Return a new copy in evaluation mode."""
     return copy.deepcopy(_built(model_type, seed)).to(dtype).eval()
 
 
@@ -186,7 +189,7 @@ def is_seq2seq(model_type: str) -> bool:
 
 
 def batch(model_type: str, *, padding: str | None = "left", size: int = 3, length: int = 9, seed: int = 0) -> dict:
-    """Inputs of different lengths: padded prompts, or padded sources with prefixes for the decoder."""
+    """Return inputs of different lengths: padded prompts, or padded sources with decoder prefixes."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (size, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -203,7 +206,7 @@ def batch(model_type: str, *, padding: str | None = "left", size: int = 3, lengt
 
 
 def real_positions(inputs: dict) -> torch.Tensor:
-    """Where the logits of these inputs mean something."""
+    """Return a mask of the positions whose logits are meaningful."""
     if "decoder_input_ids" in inputs:
         return torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool)
     return inputs["attention_mask"].bool()

@@ -1,9 +1,9 @@
-"""The oldest versions that pyproject.toml accepts, as requirements: `make test-oldest` installs them.
+"""Prepare an environment with the oldest versions that pyproject.toml accepts, for `make test-oldest`.
 
     python tests/oldest.py ENVIRONMENT
 
-makes ENVIRONMENT see the packages of the Python that runs this, and writes ENVIRONMENT/oldest.txt: what is to be
-installed over them.
+makes the packages of the current Python visible in ENVIRONMENT, and writes ENVIRONMENT/oldest.txt, the requirements to
+install over them.
 """
 
 import re
@@ -13,12 +13,12 @@ import tomllib
 from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-# Used as they are: torch is large, triton needs a GPU. lm-eval is tested with the newest versions only.
+# Not downgraded: torch is large, and triton requires a GPU. lm-eval is tested with the newest versions only.
 KEPT = {"torch", "triton", "lm-eval"}
 
 
 def requirements() -> list[str]:
-    """Every dependency, and those of the extras for users, at its lower bound."""
+    """Return all dependencies, including those of the extras for users, at their lower bounds."""
     extras = PROJECT["optional-dependencies"]
     declared = [*PROJECT["dependencies"], *(line for name in extras if name != "dev" for line in extras[name])]
     bounds = [re.fullmatch(r"([\w.-]+)(?:\[.*\])?>=([\d.]+)(?:;.*)?", line) for line in declared]
@@ -28,7 +28,7 @@ def requirements() -> list[str]:
 
 
 def main(environment: Path) -> None:
-    # addsitedir, unlike a plain path, also finds t2r itself, which is installed in place.
+    # addsitedir, unlike a plain path, also finds the editable installation of t2r.
     there = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
     Path(there, "over.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     (environment / "oldest.txt").write_text("\n".join(requirements()) + "\n")

@@ -1,4 +1,4 @@
-"""Processes that tests start: with as many threads as this one, or killed as soon as they have saved a checkpoint."""
+"""Child processes of tests: with the same number of threads, or killed after they have saved a checkpoint."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ import torch
 
 
 def same_threads(**more: str) -> dict[str, str]:
-    """The environment of a process whose results are compared bit by bit with ours.
+    """Return the environment of a process whose results are compared bit by bit with this one.
 
-    The number of threads decides in which order a sum is taken, and so its last bits."""
+    The number of threads determines the order of sums and thereby their last bits."""
     return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | more
 
 
-# Killed by itself, at the first step after a checkpoint: a test that waits for the checkpoint from outside would
-# come too late on a machine that is busy.
+# The process kills itself at the first step after a checkpoint. A test that waits for the checkpoint would be too late
+# on a busy machine.
 KILLED = """
 import ast, os, pathlib, signal, sys
 import t2r
@@ -39,7 +39,7 @@ getattr(t2r, name)(*arguments, **options)
 def kill_after_checkpoint(
     name: str, *arguments: str, checkpoints: Path, environment: Mapping[str, str], **options: Any
 ) -> None:
-    """Call the function `name` of t2r until there is a complete checkpoint in the folder `checkpoints`."""
+    """Run the function `name` of t2r until there is a complete checkpoint in the folder `checkpoints`."""
     call = repr((name, arguments, options, str(checkpoints)))
     command = [sys.executable, "-c", KILLED, call]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

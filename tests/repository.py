@@ -1,4 +1,4 @@
-"""Files of the repository that tests use. The source distribution leaves out the large ones."""
+"""Files of the repository that tests use. The source distribution does not contain the large ones."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def example(name: str) -> Path:
-    """A file or folder in examples/; where the source distribution leaves it out, the test is skipped."""
+    """Return a file or folder in examples/. The test is skipped if the source distribution does not contain it."""
     path = ROOT / "examples" / name
-    if not path.exists() and (ROOT / "PKG-INFO").exists():  # only a source distribution has that
+    if not path.exists() and (ROOT / "PKG-INFO").exists():  # exists only in a source distribution
         pytest.skip(f"the source distribution leaves out examples/{name}")
     return path

@@ -1,4 +1,4 @@
-"""The shape of the house, read off the syntax tree: imports go one way, and nothing names our machines."""
+"""Checks of the source: imports follow the layers, and no file mentions machines on which it was developed."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "t2r"
 
-# Each may import those above it, and nothing beside or below it. `cli` may import anything.
+# Each layer may import the layers above it, but not its own or lower ones. `cli` may import anything.
 LAYERS = (
     ("errors",),
     ("options",),
@@ -38,24 +38,24 @@ LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 
 
 def parts_of(path: Path) -> tuple[str, ...]:
-    """src/t2r/ops/chunked.py -> ("ops", "chunked"); of a package, its own name."""
+    """Return the parts of a module name: src/t2r/ops/chunked.py -> ("ops", "chunked"). A package has its own name."""
     return tuple(p for p in path.relative_to(PACKAGE).with_suffix("").parts if p != "__init__")
 
 
 def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
-    """Every module a file imports, at any depth: inside functions and under TYPE_CHECKING too."""
+    """Return all modules that a file imports, including those in functions and under TYPE_CHECKING."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = list(package[: len(package) - node.level + 1]) if node.level else []
             module = ".".join(base + ([node.module] if node.module else []))
-            # `from t2r import ops` imports a part, not the public API.
+            # `from t2r import ops` imports a subpackage, not the public API.
             yield from (f"t2r.{alias.name}" for alias in node.names) if module == "t2r" else [module]
 
 
 def violations(part: str, imported: Iterator[str]) -> list[str]:
-    """The imports that go the wrong way from a part of the package."""
+    """Return the imports of a part of the package that violate the layers."""
     wrong = []
     for module in imported:
         root, _, rest = module.partition(".")
@@ -69,7 +69,7 @@ def violations(part: str, imported: Iterator[str]) -> list[str]:
     return wrong
 
 
-# The door to the house leads into all of it.
+# The public API imports from all layers.
 ENTRANCE = (PACKAGE / "__init__.py", PACKAGE / "__main__.py", PACKAGE / "_registration.py")
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in ENTRANCE]
 
@@ -114,7 +114,7 @@ def repository_files() -> list[Path]:
 
 
 def test_no_file_names_a_machine():
-    # Written in halves, or this file would find itself.
+    # The words are split, so that this file does not match.
     machine = ["/" + "work/", "/" + "root/", "/" + "opt/"]
     neighbor = "../" + "shared"
     found = []

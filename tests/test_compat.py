@@ -1,4 +1,4 @@
-"""Every name of transformers that is private, or changes between versions, is used in `t2r.compat` alone, and works."""
+"""Names that are private in transformers, or differ between its versions, are used only in `t2r.compat`, and work."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ PRIVATE = (
     "_prepare_inputs",
 )
 DEFINES = {"architectures/adaptive_lm/modeling.py"}
-"""A model of ours declares and reads what every model of transformers does."""
+"""Models defined by t2r use the same private names as the models of transformers."""
 
 
 def test_private_names_are_used_at_the_boundary_only():
@@ -55,19 +55,19 @@ def test_the_attention_implementation_that_loading_asks_for(tmp_path):
     assert compat.requested_attention(AutoConfig.from_pretrained(tmp_path, attn_implementation="sdpa")) == "sdpa"
 
 
-def test_who_is_on_the_attention_interface():
+def test_models_on_the_attention_interface():
     assert compat.on_attention_interface(tiny("llama"))
     assert not compat.on_attention_interface(tiny("fsmt"))
 
 
-def test_generate_asks_for_a_cache_and_tells_the_length(monkeypatch):
+def test_generate_requests_a_cache_and_checks_the_length(monkeypatch):
     model, inputs = t2r.swap(tiny("gpt2"), feature_size=8), batch("gpt2")
     asked, told = [], []
     start, check = model.start_cache, model.check_generated_length
     monkeypatch.setattr(model, "start_cache", lambda *args: asked.append(args[2:]) or start(*args))
     monkeypatch.setattr(model, "check_generated_length", lambda length: told.append(length) or check(length))
     model.generate(**inputs, max_new_tokens=4, num_beams=2, pad_token_id=0)
-    assert asked == [(6, 12)]  # rows with their beams, and all tokens but the last, which is never read
+    assert asked == [(6, 12)]  # rows times beams, and all tokens except the last, which is never read
     assert told == [13]
 
 
@@ -85,7 +85,7 @@ def test_the_length_of_the_prompt_is_known_when_the_cache_is_made(mask, monkeypa
     assert found == [mask.shape[1]]
 
 
-def test_an_assistant_is_told_from_others():
+def test_assistants_are_recognized():
     config = GenerationConfig()
     assert not compat.is_assistant(config)
     config.is_assistant = True

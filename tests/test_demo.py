@@ -1,8 +1,9 @@
-"""The demo, whole, on a teacher made here: what it prints is what its page says, and stopping it loses nothing."""
+"""Runs the demo on a small teacher: its output agrees with its page, and an interrupted run is resumed."""
 
 import ast
 import importlib
 import importlib.util
+import logging
 import random
 import re
 import sys
@@ -27,7 +28,7 @@ def words(count, seed=0):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A teacher of two small layers, and texts."""
+    """Return a teacher with two small layers, and texts."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "train.txt").write_text(words(3000))
     (folder / "valid.txt").write_text(words(1000, seed=1))
@@ -43,7 +44,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def demo(world, tmp_path, monkeypatch):
-    """Runs the script with seconds instead of minutes; what it does is the same."""
+    """Return a function that runs the script with seconds instead of minutes."""
     monkeypatch.setenv("T2R_CACHE", str(world / "cache"))
     monkeypatch.setenv("COLUMNS", "150")
     spec = importlib.util.spec_from_file_location("demo", SCRIPT)
@@ -51,8 +52,8 @@ def demo(world, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "demo", module)
     spec.loader.exec_module(module)
     module.MINUTES, module.FULL_MINUTES, module.WINDOWS, module.FULL_WINDOWS = 0.3, 1.0, 4, 4
-    module.BEGAN = module.time.perf_counter()
-    monkeypatch.setattr(module, "fitting", lambda models, seconds: list(module.LENGTHS))  # however busy this machine is
+    # Independent of the load of the machine.
+    monkeypatch.setattr(module, "fitting", lambda models, seconds: list(module.LENGTHS))
     module.LENGTHS, module.SAMPLE = (16, 64, 256), module.SAMPLE | {"max_new_tokens": 12}
 
     def run(*arguments, teacher=world / "teacher"):
@@ -63,7 +64,13 @@ def demo(world, tmp_path, monkeypatch):
             "out": tmp_path / "out",
         }
         named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        return CliRunner().invoke(app(module), [*named, *arguments])
+        module.BEGAN = module.time.perf_counter()  # as in a new process
+        notes = logging.getLogger("t2r")
+        handlers = list(notes.handlers)
+        try:
+            return CliRunner().invoke(app(module), [*named, *arguments])
+        finally:
+            notes.handlers[:] = handlers
 
     run.module, run.out = module, tmp_path / "out"
     return run
@@ -82,7 +89,7 @@ def cells(tree):
 def test_the_page_has_the_numbers_that_were_printed(demo):
     result = demo()
     assert result.exit_code == 0, result.output
-    assert "'loss'" not in result.stdout  # what is logged goes to the curves, not among the results
+    assert "'loss'" not in result.stdout  # log entries go to the curves, not to the results
     page = (demo.out / "index.html").read_text()
     tree = ElementTree.fromstring(page)  # well-formed
     shown = cells(tree)
@@ -97,12 +104,12 @@ def test_the_page_has_the_numbers_that_were_printed(demo):
     told = re.search(r"Perplexity: teacher ([\d.]+), RNN ([\d.]+) \(([-+][\d.]+%)\), in [\d.]+ minutes", result.stdout)
     assert told is not None, result.stdout
     assert (told[1], told[2]) == (rows[0][1], rows[-2][1])
-    assert rows[-1][1] == rows[-2][1]  # merging and saving changed nothing that can be seen
+    assert rows[-1][1] == rows[-2][1]  # merging and saving have no visible effect
     steps = re.findall(r"│ +[\d,]* │ (teacher|RNN) +│ +([\d.]+) │ +([\d,]+) │ +([\d.]+ MiB) │", result.stdout)
     assert len(steps) == 6
     for number in [cell for row in rows + steps for cell in row]:
         assert number in shown
-    assert "only time and memory are measured" in page  # 256 is beyond its 128 positions
+    assert "only time and memory are measured" in page  # 256 exceeds its 128 positions
     assert t2r.__version__ in shown
     assert len(list(tree.iter(f"{SVG}svg"))) == 5  # perplexities, two stages, speed, memory
 
@@ -123,7 +130,7 @@ def test_the_page_needs_no_network_and_no_scripts(demo):
     assert len(ids) == len(set(ids))
 
 
-def test_a_finished_conversion_is_taken_up_and_another_is_made_again(demo, monkeypatch):
+def test_a_finished_conversion_is_reused_and_another_is_replaced(demo, monkeypatch):
     interrupted = demo.module.decoding.run
 
     def stop(*args, **kwargs):
@@ -132,24 +139,24 @@ def test_a_finished_conversion_is_taken_up_and_another_is_made_again(demo, monke
     monkeypatch.setattr(demo.module.decoding, "run", stop)
     result = demo()
     assert result.exit_code == 130
-    assert "the same command goes on" in result.stderr
+    assert "the same command resumes" in result.stderr
     assert not (demo.out / "index.html").exists()
     written = (demo.out / "rnn" / "results.json").stat().st_mtime_ns
 
     monkeypatch.setattr(demo.module.decoding, "run", interrupted)
     result = demo()
     assert result.exit_code == 0, result.output
-    assert "holds this conversion already" in result.stdout
+    assert "already contains this conversion" in result.stdout
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns == written
 
     demo.module.MINUTES = 0.31
     result = demo()
     assert result.exit_code == 0, result.output
-    assert "it is made again" in result.stdout
+    assert "it is replaced" in result.stdout
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns != written
 
 
-def test_the_full_one_has_three_students(demo):
+def test_the_full_demo_has_three_students(demo):
     result = demo("--full", "--prompt", "the cat")
     assert result.exit_code == 0, result.output
     tree = ElementTree.fromstring((demo.out / "index.html").read_text())
@@ -163,7 +170,7 @@ def test_the_full_one_has_three_students(demo):
     assert len(list(tree.iter(f"{XHTML}blockquote"))) == 4
 
 
-def test_a_teacher_that_is_not_there_is_one_line(demo, tmp_path):
+def test_a_missing_teacher_is_one_error(demo, tmp_path):
     result = demo(teacher=tmp_path / "nobody" / "here")
     assert result.exit_code == 1
     assert "there is no folder" in result.output
@@ -180,8 +187,8 @@ def test_only_lengths_that_fit_are_read(world):
     assert module.fitting(models, 1e6) == [512, 2048, 8192]
 
 
-def test_a_conversion_that_was_stopped_goes_on_with_its_minutes(demo, monkeypatch):
-    """A second later the time that is left is another."""
+def test_an_interrupted_conversion_keeps_its_time_budget(demo, monkeypatch):
+    """A second later less time is left."""
     asked = []
 
     def stop(*args, **options):
@@ -198,8 +205,8 @@ def test_a_conversion_that_was_stopped_goes_on_with_its_minutes(demo, monkeypatc
     assert asked[0]["minutes"] == asked[1]["minutes"] != asked[2]["minutes"]
 
 
-def test_it_uses_the_public_api_alone():
-    """Of t2r: names that `t2r.__all__` promises, and what the modules among them export."""
+def test_the_demo_uses_only_the_public_api():
+    """Only names in `t2r.__all__`, and those that public modules export."""
     tree = ast.parse(SCRIPT.read_text(encoding="utf-8"))
     imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules = {name for name in imported if name and name.split(".")[0] == "t2r"}

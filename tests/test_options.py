@@ -1,4 +1,4 @@
-"""Options: what each accepts, and that nothing else repeats what they say."""
+"""Tests of options: accepted values, and that other definitions agree with them."""
 
 import dataclasses
 import inspect
@@ -61,7 +61,7 @@ def test_errors_say_what_is_allowed():
     assert said(yes=1) == "yes must be true or false; got 1"
     assert said(pair=[1]) == "pair must be a list of 2 numbers, at least 0; got [1]"
     assert said(many="1,2") == "many must be a list of whole numbers; got '1,2'; as 1,2"
-    assert said(other=1, more=2) == "no option more, other; there are whole, share, word, yes, pair, many"
+    assert said(other=1, more=2) == "unknown option more, other; the options are whole, share, word, yes, pair, many"
     assert len(said(word="x" * 10_000)) < 150
 
 
@@ -104,11 +104,11 @@ def test_the_configuration_has_the_options_of_a_swap():
         assert getattr(config, name) == each.default
     with pytest.raises(T2RError, match="seed must be a whole number"):
         t2r.swap(tiny("gpt2", torch.float32), seed=2**70)
-    with pytest.raises(T2RError, match="no option feature_sise; there are feature_map"):
+    with pytest.raises(T2RError, match="unknown option feature_sise; the options are feature_map"):
         t2r.swap(tiny("gpt2", torch.float32), feature_sise=3)
 
 
-def test_words_in_the_help_are_what_there_is():
+def test_names_in_the_help_exist():
     named = options_of(SwapOptions)["feature_map"].help.rstrip(".").replace(" or ", ", ").split(": ")[1].split(", ")
     assert set(named) <= set(FEATURE_MAPS)
     for name in options_of(RunOptions)["dtype"].choices:
@@ -131,7 +131,7 @@ def test_a_model_is_loaded_with_its_tokenizer_beside_it(tmp_path):
     assert t2r.load_tokenizer(tmp_path) is None
     with pytest.raises(T2RError, match="has no tokenizer"):
         t2r.generate(tmp_path, "hello")
-    with pytest.raises(T2RError, match="needs its tokenizer"):
+    with pytest.raises(T2RError, match="requires the tokenizer"):
         t2r.generate(model, "hello")
     assert t2r.inspect(tmp_path).swapped
     assert callable(t2r.bench.ops.run)

@@ -1,4 +1,4 @@
-"""What is declared is what is imported, and what is built can be installed and used."""
+"""Declared dependencies are those imported, and the built distributions can be installed and used."""
 
 import ast
 import json
@@ -23,7 +23,7 @@ PACKAGE = ROOT / "src" / "t2r"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name != "dev"}
 
-# What t2r does not import itself.
+# Dependencies that t2r does not import itself.
 FOR_OTHERS = {
     "jinja2": "transformers renders chat templates with it",
     "protobuf": "transformers reads SentencePiece models with it",
@@ -33,7 +33,7 @@ FOR_OTHERS = {
 
 
 def distribution(requirement: str) -> str:
-    """`lm-eval[hf]>=0.4` -> lm_eval"""
+    """Return the name of a requirement: `lm-eval[hf]>=0.4` -> lm_eval."""
     return re.match(r"[\w.-]+", requirement)[0].replace("-", "_").lower()
 
 
@@ -42,7 +42,7 @@ OPTIONAL = {distribution(line) for lines in EXTRAS.values() for line in lines}
 
 
 def imported() -> set[str]:
-    """The distributions whose modules the package imports, at any depth."""
+    """Return the distributions whose modules the package imports, including those in functions."""
     modules = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -55,7 +55,7 @@ def imported() -> set[str]:
     return {known.get(module, [module])[0].replace("-", "_").lower() for module in modules}
 
 
-def test_what_is_imported_is_declared_and_the_reverse():
+def test_imports_and_declared_dependencies_agree():
     assert imported() - DECLARED - OPTIONAL == set()
     assert (DECLARED | OPTIONAL) - imported() - set(FOR_OTHERS) == set()
     assert not DECLARED & OPTIONAL
@@ -72,16 +72,16 @@ def test_every_bound_is_one_that_can_be_tested():
     assert names == (DECLARED | OPTIONAL) - {distribution(name) for name in oldest.KEPT}
 
 
-def test_a_set_up_is_pinned():
-    """A version that is not in constraints.txt would change from one day to the next."""
+def test_all_versions_are_pinned():
+    """Versions of packages that are not in constraints.txt would change over time."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {distribution(line) for line in lines if line and not line.startswith("#")}
     development = {distribution(line) for line in PROJECT["optional-dependencies"]["dev"]} - {"t2r"}
     assert DECLARED | OPTIONAL - {"triton"} | development <= pinned
 
 
-def test_a_set_up_has_every_extra():
-    """A test that skips where an extra is missing must run in a development environment."""
+def test_the_development_environment_has_every_extra():
+    """Tests that are skipped if an extra is missing must run in a development environment."""
     installed = {distribution(found.name) for found in distributions()}
     assert OPTIONAL - {"triton"} <= installed
 
@@ -91,7 +91,7 @@ def test_a_set_up_has_every_extra():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with the source distribution, and the wheel that was built from it."""
+    """Return a folder with the source distribution and the wheel built from it."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -101,7 +101,7 @@ def built(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(built, tmp_path_factory) -> Path:
-    """The source distribution, unpacked."""
+    """Return the unpacked source distribution."""
     folder = tmp_path_factory.mktemp("source")
     (archive,) = built.glob("*.tar.gz")
     assert archive.stat().st_size < 2_000_000
@@ -120,7 +120,7 @@ def test_the_source_distribution_is_the_repository_without_the_teacher(source):
 
 
 def test_tests_run_from_the_source_distribution(source):
-    """Those that need the teacher skip and say so."""
+    """Tests that require the teacher are skipped with a reason."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_teacher.py"]
     environment = same_threads(PYTHONPATH=str(source / "src"))
     done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
@@ -139,13 +139,13 @@ def test_the_wheel_has_the_data_of_the_package(built):
 
 @pytest.fixture(scope="module")
 def fresh(built, tmp_path_factory):
-    """Run a program of an environment in which the wheel is installed, away from the repository.
+    """Run a program in an environment with the installed wheel, outside the repository.
 
-    What t2r depends on is taken from here, because torch is large."""
+    The dependencies are those of the current environment, because torch is large."""
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)}))
-    # Plain paths: unlike site.addsitedir, they do not lead to the t2r that is installed in place.
+    # Plain paths, unlike site.addsitedir, do not find the editable installation of t2r.
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")) + "\n")
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"T2R_DEBUG": "1"}
 

@@ -1,4 +1,4 @@
-"""The demo's teacher is worth converting: it is small, it merges, it writes English, and it uses what it has read."""
+"""Tests of the demo's teacher: it is small, can be merged, generates English, and uses its context."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_it_merges(teacher):
 
 @torch.no_grad()
 def test_it_uses_its_context(teacher, text):
-    """At positions 256 to 511, perplexity is at least 8 % below that with only the last 16 tokens to see."""
+    """At positions 256 to 511, the perplexity is at least 8 % lower than with a context of only 16 tokens."""
     model, tokenizer = teacher
     ids = tokenizer(text, return_tensors="pt").input_ids[0]
     blocks = ids[: 8 * 512].view(8, 512)
     targets = blocks[:, 256:]
     all_of_it = cross_entropy(model(input_ids=blocks).logits[:, 255:-1].flatten(0, 1), targets.flatten())
-    windows = blocks[:, 240:511].unfold(1, 16, 1)  # those that end just before each target
+    windows = blocks[:, 240:511].unfold(1, 16, 1)  # the windows that end just before each target
     assert windows.shape[1] == targets.shape[1]
     near = [
         cross_entropy(model(input_ids=rows).logits[:, -1], wanted)
@@ -69,7 +69,7 @@ def test_it_uses_its_context(teacher, text):
 
 @torch.no_grad()
 def test_it_writes_english(teacher, text):
-    """Nearly all of its words are words of novels, and they make sentences."""
+    """Nearly all generated words occur in novels, and they form sentences."""
     model, tokenizer = teacher
     torch.manual_seed(0)
     options = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 150}

@@ -1,4 +1,4 @@
-"""Real teachers: the surgery proves itself on them, and what is swapped, saved and loaded generates."""
+"""Real teachers pass the equivalence check, and generate after they are swapped, saved and loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = {
     "opus-mt-zh-en": ["你好，世界。", "今天天气很好，我们去公园散步吧。", "这本书是我父亲二十年前送给我的生日礼物。"],
     "stories15m": ["Once upon a time, there was a little", "The dog", "Lily and her mom went to the park to"],
 }
-# Logits of real teachers are of order ten; thirty layers of float32 differ in the last digits only.
+# Logits of real teachers are of order ten. After thirty layers in float32, only their last digits differ.
 LOGITS = 1e-3
 NEW_TOKENS = 4
 
@@ -29,7 +29,7 @@ feature_map = pytest.mark.parametrize("feature_map", ["t2r", "hedgehog"])
 
 
 def padded_batch(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, padded as generation wants them."""
+    """Return prompts of different lengths, padded for generation."""
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer is not None
     if tokenizer.pad_token is None:
@@ -42,7 +42,7 @@ def padded_batch(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def logits(model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Where they mean something: of real tokens, or after a few tokens of translation."""
+    """Return the meaningful logits: those of real tokens, or after a few tokens of translation."""
     if not model.config.is_encoder_decoder:
         return model(**inputs).logits[inputs["attention_mask"].bool()]
     start = model.generation_config.decoder_start_token_id
@@ -58,13 +58,13 @@ def test_swapped_checked_saved_loaded_and_generated_from(teachers, tmp_path, nam
     expected = logits(load_model(str(source), dtype="float32"), inputs)
     done = swap_folder(str(source), str(out), feature_map=feature_map)
     assert all(site.recurrent for site in done.sites)
-    assert torch.equal(padded_batch(out, name)["input_ids"], inputs["input_ids"])  # the tokenizer came along
+    assert torch.equal(padded_batch(out, name)["input_ids"], inputs["input_ids"])  # the tokenizer is saved too
 
     model = load_model(str(out), dtype="float32")
     shutil.rmtree(out)  # pytest would keep hundreds of megabytes
     recurrent = logits(model, inputs)
     assert recurrent.isfinite().all()
-    assert (recurrent - expected).abs().max() > 0.1  # a model yet to be trained
+    assert (recurrent - expected).abs().max() > 0.1  # the model is not trained yet
     with t2r.exact_attention(model):
         assert (logits(model, inputs) - expected).abs().max() < LOGITS
 
@@ -75,7 +75,7 @@ def test_swapped_checked_saved_loaded_and_generated_from(teachers, tmp_path, nam
 
 
 def test_the_swapped_translator_in_exact_mode_translates_as_its_teacher(teachers):
-    """Whole sentences with five beams, over a cache of keys and values that the swapped modules fill."""
+    """Translate sentences with five beams and a cache of keys and values filled by the swapped modules."""
     source = str(teachers / "opus-mt-zh-en")
     model, tokenizer = load_model(source, dtype="float32"), load_tokenizer(source)
     prompts, options = PROMPTS["opus-mt-zh-en"], {"num_beams": 5, "max_new_tokens": 24}

@@ -1,7 +1,7 @@
 """Turn a pretrained transformer into an RNN.
 
-After `import t2r`, transformers' Auto classes load what t2r has saved. Each public name is imported when it is first
-used, so that `t2r --help` answers without torch.
+After `import t2r`, the Auto classes of transformers load models saved by t2r. Public names are imported on first use,
+so that `t2r --help` does not import torch.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ from t2r._registration import is_command_line, register
 
 __version__ = "0.1.0.dev0"
 
-# The public API: a name, and where it lives, as "module" or "module:attribute".
+# The public API: each name and its location, as "module" or "module:attribute".
 _EXPORTS = {
     "Engine": "t2r.generation.engine:Engine",
     "T2RCache": "t2r.attention.cache:T2RCache",

@@ -1,8 +1,8 @@
 """Registration with transformers' Auto classes.
 
-Each module that defines a configuration or a model registers it as its last statement. `import t2r` imports those
-modules, so that the Auto classes load what t2r has saved. They import torch and transformers, which takes seconds: the
-command line must answer `--help` before that, and imports them when a command needs a model.
+Each module that defines a configuration or a model registers it in its last statement. `import t2r` imports these
+modules, so that the Auto classes load models saved by t2r. They import torch and transformers, which takes seconds. The
+command line therefore imports them only when a command needs a model, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def register() -> None:
 
 
 def is_command_line() -> bool:
-    """Whether this process is the command `t2r` (or `python -m t2r`), which registers what it needs by itself."""
+    """Return whether this process is the command `t2r` or `python -m t2r`, which registers modules when needed."""
     program = sys.argv[0] if sys.argv else ""
-    if program == "-m":  # what Python says while it looks for the module
+    if program == "-m":  # the value of sys.argv[0] while Python locates the module
         after = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
         return after[:1] == ["t2r"]
     return Path(program).name in ("t2r", "t2r.exe")

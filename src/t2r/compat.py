@@ -1,6 +1,6 @@
-"""The boundary to transformers: every name that is private there, or differs between its versions, is used here only.
+"""The only module that uses names that are private in transformers, or that differ between its versions.
 
-Each has a test in `tests/test_compat.py`, which runs on the oldest and the newest supported transformers.
+Each name has a test in `tests/test_compat.py`, which runs with the oldest and the newest supported transformers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from transformers.models.auto.modeling_auto import (
 
 
 def attention_implementation(model: PreTrainedModel) -> str | None:
-    """The name of the attention function that a model uses."""
+    """Return the name of the attention function that a model uses."""
     return model.config._attn_implementation
 
 
 def requested_attention(config: Any) -> str | None:
-    """The attention function that a model was to be loaded with: the Auto classes put it into the configuration."""
+    """Return the attention function requested at loading, which the Auto classes store in the configuration."""
     return config._attn_implementation
 
 
 def set_attention_implementation(model: nn.Module, name: str | None) -> None:
-    """Make every part of a model use this attention function. T5's encoder and decoder have a configuration each.
+    """Set the attention function of every submodel. T5's encoder and decoder each have their own configuration.
 
-    `set_attn_implementation` of transformers refuses models that are not on the attention interface (FSMT), whose
-    attention is exchanged all the same."""
+    `set_attn_implementation` of transformers is not used because it rejects models that are not on the attention
+    interface, such as FSMT."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.config._attn_implementation = name
@@ -43,31 +43,33 @@ def on_attention_interface(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend)
 
 
-# --- What a model is asked ------------------------------------------------------------------------------------
+# --- Models ---------------------------------------------------------------------------------------------------
 
 
 class ModelHooks:
-    """Private methods of transformers' models, answered by methods of ours with names of their own."""
+    """Overrides of private methods of transformers' models, which call public methods defined by t2r."""
 
     @classmethod
     def building(cls, config: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-        """The class to build for a configuration, and the configuration to build it from."""
+        """Return the class to build for a configuration, and the configuration to build it from."""
         raise NotImplementedError
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """A model of this shape with random weights; the Auto classes call it."""
+        """Build a model with random weights. Called by the Auto classes."""
         model_class, base = cls.building(config, kwargs)
         return super(ModelHooks, model_class)._from_config(base, **kwargs)  # type: ignore[misc]
 
     def start_cache(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], rows: int, length: int
     ) -> bool:
-        """Put a cache into `model_kwargs`, for so many rows and tokens. False: leave it to transformers."""
+        """Put a cache for `rows` sequences of `length` tokens into `model_kwargs`.
+
+        Returns False to let transformers create the cache."""
         raise NotImplementedError
 
     def check_generated_length(self, length: int) -> None:
-        """Called before the first token, with the length of the longest sequence that may be generated."""
+        """Check the maximum sequence length. Called before the first token is generated."""
         raise NotImplementedError
 
     def _prepare_cache_for_generation(
@@ -93,9 +95,10 @@ class ModelHooks:
 
 
 def prompt_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:
-    """The length of the attention mask that `generate` was given, None if it is unknown.
+    """Return the length of the attention mask passed to `generate`, or None if it is unknown.
 
-    A mask of ones is dropped before the cache is made; its length is then kept in the generation configuration."""
+    transformers drops a mask of ones before the cache is created, and stores its length in the generation
+    configuration."""
     mask = model_kwargs.get("attention_mask")
     if mask is not None:
         return int(mask.shape[1])
@@ -104,7 +107,7 @@ def prompt_length(generation_config: GenerationConfig, model_kwargs: dict[str, A
 
 
 def is_assistant(generation_config: GenerationConfig) -> bool:
-    """Whether this call of `generate` guesses for a larger model, so that some of its tokens will be taken back."""
+    """Return whether the model is the assistant in assisted decoding, so that some of its tokens may be rejected."""
     return bool(getattr(generation_config, "is_assistant", False))
 
 
@@ -112,17 +115,17 @@ def is_assistant(generation_config: GenerationConfig) -> bool:
 
 
 def is_causal_language_model(config_class: type) -> bool:
-    """Whether transformers has a language model for this class of configuration."""
+    """Return whether transformers has a causal language model for this configuration class."""
     return config_class in AutoModelForCausalLM._model_mapping
 
 
 def build_from_config(model_class: Any, config: Any, **kwargs: Any) -> Any:
-    """A model of this class with random weights, as the Auto classes build it."""
+    """Build a model with random weights, as the Auto classes do."""
     return model_class._from_config(config, **kwargs)
 
 
 def announce_to_pipelines(class_name: str, seq2seq: bool) -> None:
-    """Make `pipeline()` know a class of model by its name. It would print that the model is not supported."""
+    """Register a model class name with `pipeline()`, which otherwise prints that the model is not supported."""
     names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     names.setdefault(class_name, class_name)
 
@@ -131,7 +134,7 @@ def announce_to_pipelines(class_name: str, seq2seq: bool) -> None:
 
 
 class TrainerHooks:
-    """Private methods of Trainer around its checkpoints, answered by methods of ours with names of their own."""
+    """Overrides of private checkpoint methods of Trainer, which call public methods defined by t2r."""
 
     args: Any
 
@@ -140,11 +143,11 @@ class TrainerHooks:
         raise NotImplementedError
 
     def save_weights(self, folder: Path) -> bool:
-        """Write what a checkpoint needs of the model. False: leave it to Trainer."""
+        """Write the model weights of a checkpoint. Returns False to let Trainer do it."""
         raise NotImplementedError
 
     def load_weights(self, folder: Path) -> bool:
-        """Read what `save_weights` wrote. False: leave it to Trainer."""
+        """Read the weights written by `save_weights`. Returns False to let Trainer do it."""
         raise NotImplementedError
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -161,5 +164,5 @@ class TrainerHooks:
 
 
 def use_one_gpu(arguments: Any) -> None:
-    """Without a launcher, train on one GPU: DataParallel on all of them would multiply the batch."""
+    """Train on one GPU if there is no launcher: DataParallel on all GPUs would multiply the batch size."""
     arguments._n_gpu = min(1, arguments.n_gpu)

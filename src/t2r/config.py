@@ -1,4 +1,4 @@
-"""T2RConfig: what was swapped and how. It is the only configuration that is saved with the weights."""
+"""T2RConfig, the configuration of a swapped model. It is the only configuration saved with the weights."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from t2r.options import SwapOptions, check, options_of
 from t2r.storage import write_text
 
 OPTIONS = tuple(options_of(SwapOptions))
-"""What a user chooses: the same names in `swap`, on the command line and in the saved file."""
+"""Names of the swap options, the same in `swap`, on the command line and in the saved file."""
 FORMAT = 2
-"""The number of the saved format. A newer one is refused; older ones keep loading. Format 2 has the guard below."""
+"""Version of the saved format. Newer formats are rejected; older ones keep loading. Format 2 adds the guard below."""
 
 GUARD = "this folder holds a t2r model: import t2r, and load it with an Auto class"
-"""Saved as the base configuration's dtype. `GPT2LMHeadModel.from_pretrained` finds that configuration in any folder,
-whatever its `model_type`, and would build softmax attention; with this it fails in these words. The weights' dtype
-is `T2RConfig.dtype`."""
+"""Saved as the dtype of the base configuration. `GPT2LMHeadModel.from_pretrained` accepts the base configuration
+regardless of the saved `model_type` and would build softmax attention. With this value it fails with this message. The
+dtype of the weights is `T2RConfig.dtype`."""
 
 TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
 OF_GENERATION = set(GenerationConfig().to_dict()) - TOKENS - {"use_cache"}
-"""Names of generation options. FSMT's configuration has some, which transformers refuses in any that it saves."""
+"""Names of generation options. FSMT's configuration has some, but transformers rejects them in saved configurations."""
 
 
 class T2RConfig(PreTrainedConfig, SwapOptions):
-    """Which attention a swapped model has, and the configuration of the model it was made from.
+    """Configuration of a swapped model: the swap options and the configuration of the base model.
 
-    The options of the swap are the fields of `t2r.options.SwapOptions`, which says what each means and what it may be.
+    The swap options are the fields of `t2r.options.SwapOptions`, where each is documented.
 
     Args:
-        merged: the map's affine part is folded into the projections: for inference only.
+        merged: whether the affine part of the feature maps is merged into the projections (inference only).
         base_config: the configuration of the base model.
     """
 
@@ -58,7 +58,7 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
             self.is_encoder_decoder = self.base_config.is_encoder_decoder
         super().__post_init__(**kwargs)
 
-    # A tool that asks for `vocab_size`, `hidden_size` or `use_cache` means the base model's.
+    # Attributes such as `vocab_size`, `hidden_size` and `use_cache` are read from and set on the base configuration.
 
     def __getattr__(self, name: str) -> Any:
         base = vars(self).get("base_config")
@@ -75,25 +75,29 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
             super().__setattr__(name, value)
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Nothing: the base configuration has done this. transformers 5.17 would write a `rope_theta` into the
-        parameters of gemma3, which are kept by type of layer, and then refuse to save them."""
+        """Do nothing, because the base configuration has already converted its parameters.
+
+        transformers 5.17 would add `rope_theta` to gemma3's parameters, which are stored per layer type, and then fail
+        to save them."""
         return kwargs
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
-        """Tools that ask a configuration for sizes mean the base model's."""
+        """Return the text configuration of the base model, which holds the model sizes."""
         if self.base_config is None:
             return self
         return self.base_config.get_text_config(*args, **kwargs)
 
     def kept_layers(self, layers: int) -> list[int]:
-        """The layers, of so many, that stay softmax attention."""
+        """Return the softmax layers of a model with this number of layers."""
         if self.softmax_every is not None and self.softmax_layers is not None:
             raise T2RError("give softmax_layers or softmax_every, not both")
         if self.softmax_every is not None:
             return [i for i in range(layers) if (layers - 1 - i) % self.softmax_every == 0]
         chosen = self.softmax_layers or []
         if isinstance(chosen, str) or not all(type(layer) is int for layer in chosen):
-            raise T2RError(f"softmax_layers: give numbers, not {chosen!r}; only convert can find them (auto:N)")
+            raise T2RError(
+                f"softmax_layers must be a list of layer numbers; got {chosen!r}; only convert accepts auto:N"
+            )
         kept = sorted(set(chosen))
         for layer in kept:
             if not 0 <= layer < layers:
@@ -105,7 +109,7 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
         return ("cross" if cross else "causal") not in self.recurrent.split(",")
 
     def map_options(self, cross: bool = False) -> dict[str, Any]:
-        """What the feature map of a site is made from, apart from the site's own shape."""
+        """Return the feature map options of a site, except those that depend on the shape of the site."""
         size = self.feature_size
         if cross and self.cross_feature_size is not None:
             size = self.cross_feature_size
@@ -121,11 +125,11 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
         }
 
     def to_json_file(self, json_file_path: str | PathLike[str], use_diff: bool = True) -> None:
-        """Write the file that is saved with the weights, from which no other class can be built (see `GUARD`)."""
+        """Write the configuration saved with the weights, which only t2r can load (see `GUARD`)."""
         fields = json.loads(self.to_json_string(use_diff=False))
         if fields.get("base_config"):
             fields["base_config"]["dtype"] = GUARD
-        # transformers has put the class of this process here, which exists only after a swap.
+        # transformers writes the name of a class that is created by the swap and exists only in this process.
         classes = {key: name.partition(".")[2] for key, name in (fields.get("auto_map") or {}).items()}
         fields["architectures"] = [name for key, name in classes.items() if key != "AutoConfig"]
         write_text(Path(json_file_path), json.dumps(fields, indent=2, sort_keys=True) + "\n")
@@ -138,15 +142,15 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
 
 
 def read_base_config(fields: Any, dtype: Any) -> PreTrainedConfig:
-    """The base model's configuration from its saved fields; `dtype` is that of the weights."""
+    """Build the configuration of the base model from its saved fields. `dtype` is the dtype of the weights."""
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise T2RError("the configuration's base_config names no model_type: it was not saved by t2r")
+        raise T2RError("the configuration's base_config has no model_type: it was not saved by t2r")
     fields = dict(fields)
     if fields.get("dtype") == GUARD:
         fields["dtype"] = dtype
     try:
         config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except Exception as error:  # each configuration checks its fields in its own way
+    except Exception as error:  # configuration classes raise different exceptions for invalid fields
         reason = " ".join(str(error).split()) or type(error).__name__
         raise T2RError(f"the configuration's base_config is damaged: {reason}") from error
     return config

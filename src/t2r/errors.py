@@ -1,9 +1,9 @@
-"""The one exception for mistakes of the caller."""
+"""The exception for user errors."""
 
 
 class T2RError(ValueError):
-    """What was asked for cannot be done, and the message says why and what to do instead.
+    """Raised for invalid input. The message says what is wrong and what to do.
 
-    Raise it for input that is wrong, never for a bug of ours: the command line prints the message as one
-    line without a traceback. It is a ValueError, so that library callers need not know of it.
+    The command line prints the message as one line without a traceback, so it must not be raised for bugs in t2r. It
+    subclasses ValueError, so that library callers can catch it without importing t2r.
     """

@@ -1,8 +1,8 @@
-"""Options, each defined once: its type, default, range or choices, and help.
+"""Option definitions. Each option has one definition of its type, default, range or choices, and help.
 
 A group of options is a dataclass whose fields are made by `option`. Configurations, the command line, and the tables in
-docs/recipes.md are derived from these fields, and `check` validates all of them. This module does not import torch:
-`t2r --help` reads it.
+docs/recipes.md are derived from these fields, and `check` validates them. This module does not import torch, because
+`t2r --help` imports it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from t2r.errors import T2RError
 
 LARGEST_SEED = 2**32 - 1
-"""numpy, which transformers seeds too, takes no larger one."""
+"""The largest seed that numpy accepts; transformers seeds numpy too."""
 LONGEST_NAME = 60
-"""Characters of a wrong value that an error shows."""
+"""The number of characters of an invalid value shown in an error."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option. `option` makes it, and `options_of` completes it with the name and type of its field."""
+    """One option, built by `options_of` from a dataclass field made by `option`."""
 
     name: str
     type: type
-    """int, float, bool or str; of a list, the type of its items."""
+    """int, float, bool or str; for a list, the type of its items."""
     default: Any
     help: str
     optional: bool = False
-    """None is allowed; `unset` says what it means."""
+    """Whether None is allowed. `unset` describes what None means."""
     length: int | None = None
-    """How many items a list has; 0 for any number. None: it is not a list."""
+    """The number of items in a list, 0 for any number, or None if the option is not a list."""
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
@@ -42,9 +42,10 @@ class Option:
     choices: tuple[str, ...] = ()
     unset: str = ""
     hint: str = ""
-    """Added to the error."""
+    """Appended to the error message."""
     of_map: str = ""
-    """Passed on to the feature map: `always`, or `given`, only where it is not the default (not every map has it)."""
+    """When to pass the option to the feature map: `always`, or `given` for only if it differs from the default (not
+    every map accepts it). Empty: never."""
 
     @property
     def required(self) -> bool:
@@ -52,7 +53,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """What is allowed, in words."""
+        """A description of the allowed values."""
         one = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.type]
         if self.choices:
             one = f"one of {', '.join(self.choices)}"
@@ -72,7 +73,7 @@ class Option:
         return f"{one}, {' and '.join(bounds)}" if bounds else one
 
     def check(self, value: Any, where: str = "") -> None:
-        """Raise T2RError unless the value is allowed. NaN, infinities, and booleans in place of numbers never are."""
+        """Raise T2RError if the value is not allowed. NaN, infinities, and booleans as numbers are never allowed."""
         if not (self.optional if value is None else self.accepts(value)):
             shown = repr(value)
             shown = shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}..."
@@ -102,8 +103,9 @@ class Option:
         )
 
     def read(self, value: Any) -> Any:
-        """A value from YAML with numbers as numbers: YAML reads 1e-3 as text, and 1e3 can be a whole number. What is
-        not allowed is returned as it is, for `check` to refuse."""
+        """Convert a value from YAML to the option's type: YAML reads 1e-3 as text, and 1e3 may be meant as an integer.
+
+        A value that cannot be converted is returned unchanged, and `check` rejects it."""
         if self.length is not None and isinstance(value, list):
             return [self.read_one(part) for part in value]
         return self.read_one(value)
@@ -125,7 +127,7 @@ class Option:
 
     @property
     def default_words(self) -> str:
-        """The default as help and documentation show it."""
+        """The default as shown in help and documentation."""
         if self.required:
             return "required"
         if self.default is None:
@@ -136,7 +138,7 @@ class Option:
 
 
 def option(default: Any = dataclasses.MISSING, *, help: str, **rest: Any) -> Any:
-    """A field of a group of options. `rest` are fields of `Option`."""
+    """Define a field of a group of options. `rest` are fields of `Option`."""
     metadata = {"option": {"help": help, **rest}}
     if isinstance(default, list):
         return field(default_factory=functools.partial(list, default), metadata=metadata)
@@ -145,7 +147,7 @@ def option(default: Any = dataclasses.MISSING, *, help: str, **rest: Any) -> Any
 
 @functools.cache
 def options_of(group: type) -> Mapping[str, Option]:
-    """The options of a group by name, in the order in which they are defined."""
+    """Return the options of a group by name, in the order of their definition."""
     hints = get_type_hints(group)
     found = {}
     for entry in dataclasses.fields(group):
@@ -167,7 +169,7 @@ def options_of(group: type) -> Mapping[str, Option]:
 
 
 def check(group: type, values: Mapping[str, Any], where: str = "") -> None:
-    """Raise T2RError for the first of these values that its option does not allow, or that no option is called."""
+    """Raise T2RError if a name is not an option of the group, or a value is not allowed."""
     known = options_of(group)
     refuse_unknown(values, known, where)
     for name, value in values.items():
@@ -176,7 +178,7 @@ def check(group: type, values: Mapping[str, Any], where: str = "") -> None:
 
 def refuse_unknown(given: Mapping[Any, Any], known: Mapping[str, Any] | Sequence[str], where: str = "") -> None:
     if unknown := sorted(str(name) for name in given if name not in known):
-        raise T2RError(f"{where}no option {', '.join(unknown)}; there are {', '.join(known)}")
+        raise T2RError(f"{where}unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
 
 
 # --- The groups ---------------------------------------------------------------------------------------------
@@ -184,122 +186,132 @@ def refuse_unknown(given: Mapping[Any, Any], known: Mapping[str, Any] | Sequence
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class SwapOptions:
-    """What a swap is made of: the same names in `t2r.swap`, on the command line, in recipes and in saved files."""
+    """Options of a swap. The names are the same in `t2r.swap`, on the command line, in recipes and in saved files."""
 
     feature_map: str = option("t2r", help="The feature map: t2r, elu, rfa, performer or hedgehog.")
     feature_size: int | None = option(
-        None, help="Size of the features: the rows of the state.", minimum=1, unset="the map's own", of_map="always"
+        None, help="Feature size: the number of rows of the state.", minimum=1, unset="the map's own", of_map="always"
     )
     cross_feature_size: int | None = option(
-        None, help="The same for cross attention.", minimum=1, unset="as feature_size"
+        None, help="Feature size of cross attention.", minimum=1, unset="as feature_size"
     )
     softmax_layers: list[int] | None = option(
         None,
-        help="Decoder layers, from 0, that keep their softmax attention: 0-3,7 on the command line; for convert also "
-        "auto:N, the N that matter most.",
+        help="Decoder layers, from 0, that keep softmax attention: 0-3,7 on the command line; for convert also "
+        "auto:N, the N layers with the largest effect on the loss.",
         unset="none",
-        hint="only convert can find them (auto:N)",
+        hint="only convert accepts auto:N",
     )
     softmax_every: int | None = option(
-        None, help="Keep every n-th layer, counted from the top one (4: the paper's T2R-75%).", minimum=1, unset="none"
+        None,
+        help="Keep softmax attention in every n-th layer, counted from the last (4: the paper's T2R-75%).",
+        minimum=1,
+        unset="none",
     )
     recurrent: str = option(
         "causal,cross",
-        help="What becomes recurrent in the decoder of an encoder-decoder: `causal,cross`, `causal` or `cross`.",
+        help="Attention of an encoder-decoder's decoder that becomes recurrent: `causal,cross`, `causal` or `cross`.",
         choices=("causal,cross", "causal", "cross"),
     )
-    shared: bool = option(True, help="Queries and keys share one map.", of_map="always")
+    shared: bool = option(True, help="Queries and keys share one feature map.", of_map="always")
     grouped: bool = option(
         True,
         help="With grouped-query attention, one key map and state for each key/value head; otherwise one for each "
-        "query head, which is a larger state.",
+        "query head, which makes the state larger.",
         of_map="always",
     )
     decay: bool = option(False, help="Each feature of causal attention decays at a learned rate.", of_map="always")
     rotary: bool = option(
-        True, help="With rotary positions, the map sees queries and keys after their rotation; otherwise before it."
+        True,
+        help="With rotary positions, apply the feature map to queries and keys after their rotation; otherwise before.",
     )
     init: str | None = option(
         None,
-        help="How the map starts: paper or identity.",
+        help="Initialization of the feature map: paper or identity.",
         unset="the map's own",
         of_map="given",
     )
-    activation: str = option("relu", help="Activation of the t2r map.", of_map="given")
+    activation: str = option("relu", help="Activation of the t2r feature map.", of_map="given")
     key_weights: bool = option(
         False, help="Each key has a learned, query-independent weight (t2r and hedgehog).", of_map="given"
     )
-    freeze_feature_map: bool = option(False, help="Do not train the maps.")
+    freeze_feature_map: bool = option(False, help="Do not train the feature maps.")
     seed: int = option(
-        0, help="Seed of everything drawn for the maps.", minimum=0, maximum=LARGEST_SEED, of_map="always"
+        0, help="Seed for all random values of the feature maps.", minimum=0, maximum=LARGEST_SEED, of_map="always"
     )
 
 
 @dataclass(kw_only=True)
 class GenerationOptions:
-    """Options of `generate`, with transformers' names. None: the model's own default."""
+    """Options of `generate`, named as in transformers. None selects the model's own default."""
 
-    max_new_tokens: int = option(128, help="Most tokens to generate.", minimum=1, maximum=2**31 - 1)
+    max_new_tokens: int = option(128, help="Maximum number of tokens to generate.", minimum=1, maximum=2**31 - 1)
     min_new_tokens: int | None = option(
-        None, help="Fewest tokens to generate.", minimum=0, maximum=2**31 - 1, unset="the model's own"
+        None, help="Minimum number of tokens to generate.", minimum=0, maximum=2**31 - 1, unset="the model's own"
     )
-    do_sample: bool | None = option(
-        None, help="Sample, instead of taking the most likely token.", unset="the model's own"
-    )
-    temperature: float | None = option(None, help="Temperature of sampling.", above=0, unset="the model's own")
+    do_sample: bool | None = option(None, help="Sample instead of greedy search.", unset="the model's own")
+    temperature: float | None = option(None, help="Sampling temperature.", above=0, unset="the model's own")
     top_p: float | None = option(
-        None, help="Sample from the most likely tokens of this total.", above=0, maximum=1, unset="the model's own"
+        None,
+        help="Sample from the most likely tokens whose probabilities add up to this value.",
+        above=0,
+        maximum=1,
+        unset="the model's own",
     )
     top_k: int | None = option(
-        None, help="Sample from so many most likely tokens; 0 for all.", minimum=0, unset="the model's own"
+        None, help="Sample from this many of the most likely tokens; 0 for all.", minimum=0, unset="the model's own"
     )
-    num_beams: int | None = option(None, help="Beams of beam search.", minimum=1, unset="the model's own")
+    num_beams: int | None = option(None, help="Number of beams for beam search.", minimum=1, unset="the model's own")
     length_penalty: float | None = option(
-        None, help="Of beam search: above 0 favors long texts.", unset="the model's own"
+        None, help="Length penalty of beam search: values above 0 favor long sequences.", unset="the model's own"
     )
     repetition_penalty: float | None = option(
-        None, help="Above 1 makes repeated tokens less likely.", above=0, unset="the model's own"
+        None, help="Values above 1 make repeated tokens less likely.", above=0, unset="the model's own"
     )
-    num_return_sequences: int | None = option(None, help="Texts for each prompt.", minimum=1, unset="the model's own")
+    num_return_sequences: int | None = option(
+        None, help="Number of texts to generate per prompt.", minimum=1, unset="the model's own"
+    )
 
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """Options that mean the same in several commands and functions."""
+    """Options shared by several commands and functions."""
 
-    device: str = option("auto", help="auto (a GPU if there is one), cpu, cuda, ...")
+    device: str = option("auto", help="auto (a GPU if available), cpu, cuda, ...")
     dtype: str = option(
         "auto",
         help="auto (as saved), float32, bfloat16 or float16.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     seed: int | None = option(
-        None, help="Seed of sampling.", minimum=0, maximum=LARGEST_SEED, unset="a new one each time"
+        None, help="Random seed for sampling.", minimum=0, maximum=LARGEST_SEED, unset="a new one each time"
     )
-    batch_size: int = option(8, help="Prompts or windows at a time.", minimum=1)
-    limit: int | None = option(None, help="Evaluate on so many windows only.", minimum=1, unset="all")
+    batch_size: int = option(8, help="Prompts or windows per batch.", minimum=1)
+    limit: int | None = option(None, help="Maximum number of windows to evaluate.", minimum=1, unset="all")
     window: int | None = option(
-        None, help="Tokens of a window.", minimum=2, unset="512, or as many as every model has positions"
+        None, help="Tokens per window.", minimum=2, unset="512, or fewer if a model has fewer positions"
     )
     stride: int | None = option(
         None,
-        help="How far a window is advanced: so many tokens of each are scored.",
+        help="Tokens by which the window advances, and that are scored in each window.",
         minimum=1,
         unset="half the window",
     )
     minutes: float | None = option(
         None,
-        help="Time for all of it: loading, what the teacher writes, training, measuring.",
+        help="Time for the whole run: loading, generating teacher text, training and evaluation.",
         above=0,
         maximum=525_600,
         unset="the recipe's budget",
     )
     teacher_tokens: int = option(
-        10_000_000, help="How much the teacher writes for --train teacher.", minimum=1, maximum=10**15
+        10_000_000, help="Tokens that the teacher generates for --train teacher.", minimum=1, maximum=10**15
     )
-    save_steps: int | None = option(None, help="Steps between two checkpoints.", minimum=1, unset="as time allows")
+    save_steps: int | None = option(
+        None, help="Optimizer steps between checkpoints.", minimum=1, unset="every three minutes"
+    )
     gradient_checkpointing: bool = option(
-        False, help="Compute activations again in the backward pass: slower, with less memory."
+        False, help="Recompute activations in the backward pass: slower, but needs less memory."
     )
     bf16: bool | None = option(None, help="Train in bfloat16.", unset="on a GPU")
     compile: bool | None = option(None, help="Compile layers with torch.compile.", unset="on a GPU")

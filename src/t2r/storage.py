@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Atomic writing of files and folders."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from t2r.errors import T2RError
 
 
 def kind_of(path: str | Path) -> str | None:
-    """`folder`, `file`, or `other` (a device, a pipe, a socket); None where there is nothing.
+    """Return `folder`, `file`, or `other` (a device, pipe or socket), or None if the path does not exist.
 
-    Raises T2RError for what can never be a path: links that go in circles, names that are too long."""
+    Raises T2RError for invalid paths, such as circular links and names that are too long."""
     try:
         mode = os.stat(path).st_mode
     except ValueError as error:  # a null character
@@ -39,12 +39,12 @@ def shortened(path: str | Path) -> str:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader accepts: NaN and infinities become null."""
+    """Serialize to standard JSON. NaN and infinities become null."""
     return json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """The same with None for NaN and infinities, which JSON does not have."""
+    """Replace NaN and infinities, which JSON does not support, by None."""
     if isinstance(value, dict):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -54,9 +54,9 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """A temporary path to write to, which becomes `path` when the block ends well: a reader never sees half a file.
+    """Yield a temporary path that is renamed to `path` if the block succeeds, so that readers never see a partial file.
 
-    What is written is flushed to the disk first, so that a crash leaves either the old file or the new one."""
+    The data is flushed to disk before the rename: after a crash, the file is either the old or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -69,31 +69,31 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file, whole."""
+    """Write a text file atomically."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """Whatever goes wrong inside is about writing: a full disk, in the words of torch, safetensors or Python."""
+    """Convert write errors of torch, safetensors and Python, such as a full disk, to T2RError."""
     try:
         yield
     except T2RError:
         raise
     except (OSError, RuntimeError, SafetensorError) as error:
         raise T2RError(
-            f"{place} cannot be written ({error}): free some space and repeat the command to go on"
+            f"{place} cannot be written ({error}): free some disk space and repeat the command to resume"
         ) from error
 
 
 @contextmanager
 def whole_folder(out: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """A new folder to write into, which becomes `out` if the block ends well, and vanishes if it does not.
+    """Yield a new folder that is renamed to `out` if the block succeeds, and removed if it fails.
 
-    A model that is in `out` already is refused at once, unless it is to be overwritten; then it goes only when
-    the new one can take its place."""
-    final = Path(os.path.realpath(out))  # of a link, what it points to is replaced
+    Raises T2RError immediately if `out` exists, unless `overwrite` is set. The old model is then removed only when the
+    new one replaces it."""
+    final = Path(os.path.realpath(out))  # if `out` is a link, its target is replaced
     check_destination(final, overwrite)
     folder, old = (final.with_name(f".{final.name}.{os.getpid()}.{word}") for word in ("partial", "old"))
     try:
@@ -116,18 +116,18 @@ def whole_folder(out: str, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_destination(final: Path, overwrite: bool) -> None:
-    """Refuse to make a folder where something is that would be lost: anything but nothing, or an empty folder."""
+    """Raise T2RError unless the path is free, an empty folder, or a saved model that may be overwritten."""
     kind = kind_of(final)
     if kind == "file":
-        raise T2RError(f"{final} is a file: name a folder to make")
+        raise T2RError(f"{final} is a file: give the path of a folder to create")
     if kind == "other":
-        raise T2RError(f"{final} is a device, a pipe or a socket: name a folder to make")
+        raise T2RError(f"{final} is a device, a pipe or a socket: give the path of a folder to create")
     try:
         if kind is None or not any(final.iterdir()):
             return
     except OSError as error:
         raise T2RError(f"{final} cannot be read: {error.strerror}") from error
     if not overwrite:
-        raise T2RError(f"{final} exists already: name another folder, or say --overwrite to replace it")
+        raise T2RError(f"{final} already exists: choose another folder, or use --overwrite to replace it")
     if not (final / "config.json").is_file():
-        raise T2RError(f"{final} is not a saved model, so --overwrite will not replace it: remove it yourself")
+        raise T2RError(f"{final} is not a saved model, so --overwrite does not replace it: remove it first")

@@ -1,4 +1,4 @@
-"""The paper's language model: what fairseq computes, and an ordinary Hugging Face model around it."""
+"""The language model of the paper: it computes what fairseq computes, and behaves like other transformers models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UNTIED = {"tie_word_embeddings": False, "tie_adaptive_projections": False}
 
 
 def make(dtype=torch.float64, **fields):
-    """A small model whose biases and norms matter too."""
+    """Return a small model with random biases and norms."""
     torch.manual_seed(0)
     model = AdaptiveLMForCausalLM(AdaptiveLMConfig(**(SMALL | fields))).to(dtype).eval()
     with torch.no_grad():
@@ -53,14 +53,14 @@ def make(dtype=torch.float64, **fields):
 
 
 def text(rows=2, length=9, vocabulary=VOCABULARY):
-    """Words of all bands, the first and the last of each among them."""
+    """Return words of all bands, including the first and last of each."""
     ids = torch.randint(4, vocabulary, (rows, length))
     ids[0, :6] = torch.tensor([10, 11, 29, 30, vocabulary - 1, 4])
     return ids
 
 
 def padded(side):
-    """Three texts of 9, 6 and 3 words."""
+    """Return three padded texts of 9, 6 and 3 words."""
     ids = text(3)
     mask = torch.ones_like(ids)
     for row in (1, 2):
@@ -73,7 +73,7 @@ def padded(side):
 
 
 def by_the_book(model, ids):
-    """The log-probabilities of one text, a token and a head at a time, from the weights by name."""
+    """Compute the log-probabilities of one text from the weights, one token and one head at a time."""
     config, w = model.config, model.state_dict()
     size, heads = config.hidden_size, config.num_attention_heads
     bounds = [0, *config.cutoffs, config.vocab_size]
@@ -133,7 +133,7 @@ def test_it_computes_what_the_paper_says(fields):
         actual = model(ids).logits
     assert actual.dtype == torch.float64
     for row in range(len(ids)):
-        # Positions are float32 in every dtype, as they are in fairseq; the book's are float64.
+        # Positions are float32 in every dtype, as in fairseq. Those of the reference are float64.
         assert (actual[row] - by_the_book(model, ids[row])).abs().max() < 1e-5
     assert actual.logsumexp(-1).abs().max() < 1e-12  # normalized
     half = model.bfloat16()(ids).logits
@@ -150,7 +150,7 @@ def test_positions_are_computed_and_never_rounded():
     expected = torch.cat([(3 * rates).sin(), (3 * rates).cos()])
     assert torch.allclose(far[1].double(), expected, atol=1e-6)
     assert far.dtype == torch.float32
-    # In half precision the positions of 2,049 and 2,050 would be the same number.
+    # In half precision, positions 2,049 and 2,050 would be equal.
     seen = []
     model.half().model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(torch.full((1, 2), 7), position_ids=torch.tensor([[2047, 2048]]))
@@ -201,7 +201,7 @@ def test_the_loss_by_bands_is_the_cross_entropy(cutoffs, ties, ignored, seed):
     def gradients(loss):
         model.zero_grad()
         loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}  # each has one, if only of zeros
+        return {name: p.grad.clone() for name, p in model.named_parameters()}  # every parameter has a gradient
 
     out = model(ids, labels=labels)
     assert out.logits is None
@@ -213,7 +213,7 @@ def test_the_loss_by_bands_is_the_cross_entropy(cutoffs, ties, ignored, seed):
 
 
 class Widths(TorchDispatchMode):
-    """The last dimension of every tensor that is made, forward and backward."""
+    """Record the last dimension of every tensor created in forward and backward."""
 
     def __init__(self):
         super().__init__()
@@ -232,7 +232,7 @@ def test_the_loss_never_forms_all_logits():
     assert VOCABULARY not in widths.seen
     with Widths() as widths:
         model(ids)
-    assert VOCABULARY in widths.seen  # the test can see them
+    assert VOCABULARY in widths.seen  # the test detects logits
 
 
 def test_num_items_in_batch_and_logits_to_keep():
@@ -268,7 +268,7 @@ def test_it_starts_as_in_fairseq():
     for i, table in enumerate(tables.embeddings):
         assert table.weight.std().item() == pytest.approx((128 / 2**i) ** -0.5, rel=0.05)
     assert tables.embeddings[0].weight[PAD].abs().max() == 0
-    assert tables.embeddings[1].weight[PAD].abs().max() > 0  # it is a word like others there
+    assert tables.embeddings[1].weight[PAD].abs().max() > 0  # in other bands, this index is an ordinary word
 
     def reaches(weight, bound):
         return 0.95 * bound < weight.abs().max().item() <= bound
@@ -285,14 +285,14 @@ def test_it_starts_as_in_fairseq():
     assert all(x.abs().max() == 0 for x in (attention.out_proj.bias, layer.fc1.bias, layer.fc2.bias))
 
 
-def test_layers_are_left_out_in_training_only():
+def test_layers_are_skipped_in_training_only():
     model, ids = make(layerdrop=0.4, num_hidden_layers=4).train(), text()
     runs = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda *_: runs.append(1))
     for _ in range(100):
         model(ids)
-    assert 200 < len(runs) < 280  # of 400, 240 on average; 4 standard deviations are 39
+    assert 200 < len(runs) < 280  # 240 of 400 on average; 4 standard deviations are 39
     model.eval()
     runs.clear()
     model(ids)
@@ -307,7 +307,7 @@ def process_group(tmp_path):
 
 
 def test_processes_agree_on_what_has_a_gradient(process_group):
-    """DDP raises at the next forward if a parameter had none: a layer left out, or a band without words."""
+    """DDP raises at the next forward if a parameter had no gradient, from a skipped layer or a band without words."""
     model = make(layerdrop=0.5).train()
     parallel = DistributedDataParallel(model, find_unused_parameters=False)
     for _ in range(6):
@@ -317,7 +317,7 @@ def test_processes_agree_on_what_has_a_gradient(process_group):
 
 
 def test_every_dropout_is_in_its_place():
-    """Each rate on its own changes the loss in training, and none changes it in evaluation."""
+    """Each dropout alone changes the loss in training, and none changes it in evaluation."""
     ids = text()
     expected = make()(ids, labels=ids).loss
     for name in set(NO_DROPOUT) - {"layerdrop"}:
@@ -402,20 +402,20 @@ def test_it_returns_what_it_is_asked_for():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"cutoffs": [30, 11]}, "must ascend, between 0 and vocab_size=53"),
-        ({"cutoffs": [11, 53]}, "must ascend, between 0 and vocab_size=53"),
-        ({"cutoffs": [0, 11]}, "must ascend"),
-        ({"num_attention_heads": 3}, "cannot be divided among num_attention_heads=3"),
-        ({"adaptive_factor": 8}, "cannot be divided by adaptive_factor=8 2 times"),
+        ({"cutoffs": [30, 11]}, "must be increasing, between 0 and vocab_size=53"),
+        ({"cutoffs": [11, 53]}, "must be increasing, between 0 and vocab_size=53"),
+        ({"cutoffs": [0, 11]}, "must be increasing"),
+        ({"num_attention_heads": 3}, "must be a multiple of num_attention_heads=3"),
+        ({"adaptive_factor": 8}, "must be divisible by adaptive_factor=8 2 times"),
         ({"hidden_size": 15}, "must be even"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
         ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and less than 1"),
         ({"activation_function": "rellu"}, "activation_function='rellu'"),
         ({"pad_token_id": 53}, "pad_token_id=53 is not in a vocabulary of 53"),
-        ({"tie_word_embeddings": False}, "tie_adaptive_projections needs tie_word_embeddings"),
+        ({"tie_word_embeddings": False}, "tie_adaptive_projections requires tie_word_embeddings"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(fields, says):
+def test_an_invalid_configuration_is_refused(fields, says):
     with pytest.raises(t2r.T2RError, match=says) as error:
         AdaptiveLMConfig(**(SMALL | fields))
     assert "\n" not in str(error.value)
@@ -431,7 +431,7 @@ def test_its_embeddings_cannot_be_resized():
 # --- With the rest of t2r -----------------------------------------------------------------------------------
 
 
-def test_the_paper_s_model_has_so_many_parameters():
+def test_the_number_of_parameters_of_the_papers_model():
     with torch.device("meta"):
         model = AdaptiveLMForCausalLM(AdaptiveLMConfig())
     embeddings = 20000 * 1024 + 40000 * 256 + 207744 * 64 + 1024 * (1024 + 256 + 64)
@@ -477,7 +477,7 @@ TEXT = "the old man and the sea went out with a boat to catch fish but he came h
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model and a word tokenizer; a word has one number, the frequent ones first."""
+    """A model and a word tokenizer, whose ids are ordered by frequency."""
     root = tmp_path_factory.mktemp("adaptive")
     core = Tokenizer(models.WordLevel(unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,6 +1,6 @@
-"""Importing what fairseq trained: files of its layout, written here, and its computation, written out plainly.
+"""Import of fairseq checkpoints: test files in its format, and reference implementations of its models.
 
-The references below work on fairseq's own state dictionary, so that no name is taken from the code they test.
+The references use fairseq's state dictionary, so that they do not depend on the code that they test.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ MT = {
 
 
 def embedded(vectors: Tensor, tokens: Tensor) -> Tensor:
-    """Scaled embeddings and sinusoids: the first token has the number after that of padding, which has none."""
+    """Return scaled embeddings plus sinusoids. Positions start after the padding index, and padding has none."""
     real = tokens != PAD
     positions = real.cumsum(1) * real + PAD
     half = HIDDEN // 2
@@ -82,7 +82,7 @@ def embedded(vectors: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Block:
-    """A part of the state dictionary, as the modules it came from."""
+    """A layer, computed from the state dictionary."""
 
     def __init__(self, state: dict[str, Tensor], prefix: str) -> None:
         self.state, self.prefix = state, prefix
@@ -108,13 +108,13 @@ class Block:
 
 
 def hidden_from(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
-    """What a query must not see: padding, and the future."""
+    """Return the mask of keys that a query must not attend to: padding and later positions."""
     hidden = (keys == PAD)[:, None].expand(-1, queries.shape[1], -1)
     return hidden | torch.ones_like(hidden[0]).triu(1) if causal else hidden
 
 
 def translate(state: dict[str, Tensor], source: Tensor, target: Tensor) -> Tensor:
-    """The logits of a transformer that normalizes after each block."""
+    """Compute the logits of a post-norm transformer."""
     x = embedded(state["encoder.embed_tokens.weight"][source], source) * (source != PAD)[..., None]
     for i in range(LAYERS):
         block = Block(state, f"encoder.layers.{i}")
@@ -131,7 +131,7 @@ def translate(state: dict[str, Tensor], source: Tensor, target: Tensor) -> Tenso
 
 
 def predict(state: dict[str, Tensor], settings: dict[str, Any], tokens: Tensor) -> Tensor:
-    """The log-probabilities of a language model that normalizes before each block, word by word."""
+    """Compute the log-probabilities of a pre-norm language model, word by word."""
     bounds = [0, 10, 20, WORDS] if settings["adaptive_input"] else [0, WORDS]
     if settings["adaptive_input"]:
         vectors = torch.zeros(*tokens.shape, HIDDEN, dtype=state["decoder.layers.0.fc1.weight"].dtype)
@@ -243,7 +243,7 @@ def mt_state(settings: dict[str, Any]) -> dict[str, Tensor]:
 
 @contextmanager
 def foreign(*names: str) -> Iterator[list[type]]:
-    """Classes that pickle under these names, as if the packages they belong to were installed."""
+    """Create classes that pickle under these names, as if their packages were installed."""
     before, made = dict(sys.modules), []
     try:
         for full in names:
@@ -265,7 +265,7 @@ def built(cls: type, **state: Any) -> Any:
 
 
 def write_args(path: Path, settings: dict[str, Any], state: dict[str, Tensor], *, zipped: bool = True) -> Path:
-    """As fairseq did until 2020: arguments, meters that are objects, a loss that numpy computed."""
+    """Write a checkpoint as fairseq did until 2020: with args, meter objects, and a numpy loss."""
     with foreign("fairseq.meters.AverageMeter", "fairseq.meters.TimeMeter") as (average, timer):
         content = {
             "args": argparse.Namespace(**settings, data="data-bin/corpus", lr=[0.0005]),
@@ -283,7 +283,7 @@ def write_args(path: Path, settings: dict[str, Any], state: dict[str, Tensor], *
 
 
 def write_cfg(path: Path, settings: dict[str, Any], state: dict[str, Tensor], *, nodes: bool = True) -> Path:
-    """As fairseq does since: sections, in containers of omegaconf or as plain dictionaries."""
+    """Write a checkpoint as fairseq does since 2020: with sections, as omegaconf containers or plain dictionaries."""
     omegaconf = (
         "omegaconf.dictconfig.DictConfig",
         "omegaconf.listconfig.ListConfig",
@@ -339,7 +339,7 @@ def run(monkeypatch, capsys):
 
 
 def padded(words: int, side: str = "right") -> tuple[Tensor, Tensor]:
-    """Three rows of different lengths that end with the end token, and their mask."""
+    """Return three rows of different lengths that end with the end token, and their mask."""
     tokens = torch.full((3, 9), PAD)
     for row, length in enumerate((9, 6, 4)):
         where = slice(0, length) if side == "right" else slice(9 - length, 9)
@@ -368,7 +368,7 @@ def check_lm(path: Path, settings: dict[str, Any], state: dict[str, Tensor], dic
         with torch.no_grad():
             got = model(tokens, attention_mask=mask).logits
         real = mask.bool()
-        if side == "left":  # the reference would give padding no row it may look at
+        if side == "left":  # in the reference, rows of left padding would be fully masked
             rows = [predict(state, settings, tokens[i : i + 1, 9 - n :])[0] for i, n in enumerate((9, 6, 4))]
             want = torch.stack([pad(row, (0, 0, 9 - row.shape[0], 0)) for row in rows])
         else:
@@ -411,7 +411,7 @@ def test_other_language_models(tmp_path, dictionary, changes):
     check_lm(write_args(tmp_path / "lm.pt", settings, state), settings, state, dictionary)
 
 
-def test_an_old_option_said_the_opposite(tmp_path, dictionary):
+def test_an_old_option_has_the_opposite_meaning(tmp_path, dictionary):
     """Before --tie-adaptive-proj there was --no-tie-adaptive-proj."""
     state = lm_state(LM)
     old = {name: value for name, value in LM.items() if name != "tie_adaptive_proj"} | {"no_tie_adaptive_proj": False}
@@ -448,7 +448,7 @@ def check_mt(path: Path, state: dict[str, Tensor], *dictionaries: str) -> Any:
     with torch.no_grad():
         got = model(**inputs, use_cache=False).logits[real]
     torch.testing.assert_close(got, want[real].float(), rtol=1e-4, atol=1e-4)
-    # The stock forward cannot do float64; ours, with the same attention, can.
+    # The stock forward does not support float64. That of t2r, with the same attention, does.
     model = t2r.swap(AutoModelForSeq2SeqLM.from_pretrained(out).eval())
     assert model.dtype == torch.float64
     with torch.no_grad(), t2r.exact_attention(model):
@@ -491,8 +491,8 @@ def test_sections_within_the_model(tmp_path, dictionary):
     check_mt(tmp_path / "checkpoint.pt", state, dictionary, dictionary)
 
 
-def test_files_of_the_first_years(tmp_path, dictionary):
-    """Projections were one tensor, norms had numbers, and the output was the embedding without a name of its own."""
+def test_old_names_of_tensors(tmp_path, dictionary):
+    """Old files have fused projections, numbered norms, and no separate output tensor if it is tied."""
     state, norms = mt_state(MT), {"self_attn": "0", "encoder_attn": "1", "final": "2"}
     old: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -538,7 +538,7 @@ def test_bpe_codes_make_a_tokenizer(tmp_path):
 
 
 def test_the_files_of_the_tokenizer(tmp_path, dictionary, run):
-    """The part of it that needs no sacremoses."""
+    """Test the files that can be checked without sacremoses."""
     (tmp_path / "codes").write_text(CODES)
     path = write_args(tmp_path / "checkpoint.pt", MT, mt_state(MT))
     code, _, stderr = run("import", path, tmp_path / "o", "--dict", dictionary, "--bpe-codes", tmp_path / "codes")
@@ -553,7 +553,7 @@ def test_the_files_of_the_tokenizer(tmp_path, dictionary, run):
     ("codes", "message"),
     [
         ("e </w>\n", "subword-nmt 0.1"),
-        ("alone\n", "line 1: expected two pieces"),
+        ("alone\n", "line 1: expected two subwords"),
         (None, "cannot be read as BPE codes"),
     ],
 )
@@ -597,14 +597,14 @@ def test_an_imported_translation_model_becomes_an_rnn(tmp_path, dictionary, run)
     code, stdout, _ = run("import", path, mt, "--dict", dictionary, "--json")
     assert code == 0
     assert json.loads(stdout)["tokenizer"] is False
-    assert run("import", path, tmp_path / "again", "--dict", dictionary)[2].startswith("t2r: note: without BPE codes")
+    assert run("import", path, tmp_path / "again", "--dict", dictionary)[2].startswith("t2r: note: no BPE codes")
     code, stdout, _ = run("swap", mt, rnn, "--feature-size", 8, "--init", "identity")
     assert code == 0
     tokens, mask = padded(WORDS)
     model = AutoModelForSeq2SeqLM.from_pretrained(rnn).eval()
     out = model.generate(tokens, attention_mask=mask, num_beams=1, min_new_tokens=6, max_new_tokens=6)
     assert out.shape == (3, 7)
-    with torch.no_grad():  # token for token what it says when it sees all of it at once
+    with torch.no_grad():  # the same tokens as in one parallel forward
         again = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=out[:, :-1]).logits
     again[..., EOS] = -math.inf
     assert torch.equal(again[:, :5].argmax(-1), out[:, 1:6])
@@ -620,18 +620,18 @@ def test_an_imported_translation_model_becomes_an_rnn(tmp_path, dictionary, run)
         (MT, {"decoder_learned_pos": True}, "decoder_learned_pos=True"),
         (MT, {"cross_self_attention": True}, "cross_self_attention=True"),
         (MT, {"layernorm_embedding": True}, "layernorm_embedding=True"),
-        (MT, {"activation_fn": "swiglu"}, "activation_fn=swiglu: known are relu"),
-        (MT, {"encoder_layers": 6}, "holds 2 layers of its encoder, and its settings say 6"),
+        (MT, {"activation_fn": "swiglu"}, "activation_fn=swiglu: supported are relu"),
+        (MT, {"encoder_layers": 6}, "has 2 encoder layers, but its settings say 6"),
         (MT, {"decoder_attention_heads": 3}, "not a multiple of decoder_attention_heads"),
-        (MT, {"decoder_attention_heads": None}, "does not say its decoder_attention_heads"),
+        (MT, {"decoder_attention_heads": None}, "has no setting decoder_attention_heads"),
         (LM, {"decoder_learned_pos": True}, "decoder_learned_pos=True: the adaptive language model"),
         (LM, {"character_embeddings": True}, "character_embeddings=True"),
-        (LM, {"adaptive_input_cutoff": "5,20"}, "other bands for input and softmax"),
-        (LM, {"adaptive_softmax_cutoff": None}, "has both or neither"),
-        (LM, {"adaptive_softmax_cutoff": "9,20", "adaptive_input_cutoff": "9,20"}, "does not fit its own settings"),
+        (LM, {"adaptive_input_cutoff": "5,20"}, "different bands for input and softmax"),
+        (LM, {"adaptive_softmax_cutoff": None}, "requires both or neither"),
+        (LM, {"adaptive_softmax_cutoff": "9,20", "adaptive_input_cutoff": "9,20"}, "does not match its settings"),
     ],
 )
-def test_settings_that_cannot_be_followed(tmp_path, dictionary, base, changes, message):
+def test_unsupported_settings(tmp_path, dictionary, base, changes, message):
     state = lm_state(base) if base is LM else mt_state(base)
     path = write_args(tmp_path / "checkpoint.pt", base | changes, state)
     with pytest.raises(T2RError, match=message):
@@ -646,16 +646,20 @@ def replace(name: str, tensor: Tensor | None) -> Any:
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (LM, replace("decoder.layers.0.self_attn.bias_k", torch.ones(1)), "would not use.*bias_k"),
+        (LM, replace("decoder.layers.0.self_attn.bias_k", torch.ones(1)), "does not use.*bias_k"),
         (LM, replace("decoder.layers.1.fc2.bias", None), "no tensor decoder.layers.1.fc2.bias"),
-        (LM, replace("decoder.adaptive_softmax.version", None), "of the first fairseq"),
+        (LM, replace("decoder.adaptive_softmax.version", None), "of an early fairseq"),
         (LM, replace("decoder.adaptive_softmax.head.word_proj.weight", torch.ones(10, HIDDEN)), "tied to"),
         (LM, replace("decoder.adaptive_softmax.tail.1.0.weight", torch.ones(HIDDEN, 1)), "tie_adaptive_proj"),
-        (LM, replace("decoder.layers.0.fc1.bias", torch.ones(3)), r"layers.0.fc1.bias is \[3\], not \[24\]"),
+        (
+            LM,
+            replace("decoder.layers.0.fc1.bias", torch.ones(3)),
+            r"layers.0.fc1.bias has shape \[3\], expected \[24\]",
+        ),
         (MT, replace("decoder.output_projection.weight", torch.ones(WORDS, HIDDEN)), "tied to"),
         (MT, replace("encoder.embed_tokens.weight", torch.ones(WORDS, HIDDEN)), "share_all_embeddings, but"),
         (MT, replace("encoder.embed_tokens.weight", torch.ones(WORDS, 8)), "encoder_embed_dim=8"),
-        (MT, replace("encoder.layer_norm.weight", torch.ones(HIDDEN)), "would not use.*encoder.layer_norm"),
+        (MT, replace("encoder.layer_norm.weight", torch.ones(HIDDEN)), "does not use.*encoder.layer_norm"),
         (MT, replace("decoder.version", torch.ones(1)), None),
     ],
 )
@@ -690,7 +694,7 @@ def test_nothing_of_a_file_is_run(tmp_path, run, dictionary, zipped, function, n
     path = tmp_path / "checkpoint.pt"
     content = {"args": argparse.Namespace(**LM), "model": lm_state(LM), "extra_state": harm}
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(T2RError, match=rf"is refused: it asks for {name}, which no model needs"):
+    with pytest.raises(T2RError, match=rf"is refused: it requests {name}, which is not allowed"):
         read_checkpoint(str(path))
     code, stdout, stderr = run("import", path, tmp_path / "out", "--dict", dictionary)
     assert (code, stdout, stderr.count("\n")) == (2, "", 1)
@@ -699,7 +703,7 @@ def test_nothing_of_a_file_is_run(tmp_path, run, dictionary, zipped, function, n
 
 
 def test_what_stands_in_for_fairseq_does_nothing_either(tmp_path):
-    """A name of fairseq's is allowed, whatever the file does with it; it is not fairseq's own."""
+    """Names of fairseq are allowed, but they refer to stand-ins and not to fairseq."""
     before = set(torch.serialization.get_safe_globals())
     with foreign("fairseq.checkpoint_utils.run", "fairseq.dataclass.constants.Choices") as (harmful, choices):
         args = argparse.Namespace(**LM | {"activation_fn": Harmful(choices, "gelu")})
@@ -708,7 +712,7 @@ def test_what_stands_in_for_fairseq_does_nothing_either(tmp_path):
     read = read_checkpoint(str(tmp_path / "checkpoint.pt"))
     assert (read.settings["decoder_layers"], read.activation()) == (LAYERS, "gelu")
     assert "fairseq.checkpoint_utils" not in sys.modules
-    assert set(torch.serialization.get_safe_globals()) == before  # it was allowed for that one file only
+    assert set(torch.serialization.get_safe_globals()) == before  # names are allowed for that file only
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -717,7 +721,7 @@ def test_a_file_that_is_cut_off(tmp_path, dictionary, zipped, share):
     path = write_args(tmp_path / "checkpoint.pt", LM, lm_state(LM), zipped=zipped)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(T2RError, match="is not a checkpoint, or is damaged or cut off"):
+    with pytest.raises(T2RError, match="is not a checkpoint, or is damaged or truncated"):
         import_fairseq(str(path), str(tmp_path / "out"), dictionary=dictionary)
 
 
@@ -728,8 +732,8 @@ def test_a_file_that_is_cut_off(tmp_path, dictionary, zipped, share):
         (b"no pickle at all\n" * 50, "not a checkpoint"),
         ([1, 2], "has no 'model'"),
         ({"state_dict": {}}, "has no 'model'"),
-        ({"model": {"a": 1}}, "not a table of tensors"),
-        ({"model": {}}, "not a table of tensors"),
+        ({"model": {"a": 1}}, "not a dictionary of tensors"),
+        ({"model": {}}, "not a dictionary of tensors"),
         ({"model": {"a": torch.ones(1)}}, "neither 'args' nor a 'cfg'"),
         ({"model": {"a": torch.ones(1)}, "args": {"arch": "resnet"}}, "has no decoder"),
         ({"model": {"encoder.a": torch.ones(1)}, "args": {"arch": "roberta"}}, "no tensor encoder.embed_tokens.weight"),
@@ -749,11 +753,11 @@ def test_what_is_not_a_checkpoint(tmp_path, dictionary, content, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a 1\nb 2\n", "has 6 words, with fairseq's 4 special ones, and the checkpoint was trained with 40"),
+        ("a 1\nb 2\n", "has 6 words, including fairseq's 4 special words, but the checkpoint was trained with 40"),
         ("a 1\nb\n", "line 2: expected a word and its count"),
         ("a 1\n\nb 1\n", "line 2: expected a word"),
-        ("a 1\na 1\n", "line 2: 'a' is there twice"),
-        ("</s> 5\n", "line 1: </s> is one of fairseq's own"),
+        ("a 1\na 1\n", "line 2: 'a' is a duplicate"),
+        ("</s> 5\n", "line 1: </s> is a special word of fairseq"),
         (None, "cannot be read as a dictionary"),
     ],
 )
@@ -775,7 +779,7 @@ def test_dictionaries_as_fairseq_reads_them(tmp_path):
 
 def test_the_wrong_options(tmp_path, dictionary):
     lm, mt = write_args(tmp_path / "lm.pt", LM, lm_state(LM)), write_args(tmp_path / "mt.pt", MT, mt_state(MT))
-    with pytest.raises(T2RError, match="takes one dictionary and no BPE codes"):
+    with pytest.raises(T2RError, match="give one dictionary and no BPE codes"):
         import_fairseq(str(lm), str(tmp_path / "out"), dictionary=dictionary, target_dictionary=dictionary)
     other = tmp_path / "dict.de.txt"
     other.write_text(Path(dictionary).read_text().replace("w0 ", "other "))

@@ -1,4 +1,4 @@
-"""What is computed in fewer operations, for one token or without a rotation, is the same."""
+"""The faster code paths, for single tokens and without rotation, give the same results."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_no_rotation_is_a_rotation_by_zero(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo"])
-def test_the_stock_forward_stays_where_something_stands_in_between(model_type):
+def test_the_stock_forward_is_used_if_the_map_does_not_follow_the_projections(model_type):
     rotary = model_type == "llama"
     model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, rotary=rotary)
     assert not any(site.direct for site in recurrent_sites(model))
@@ -60,9 +60,9 @@ def test_heads_are_repeated_one_by_one():
 @pytest.mark.parametrize("decay", [True, False])
 @torch.no_grad()
 def test_a_step_in_place_is_the_step(heads, decay):
-    """`count_bounds` makes the reference compute it."""
+    """Inside `count_bounds`, the reference computes the step."""
     q, k, v = torch.rand(3, heads, 1, 8), torch.rand(3, 2, 1, 8), torch.randn(3, 2, 1, 5)
-    q[1] = 0  # sees nothing
+    q[1] = 0  # all weights are zero
     rates = torch.rand(2, 8) if decay else None
     one = State(torch.randn(3, 2, 8, 5), torch.rand(3, 2, 8))
     other = one.map(torch.clone)

@@ -1,4 +1,4 @@
-"""The state as a thing one can hold: saved and resumed, forked, taken apart and put together, rewound."""
+"""Operations on states: save, load, fork, take, stack and crop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(rows=1, length=12, seed=0):
 
 
 def read(model, ids, attention_mask=None, record=False):
-    """A cache that has read these tokens, at the positions that `generate` would give them."""
+    """Return a cache that has processed these tokens, at the positions that `generate` uses."""
     options, cache = {}, model.make_cache()
     if record:
         cache.activate_past_recording()
@@ -159,8 +159,8 @@ def test_an_empty_state_is_saved_too(tmp_path):
     assert (again.get_seq_length(), again.rows, again.nbytes) == (0, 0, 0)
 
 
-def test_generating_far_does_not_make_another_model(tmp_path):
-    """Marian's table of positions grows with the text; the model stays the model that the state belongs to."""
+def test_extended_positions_do_not_change_the_fingerprint(tmp_path):
+    """The table of positions of Marian grows with the sequence, and saved states still load."""
     model, source = swapped("marian"), batch("marian", size=1)["input_ids"]
     out = model.generate(source, **GREEDY, max_length=70, return_dict_in_generate=True)
     out.past_key_values.save(tmp_path / "state")
@@ -212,21 +212,21 @@ def refused(model, path, match):
     assert str(path) in str(caught.value)
 
 
-def test_what_is_no_state_is_refused(tmp_path):
+def test_a_file_that_is_not_a_state_is_refused(tmp_path):
     model, path = swapped("llama"), tmp_path / "state"
     refused(model, path, "there is no file")
     path.mkdir()
     refused(model, path, "there is no file")
     path.rmdir()
     path.write_text("a text, which is no state at all")
-    refused(model, path, "is not a saved state, or was cut off")
+    refused(model, path, "is not a saved state, or is truncated")
     save_file({"x": torch.zeros(2)}, path)
     refused(model, path, "a safetensors file, but not a saved state")
     read(model, text()).save(path)
     whole = path.read_bytes()
     for length in (0, 5, 100, len(whole) - 1):
         path.write_bytes(whole[:length])
-        refused(model, path, "is not a saved state, or was cut off")
+        refused(model, path, "is not a saved state, or is truncated")
 
 
 def test_another_format_is_refused(tmp_path):
@@ -236,7 +236,7 @@ def test_another_format_is_refused(tmp_path):
         header = json.loads(file.metadata()["t2r_state"])
     held = load_file(path)
     save_file(held, path, metadata={"t2r_state": json.dumps(header | {"format": FORMAT + 1})})
-    refused(model, path, f"state format {FORMAT + 1}; this t2r reads up to {FORMAT}")
+    refused(model, path, f"state format {FORMAT + 1}; this version of t2r supports up to {FORMAT}")
     held.pop("self.1.s")
     save_file(held, path, metadata={"t2r_state": json.dumps(header)})
     refused(model, path, "damaged")
@@ -245,7 +245,7 @@ def test_another_format_is_refused(tmp_path):
 
 
 def test_a_cache_without_a_model_cannot_be_saved(tmp_path):
-    with pytest.raises(t2r.T2RError, match="does not know its model"):
+    with pytest.raises(t2r.T2RError, match="this cache has no model"):
         t2r.T2RCache([RecurrentLayer()]).save(tmp_path / "state")
 
 
@@ -275,12 +275,12 @@ def test_one_state_many_continuations(model_type, kept):
     for row in range(4):
         alone = model.continue_from(cache, questions[row : row + 1], **GREEDY, max_new_tokens=5)
         assert torch.equal(alone[0], answers[row])
-    again = model.continue_from(cache, questions, **GREEDY, max_new_tokens=5)  # the same question, the same answer
+    again = model.continue_from(cache, questions, **GREEDY, max_new_tokens=5)  # the cache did not change
     assert torch.equal(again, answers)
 
 
 def test_a_fork_is_a_copy():
-    """Steps advance a state in place: no two caches may share one."""
+    """Steps update a state in place, so two caches must not share one."""
     model = swapped("llama", softmax_layers=[1])
     cache = read(model, text())
     fork, before = cache.fork(), copy.deepcopy(cache)
@@ -346,7 +346,7 @@ def test_states_of_different_lengths_together(model_type, kept):
         assert torch.equal(out[row], alone[0, ids.shape[1] :]), row
         assert_alike(states[row], before[row])
         assert_alike(together.take(row), states[row], 1e-10)
-    # A batch into a batch, each with its own padding.
+    # Stack two batches, each with its own padding.
     twice = t2r.T2RCache.stack([states[0], together])
     assert twice.padding.tokens.tolist() == [8, 8, 0, 11, 3]
     out_again = model.continue_from(twice, torch.cat([more[:1], more]), **GREEDY, max_new_tokens=8)
@@ -379,7 +379,7 @@ def test_stacked_states_are_saved_and_padded_prompts_too(tmp_path):
 
 
 def test_a_kept_sliding_window():
-    """It has forgotten what realigning would need; at equal lengths nothing must be realigned."""
+    """It no longer has the keys that realigning needs. Equal lengths do not need to be realigned."""
     model = swapped("mistral", softmax_layers=[1])
     long, short = read(model, text(1, 12)), read(model, text(1, 7))
     with pytest.raises(t2r.T2RError, match="sliding window cannot be realigned"):
@@ -400,9 +400,9 @@ def test_a_kept_sliding_window():
 
 def test_what_cannot_be_stacked():
     model = swapped("llama")
-    with pytest.raises(t2r.T2RError, match="nothing to stack"):
+    with pytest.raises(t2r.T2RError, match="at least one cache"):
         t2r.T2RCache.stack([])
-    with pytest.raises(t2r.T2RError, match="read nothing"):
+    with pytest.raises(t2r.T2RError, match="empty cache"):
         t2r.T2RCache.stack([read(model, text()), model.make_cache()])
 
 
@@ -429,13 +429,13 @@ def test_the_states_of_an_encoder_decoder(kept):
     assert_alike(states[0], before)
     with pytest.raises(t2r.T2RError, match="at equal lengths"):
         type(whole).stack([whole, states[0]])
-    with pytest.raises(t2r.T2RError, match="continue_from is for language models"):
+    with pytest.raises(t2r.T2RError, match="continue_from supports language models"):
         model.continue_from(whole, new)
 
 
 @torch.no_grad()
 def test_sources_of_different_lengths():
-    """The recurrent cross attention has forgotten their lengths; a softmax one has not."""
+    """States of recurrent cross attention have no length. Keys and values of softmax attention do."""
     for kept in (None, [0]):
         model = swapped("marian", softmax_layers=kept)
         start = torch.tensor([[EOS]])
@@ -507,14 +507,14 @@ def test_positions_end_where_the_table_ends():
         model.continue_from(read(model, text(1, 60)), text(1, 2), **GREEDY, max_new_tokens=5)
 
 
-# --- Rewinding ----------------------------------------------------------------------------------------------
+# --- Cropping -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("feature_map", ["t2r", "rfa"])  # rfa: signed features, a third tensor in the state
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize(("model_type", "kept"), [("llama", None), ("gpt2", [1]), ("mistral", [2])])
 @torch.no_grad()
-def test_cropping_is_never_having_read(model_type, kept, feature_map, decay):
+def test_a_cropped_state_equals_a_state_of_fewer_tokens(model_type, kept, feature_map, decay):
     init = "identity" if feature_map == "t2r" else None
     model = swapped(model_type, softmax_layers=kept, feature_map=feature_map, init=init, decay=decay)
     ids = text(2, 14)
@@ -569,7 +569,7 @@ def test_beams_and_forks_of_a_recording_are_cropped_with_it(decay):
     cache.crop(-2)
     assert_alike(cache, read(model, ids[[1, 0], :3]), 1e-10)
     stacked = t2r.T2RCache.stack([fork, fork])
-    with pytest.raises(t2r.T2RError, match="goes back only over what it recorded"):
+    with pytest.raises(t2r.T2RError, match="only recorded tokens can be removed"):
         stacked.crop(-1)
 
 
@@ -581,7 +581,7 @@ def test_cropping_without_a_record_is_refused(kept):
     assert not cache.is_croppable
     with pytest.raises(t2r.T2RError, match="activate_past_recording"):
         cache.crop(-2)
-    assert_alike(cache, before)  # nor is a kept layer cropped alone
+    assert_alike(cache, before)  # softmax layers are not cropped either
     cache.crop(0)
     cache.activate_past_recording()
     assert cache.is_croppable
@@ -594,9 +594,9 @@ def test_cropping_without_a_record_is_refused(kept):
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "marian"])
 @pytest.mark.parametrize("kept", [None, [1]])
-@pytest.mark.parametrize("forgets", [{}, {"decay": True, "rotary": False}], ids=["keeps", "forgets"])
-def test_assisted_decoding_is_greedy_decoding(model_type, kept, forgets):
-    model = swapped(model_type, softmax_layers=kept, **forgets)
+@pytest.mark.parametrize("decay", [{}, {"decay": True, "rotary": False}], ids=["plain", "decay"])
+def test_assisted_decoding_is_greedy_decoding(model_type, kept, decay):
+    model = swapped(model_type, softmax_layers=kept, **decay)
     ids = text(1, 8)
     expected = model.generate(ids, do_sample=False, max_new_tokens=12)
     if is_seq2seq(model_type):
@@ -612,8 +612,8 @@ def test_assisted_decoding_is_greedy_decoding(model_type, kept, forgets):
 @pytest.mark.parametrize("kept", [None, [1]])
 def test_prompt_lookup_is_greedy_decoding(model_type, kept):
     model = swapped(model_type, softmax_layers=kept)
-    ids = text(1, 5).repeat(1, 3)  # something to look up
-    # Without an end: transformers 5.17 takes the token that starts a decoder for one, in any model.
+    ids = text(1, 5).repeat(1, 3)  # repeated tokens, which prompt lookup can find
+    # Without an end token: transformers 5.17 treats the decoder start token as one, in every model.
     expected = model.generate(ids, **GREEDY, max_new_tokens=20)
     actual = model.generate(ids, **GREEDY, max_new_tokens=20, prompt_lookup_num_tokens=3)
     assert torch.equal(actual, expected)
@@ -647,7 +647,7 @@ def test_the_bytes_do_not_grow():
     cache = read(model, text())
     where = cache.layers[0].state.s.data_ptr()
     model(text(length=1), past_key_values=cache)
-    assert cache.layers[0].state.s.data_ptr() == where  # in place
+    assert cache.layers[0].state.s.data_ptr() == where  # updated in place
     stock = DynamicCache()
     model(text(), past_key_values=stock)
     assert cache_bytes(stock) == held
@@ -660,6 +660,6 @@ def test_a_record_takes_room_until_it_is_cropped():
     held = cache.nbytes
     cache.activate_past_recording()
     model(text(length=4), past_key_values=cache)
-    assert cache.nbytes > 2 * held  # the state before, and what was added since
+    assert cache.nbytes > 2 * held  # the previous state and the recorded tokens
     cache.crop(0)
     assert cache.nbytes == held

@@ -1,4 +1,4 @@
-"""A static cache computes what the default cache computes, at fixed addresses, without waiting for the device."""
+"""A static cache gives the results of the default cache, at fixed addresses and without device synchronization."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from t2r import T2RError
 
 LANGUAGE_MODELS = sorted(name for name in FAMILIES if not is_seq2seq(name))
 WINDOWED = [name for name in LANGUAGE_MODELS if "sliding_window" in FAMILIES[name].fields]
-FORGETS = {"decay": True, "rotary": False, "activation": "softmax", "shared": False, "feature_size": 8}
-KINDS = {"pure": {}, "forgets": FORGETS, "kept": {"softmax_layers": [1]}, "signed": {"feature_map": "rfa"}}
+DECAY = {"decay": True, "rotary": False, "activation": "softmax", "shared": False, "feature_size": 8}
+KINDS = {"pure": {}, "decay": DECAY, "kept": {"softmax_layers": [1]}, "signed": {"feature_map": "rfa"}}
 
 
 def swapped(model_type, dtype=torch.float64, **options):
@@ -19,17 +19,17 @@ def swapped(model_type, dtype=torch.float64, **options):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises where a value of a tensor would be fetched: on a GPU that waits for all that was launched."""
+    """Raise if a tensor value is read, which synchronizes with the device on a GPU."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert "_local_scalar_dense" not in str(func), "a tensor's value is looked at"
+        assert "_local_scalar_dense" not in str(func), "a tensor value is read"
         assert "nonzero" not in str(func), "a shape depends on values"
         return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
 def decode(model, cache, tokens, wait=True):
-    """Logits of tokens that are read one at a time."""
+    """Return the logits of tokens that are processed one at a time."""
     logits = []
     for t in range(tokens.shape[1]):
         inputs = cache.step_inputs()
@@ -48,7 +48,7 @@ def decode(model, cache, tokens, wait=True):
 @torch.no_grad()
 def test_rows_of_different_lengths_are_what_each_is_alone(model_type, kind):
     if model_type in WINDOWED and kind == "kept":
-        pytest.skip("kept layers of this family have a sliding window")
+        pytest.skip("softmax layers of this family have a sliding window")
     model, lengths = swapped(model_type, **KINDS[kind]), (5, 1, 9)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, VOCABULARY, (1, n + 6), generator=generator) for n in lengths]
@@ -77,7 +77,7 @@ def test_a_step_does_not_wait_for_the_device(model_type, kind):
     assert cache.lengths.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("kind", ["forgets", "kept"])
+@pytest.mark.parametrize("kind", ["decay", "kept"])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 @torch.no_grad()
 def test_a_step_compiles_once_to_one_graph(model_type, kind):
@@ -102,7 +102,7 @@ def test_a_step_compiles_once_to_one_graph(model_type, kind):
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "marian", "t5"])
 def test_generate_with_a_static_cache_is_generate(model_type, kind, options):
     if (model_type, kind) == ("t5", "kept"):
-        pytest.skip("kept layers of this family have a relative position bias")
+        pytest.skip("softmax layers of this family have a relative position bias")
     model, inputs = swapped(model_type, **KINDS[kind]), batch(model_type)
     inputs = {k: v for k, v in inputs.items() if not k.startswith("decoder")}
     how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, **options}
@@ -145,7 +145,7 @@ def test_a_row_of_a_padded_batch_and_a_saved_state_can_be_put_in(tmp_path):
         torch.testing.assert_close(logits[row], model(whole, use_cache=False).logits[0, -3:], rtol=1e-9, atol=1e-9)
 
 
-def test_what_it_cannot_hold_is_said():
+def test_refusals():
     model = swapped("gpt2", softmax_layers=[0])
     with pytest.raises(T2RError, match="max_length"):
         model.make_static_cache(rows=2)
@@ -159,15 +159,15 @@ def test_what_it_cannot_hold_is_said():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("kind", ["forgets", "kept"])
+@pytest.mark.parametrize("kind", ["decay", "kept"])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 @torch.no_grad()
 def test_a_step_is_captured_as_a_cuda_graph(model_type, kind):
-    """Eager steps wait for nothing, and replays of one captured step are those steps."""
+    """Eager steps do not synchronize, and replays of a captured step give the same results."""
     model = swapped(model_type, torch.float32, **KINDS[kind]).cuda()
     tokens = torch.randint(3, VOCABULARY, (2, 8), device="cuda")
     eager, cache = (model.make_static_cache(rows=2, max_length=16) for _ in range(2))
-    model(tokens[:, :1], past_key_values=eager, **eager.step_inputs())  # compiles kernels, which may wait
+    model(tokens[:, :1], past_key_values=eager, **eager.step_inputs())  # compiles kernels, which may synchronize
     eager.reset()
     torch.cuda.set_sync_debug_mode("error")
     try:

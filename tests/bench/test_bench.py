@@ -1,4 +1,4 @@
-"""The measurements measure what they say. How fast things are is not tested here: that is a result."""
+"""Benchmarks of linear attention: correctness of the measurements, not speed."""
 
 import json
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from rich.console import Console
 from t2r.bench import ops
 
 
-def test_peak_bytes_counts_what_is_held_at_one_time():
+def test_peak_bytes():
     x = torch.ones(1 << 18)
 
     def three_at_once_of_five() -> None:
@@ -32,7 +32,7 @@ def test_a_small_run(monkeypatch):
     assert [row.length for row in report.rows] == [32, 64]
     for row in report.rows:
         assert min(row.softmax_forward, row.linear_forward, row.linear_training) > 0
-        assert row.memory_multiple > 1  # the output and three gradients are that much by themselves
+        assert row.memory_multiple > 1  # the output and three gradients alone are this large
     assert report.growth > 0
     json.dumps(asdict(report))
     with Console(quiet=True) as console:

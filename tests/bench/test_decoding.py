@@ -1,4 +1,4 @@
-"""Decoding measured: the steps are the models' own, the caches what they hold. How fast anything is is not tested."""
+"""The decoding benchmark: correctness of the measurements, not speed."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ SHORT = {"steps": 2, "repeats": 2}
 
 
 def pair(model_type="gpt2", **options):
-    """A teacher and its recurrent form."""
+    """Return a teacher and its swapped model."""
     teacher = tiny(model_type, torch.float32)
     return {"teacher": teacher, "RNN": t2r.swap(copy.deepcopy(teacher), feature_map="hedgehog", **options)}
 
@@ -41,7 +41,7 @@ def test_the_cache_of_a_teacher_grows_and_the_state_does_not():
     assert json.loads(json.dumps(asdict(report)))["settings"]["repeats"] == 2
 
 
-def test_a_batch_counts_as_many_tokens():
+def test_tokens_of_a_batch_are_counted():
     report = decoding.run({"teacher": tiny("llama", torch.float32)}, [8], batch=3, **SHORT)
     (point,) = report.points
     assert point.tokens_per_second == pytest.approx(3e3 / point.milliseconds)
@@ -50,8 +50,8 @@ def test_a_batch_counts_as_many_tokens():
     )
 
 
-def test_what_is_timed_is_a_step_after_the_whole_text():
-    """Every forward of a timed round sees one token, with all of the text before it in the cache."""
+def test_timed_steps_have_the_whole_context_in_the_cache():
+    """Every forward of a timed round gets one token, with the whole context in the cache."""
     model, seen = tiny("gpt2", torch.float32), []
 
     def note(module, args, kwargs):
@@ -66,7 +66,7 @@ def test_what_is_timed_is_a_step_after_the_whole_text():
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt"])
-def test_positions_that_end_are_repeated_in_a_copy(model_type):
+def test_learned_positions_are_repeated_in_a_copy(model_type):
     model = tiny(model_type, torch.float32)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     longer = decoding.with_positions(model, 3 * POSITIONS - 5)
@@ -75,7 +75,7 @@ def test_positions_that_end_are_repeated_in_a_copy(model_type):
     assert model.config.max_position_embeddings == POSITIONS
     for name, x in model.state_dict().items():
         assert torch.equal(x, before[name])
-    # Read from position 0 and from where the positions begin again, the same words are the same.
+    # The same tokens give the same output at position 0 and where the repeated positions start again.
     ids = torch.arange(5, 15)[None]
     again = torch.arange(POSITIONS, POSITIONS + 10)[None]
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_positions_that_end_are_repeated_in_a_copy(model_type):
     assert decoding.with_positions(model, POSITIONS) is model
 
 
-def test_beyond_its_positions_a_model_is_measured_and_that_is_said():
+def test_measuring_beyond_the_positions_is_reported():
     models = pair(feature_size=4)
     t2r.merge(models["RNN"], force=True)
     report = decoding.run(models, [3 * POSITIONS], **SHORT)
@@ -99,14 +99,14 @@ def test_beyond_its_positions_a_model_is_measured_and_that_is_said():
         ([1, 1, 3], [2, 2, 2], 250),
         ([1, 1, 1], [2, 2, 2], None),
         ([3, 3, 3], [2, 2, 2], 100),
-        ([3, 1, 3], [2, 2, 2], 250),  # faster once by chance is not faster from there on
+        ([3, 1, 3], [2, 2, 2], 250),  # a single faster measurement is not a crossover
     ],
 )
 def test_crossover(reference, times, expected):
     assert decoding.crossover([100, 200, 300], reference, times) == expected
 
 
-def test_for_people():
+def test_tables_and_notes():
     settings = decoding.Settings(1, 16, 5, "float32", "cpu", 2)
     points = [decoding.Point("teacher", 512, 2.0, 500.0, 1 << 20), decoding.Point("RNN", 512, 4.0, 250.0, 1 << 19)]
     points += [decoding.Point("teacher", 2048, 8.0, 125.0, 1 << 22), decoding.Point("RNN", 2048, 4.0, 250.0, 1 << 19)]
@@ -119,7 +119,7 @@ def test_for_people():
     assert "other is not faster than teacher up to 2,048 tokens" in text
 
 
-def test_what_cannot_be_measured_is_refused():
+def test_invalid_benchmarks_are_refused():
     model = tiny("gpt2", torch.float32)
     with pytest.raises(T2RError, match="at least one model"):
         decoding.run({}, [8])
@@ -127,7 +127,7 @@ def test_what_cannot_be_measured_is_refused():
         decoding.run({"a": model}, [8], steps=0)
     with pytest.raises(T2RError, match="encoder-decoder"):
         decoding.run({"a": tiny("bart", torch.float32)}, [8])
-    with pytest.raises(T2RError, match="one dtype on one device"):
+    with pytest.raises(T2RError, match="one dtype and one device"):
         decoding.run({"a": model, "b": tiny("gpt2", torch.float64)}, [8])
     config = OpenAIGPTConfig(vocab_size=97, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     without_cache = {"a": OpenAIGPTLMHeadModel(config).eval()}
@@ -136,7 +136,7 @@ def test_what_cannot_be_measured_is_refused():
 
 
 def test_captured_steps_and_a_window_of_the_same_memory():
-    """On a CPU: the engine's row of the converted model, and the teacher with a window."""
+    """On a CPU: the converted model with the engine, and the teacher with a window."""
     models = pair("llama", feature_size=8)
     report = decoding.run(models, [6, 40], engine=True, window=True, **SHORT)
     names = [point.model for point in report.points if point.length == 40]
@@ -150,7 +150,7 @@ def test_captured_steps_and_a_window_of_the_same_memory():
     assert set(report.crossovers) == set(names[1:])
 
 
-def test_a_kept_layer_in_the_engine():
+def test_softmax_layers_in_the_engine():
     models = pair("llama", feature_size=8, softmax_layers=[1])
     report = decoding.run(models, [6, 20], engine=True, **SHORT)
     held = {(p.model, p.length): p.cache_bytes for p in report.points}

@@ -1,4 +1,4 @@
-"""Whatever a user gives that is wrong is one line on stderr, exit code 2, and nothing half-written."""
+"""User errors print one line on stderr, exit with code 2, and leave no partial output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def words(size: int = 97) -> PreTrainedTokenizerFast:
 
 
 def edit(folder: Path, **fields: object) -> None:
-    """Change what config.json says."""
+    """Change fields of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
@@ -48,7 +48,7 @@ def shard(folder: Path, index: object) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Good models, and one for everything that can be wrong with one."""
+    """Valid models, and one model for each kind of damage."""
     root = tmp_path_factory.mktemp("made")
     for name in ("gpt2", "llama", "marian"):
         tiny(name, torch.float32).save_pretrained(root / name)
@@ -162,7 +162,7 @@ CASES = [
     (f"{CONVERT} --limit 0", "limit must be a whole number, at least 1"),
     (f"{CONVERT} --teacher-tokens 0", "teacher_tokens must be a whole number, at least 1"),
     (f"{CONVERT} --save-steps 0", "save_steps must be a whole number, at least 1"),
-    (f"{CONVERT} --device meta", "no device 'meta' here"),
+    (f"{CONVERT} --device meta", "device 'meta' is not available"),
     (f"{CONVERT} --softmax-layers 3-1", "such as 1,5,9 or 0-3,7"),
     (f"{CONVERT} --softmax-layers -1", "such as 1,5,9 or 0-3,7"),
     ("swap {m}/gpt2 {o} --cross-feature-size -1", "cross_feature_size must be a whole number, at least 1; got -1"),
@@ -172,25 +172,25 @@ CASES = [
     ("generate {m}/gpt2 the --top-k -1", "top_k must be a whole number, at least 0"),
     ("generate {m}/gpt2 the --repetition-penalty 0", "repetition_penalty must be a number, above 0"),
     (f"generate {{m}}/gpt2 the --seed {2**70}", "seed must be a whole number"),
-    ("generate {m}/gpt2 the --device meta", "no device 'meta' here"),
-    ("bench ops --device meta --length 8", "no device 'meta' here"),
+    ("generate {m}/gpt2 the --device meta", "device 'meta' is not available"),
+    ("bench ops --device meta --length 8", "device 'meta' is not available"),
     (f"{EVALUATE} --window 1", "window must be a whole number, at least 2"),
     (f"{EVALUATE} --stride 0", "stride must be a whole number, at least 1"),
-    (f"{EVALUATE} --stride 600", "a stride of 600 must be less than the window of"),
-    (f"{PRETRAIN} --model-set n_head=0", "this configuration makes no model"),
-    (f"{PRETRAIN} --model-set n_embd=-8", "this configuration makes no model"),
+    (f"{EVALUATE} --stride 600", "stride 600 must be less than the window"),
+    (f"{PRETRAIN} --model-set n_head=0", "configuration is not valid"),
+    (f"{PRETRAIN} --model-set n_embd=-8", "configuration is not valid"),
     # Recipes.
     (f"{CONVERT} --recipe {{m}}/recipe-keys.yaml", "no field 3"),
     (f"{CONVERT} --recipe {{m}}/recipe-date.yaml", "steps must be a whole number"),
-    (f"{CONVERT} --recipe {{m}}/recipe-deep.yaml", "is not YAML"),
+    (f"{CONVERT} --recipe {{m}}/recipe-deep.yaml", "is not valid YAML"),
     # Texts.
     ("evaluate {m}/llama --text {m}/surrogate.jsonl", "surrogate.jsonl:2: the text is not valid Unicode (U+D83D"),
-    ("evaluate {m}/llama --text {m}/deep.jsonl", "deep.jsonl:1: not JSON that can be read"),
-    ("evaluate {m}/llama --text {m}/digits.jsonl", "digits.jsonl:1: not JSON that can be read"),
+    ("evaluate {m}/llama --text {m}/deep.jsonl", "deep.jsonl:1: the JSON cannot be read"),
+    ("evaluate {m}/llama --text {m}/digits.jsonl", "digits.jsonl:1: the JSON cannot be read"),
     ("evaluate {m}/llama --text {m}/pipe", "is a device or a pipe"),
     ("evaluate {m}/llama --text ~nobody-here/x", "there is no file ~nobody-here/x"),
     # Models.
-    *((f"{command}", "weights that are not finite numbers") for command in (
+    *((f"{command}", "NaN or infinite weights") for command in (
         "swap {m}/nan {o}", "generate {m}/nan the", "generate {m}/nan-rnn the", "merge {m}/nan-rnn {o} --force",
         "evaluate {m}/nan --text {m}/text.txt", "convert {m}/nan {o} --train {m}/text.txt",
     )),
@@ -199,27 +199,27 @@ CASES = [
     )),
     (f"{EVALUATE} --teacher {{m}}/marian", "is an encoder-decoder"),
     (f"{EVALUATE} --teacher {{m}}/bert", "BertForMaskedLM, which does not generate text"),
-    (f"{EVALUATE} --teacher {{m}}/other", "over one vocabulary, and these differ"),
+    (f"{EVALUATE} --teacher {{m}}/other", "must have the same vocabulary size"),
     ("generate {m}/many-words --file {m}/words.txt", "the model's vocabulary ends at 96"),
     ("evaluate {m}/many-words --text {m}/words.txt --window 8", "vocabulary ends at 96"),
-    ("generate {m}/template-syntax --chat the", "the chat template refuses"),
-    ("generate {m}/template-call --chat the", "the chat template refuses"),
-    ("generate {m}/template-type --chat the", "the chat template refuses"),
+    ("generate {m}/template-syntax --chat the", "the chat template rejects"),
+    ("generate {m}/template-call --chat the", "the chat template rejects"),
+    ("generate {m}/template-type --chat the", "the chat template rejects"),
     ("generate {m}/no-heads the", "cannot be loaded"),
     ("generate {m}/text-heads the", "cannot be loaded"),
-    ("inspect {m}/no-heads", "makes no model (ZeroDivisionError"),
+    ("inspect {m}/no-heads", "is not valid (ZeroDivisionError"),
     ("inspect {m}/odd-type", "config.json of"),
     *((f"inspect {{m}}/config-{name}", "") for name in ("list", "number", "deep", "cut", "bytes")),
-    ("inspect {m}/base-list", "base_config names no model_type"),
-    ("inspect {m}/base-untyped", "base_config names no model_type"),
+    ("inspect {m}/base-list", "base_config has no model_type"),
+    ("inspect {m}/base-untyped", "base_config has no model_type"),
     ("inspect {m}/base-odd", "base_config is damaged"),
     ("inspect {m}/base-unknown", "base_config is damaged"),
     ("inspect {m}/bad-option", "feature_size must be a whole number, at least 1; got -3"),
-    ("swap {m}/index-outside {o}", "names '../gpt2/model.safetensors', which is not a safetensors file of that folder"),
-    ("swap {m}/index-absolute {o}", "which is not a safetensors file of that folder"),
-    ("swap {m}/index-pickle {o}", "which is not a safetensors file of that folder"),
-    ("swap {m}/index-list {o}", "holds no weight_map"),
-    ("swap {m}/index-cut {o}", "holds no weight_map"),
+    ("swap {m}/index-outside {o}", "refers to '../gpt2/model.safetensors', which is not a safetensors file in that"),
+    ("swap {m}/index-absolute {o}", "which is not a safetensors file in that folder"),
+    ("swap {m}/index-pickle {o}", "which is not a safetensors file in that folder"),
+    ("swap {m}/index-list {o}", "has no valid weight_map"),
+    ("swap {m}/index-cut {o}", "has no valid weight_map"),
     ("swap {m}/index-missing {o}", "cannot be loaded"),
     # Paths.
     ("swap {m}/gpt2 {m}/pipe", "is a device, a pipe or a socket"),
@@ -243,7 +243,7 @@ CASES = [
     ("merge {m}/loop {o}", "symbolic links"),
     (f"{CONVERT} --recipe {LONG}.yaml", "too long"),
     (f"pretrain {LONG} {{o}} --train {{m}}/text.txt", "too long"),
-    ("generate {m}/rnn the --save-state {m}/nowhere/state", "there is no folder"),
+    ("generate {m}/rnn the --save-state {m}/nowhere/state", "nowhere does not exist"),
     ("generate {m}/rnn --file {m}/text.txt --save-state {o}", "beyond the 64 positions"),
 ]  # fmt: skip
 
@@ -271,7 +271,7 @@ def test_devices_are_left_alone(made):
 def test_standard_input_that_is_not_utf8(run, made):
     code, _, stderr = run("generate", made / "gpt2", stdin=b"the old \xff man")
     assert code == 2
-    assert stderr == "t2r: the standard input is not UTF-8: 0xff at byte 8\n"
+    assert stderr == "t2r: standard input is not UTF-8: 0xff at byte 8\n"
 
 
 def test_arguments_that_are_not_utf8():

@@ -24,3 +24,16 @@ def test_decode(tmp_path):
     run = CliRunner().invoke(app, ["bench", "decode", *models, *quick, "--batch", "1", "--batch", "2", "--json"])
     reports = json.loads(run.stdout)
     assert [report["settings"]["batch"] for report in reports] == [1, 2]
+
+
+def test_train(tmp_path):
+    tiny("llama", torch.float32).save_pretrained(tmp_path / "teacher")
+    small = ["--batch-tokens", "32", "--block-size", "16", "--repeats", "1", "--device", "cpu", "--feature-size", "8"]
+    run = CliRunner().invoke(app, ["bench", "train", str(tmp_path / "teacher"), *small, "--json"])
+    assert run.exit_code == 0, run.output
+    report = json.loads(run.stdout)
+    steps = ["softmax model, finetuned", "converted, transfer", "converted, distill", "converted, finetuned"]
+    assert [row["step"] for row in report["rows"]] == steps
+    assert all(row["milliseconds"] > 0 for row in report["rows"])
+    run = CliRunner().invoke(app, ["bench", "train", str(tmp_path / "teacher"), "--batch-tokens", "100"])
+    assert run.exit_code != 0

@@ -1,4 +1,4 @@
-"""The command line, as a user meets it."""
+"""The command line: help, flags, errors and exit codes."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a command in this process: a new one would spend seconds on loading torch."""
+    """Run a command in this process. A new one would spend seconds on importing torch."""
 
     def run(*arguments: str, debug: str = "") -> Outcome:
         monkeypatch.setenv("T2R_DEBUG", debug)
@@ -44,7 +44,7 @@ def test_help_is_fast():
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # Seconds of the processor, and the best of several: on a busy machine a clock measures the others.
+    # CPU time, and the best of several runs: wall time on a busy machine includes other processes.
     assert min(seconds() for _ in range(5)) < 0.5
 
 
@@ -72,12 +72,12 @@ def test_flags_of_stages_are_overrides():
     assert (transfer.steps, distill.steps, distill.learning_rate) == (7, 5, 1e-4)
     assert transfer.learning_rate == load_recipe("distill-lm").stages[0].learning_rate
     assert stage_overrides({"learning_rate": 0.1}, None, None) == ["learning_rate=0.1"]
-    with pytest.raises(t2r.T2RError, match="both say how long"):
+    with pytest.raises(t2r.T2RError, match="both set the budget"):
         stage_overrides(given, 3.0, None)
 
 
 def test_training_flags_reach_the_pipeline(run, monkeypatch):
-    """Parsing alone: what a flag does is tested where it is done."""
+    """Tests parsing only. The effect of each flag is tested with the code it controls."""
     for name in ("convert", "pretrain"):
         called = {}
         monkeypatch.setattr(f"t2r.pipelines.{name}.{name}", lambda *a, called=called, **options: called.update(options))
@@ -90,7 +90,7 @@ def test_training_flags_reach_the_pipeline(run, monkeypatch):
         assert (called["bf16"], called["compiled"], called["save_steps"], called["restart"]) == (True, False, 9, True)
         assert called["gradient_checkpointing"]
         assert called["softmax_layers"] == [0, 1, 2]
-        assert called["progress"] is False  # nobody looks
+        assert called["progress"] is False  # stderr is not a terminal
 
 
 @pytest.mark.parametrize("statement", ["import t2r.cli", "import t2r; dir(t2r); t2r.T2RError"])
@@ -99,7 +99,7 @@ def test_the_command_line_is_light(statement):
     subprocess.run([sys.executable, "-c", f"import sys; sys.argv = ['t2r']; {statement}; {check}"], check=True)
 
 
-def test_every_public_name_can_be_had():
+def test_every_public_name_can_be_imported():
     for name in t2r.__all__:
         assert getattr(t2r, name) is not None
     assert set(t2r.__all__) <= set(dir(t2r))
@@ -108,7 +108,7 @@ def test_every_public_name_can_be_had():
 
 
 @pytest.mark.parametrize(("rank", "told"), [(None, True), ("0", True), ("1", False)])
-def test_of_several_processes_the_first_tells_what_happens(rank, told, monkeypatch, capsys):
+def test_only_the_first_of_several_processes_prints(rank, told, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
@@ -151,8 +151,8 @@ def test_info_as_tables(run):
         (["bench", "ops", "--length", "many"], "--length"),
         (["bench", "ops", "--length", "0"], "length must be at least 1, got 0"),
         (["bench", "ops", "--dtype", "int3"], "no dtype 'int3': choose one of float32"),
-        (["bench", "ops", "--device", "abacus"], "no device 'abacus' here"),
-        (["bench", "ops", "--backend", "magic"], "no backend 'magic': choose"),
+        (["bench", "ops", "--device", "abacus"], "device 'abacus' is not available"),
+        (["bench", "ops", "--backend", "magic"], "unknown backend 'magic': choose"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, says):

@@ -25,7 +25,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A tiny GPT-2 and Llama, as they were and swapped, with a tokenizer each, and a text."""
+    """A tiny GPT-2 and Llama, before and after a swap, each with a tokenizer, and a text."""
     root = tmp_path_factory.mktemp("models")
     core = Tokenizer(models.WordLevel(unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -96,10 +96,10 @@ def test_evaluate_prints_a_table(folders):
     assert "gpt2" in result.stdout
 
 
-def test_a_model_that_is_not_there_is_not_one_without_a_tokenizer(folders, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # nobody is asked, and waited for
+def test_a_missing_model_is_not_reported_as_a_missing_tokenizer(folders, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no network requests
     result = run("evaluate", "no-such-model", "--text", folders / "text.txt")
-    assert "no-such-model is not a folder here" in str(result.exception)
+    assert "no-such-model is not a local folder" in str(result.exception)
 
 
 def test_evaluate_needs_something_to_measure(folders):
@@ -109,7 +109,7 @@ def test_evaluate_needs_something_to_measure(folders):
 def test_evaluate_runs_the_task_that_ships(folders, monkeypatch, tmp_path):
     pytest.importorskip("lm_eval", reason="needs the lm-eval extra")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(Path(__file__).parents[2])  # the task names its file as seen from the repository's root
+    monkeypatch.chdir(Path(__file__).parents[2])  # the task's file path is relative to the repository root
     command = ("evaluate", folders / "llama", folders / "llama-rnn", "--limit", 8)
     task = ("--task", "next_words", "--task-folder", "examples/tasks")
     result = run(*command, *task)
@@ -120,7 +120,7 @@ def test_evaluate_runs_the_task_that_ships(folders, monkeypatch, tmp_path):
     assert all(row["perplexity"] > 1 and 0 <= row["tasks"]["next_words"]["acc,none"] <= 1 for row in both)
 
 
-def test_a_task_that_cannot_be_run_is_said_before_the_text_is_measured(folders):
+def test_an_unknown_task_is_refused_before_the_text_is_measured(folders):
     pytest.importorskip("lm_eval", reason="needs the lm-eval extra")
     command = ("evaluate", folders / "gpt2", "--text", "no-such-file.txt", "--task", "no_such_task")
     assert "no task no_such_task" in str(run(*command).exception)
@@ -131,11 +131,11 @@ def test_a_task_without_its_data_is_one_line(folders, monkeypatch, tmp_path):
     command = ("evaluate", folders / "gpt2", "--task", "next_words", "--task-folder")
     assert "there is no folder" in str(run(*command, tmp_path / "nowhere").exception)
     tasks = Path(__file__).parents[2] / "examples" / "tasks"
-    monkeypatch.chdir(tmp_path)  # from where its file is not seen
+    monkeypatch.chdir(tmp_path)  # from here the task's file is not found
     assert "the data of next_words cannot be read" in str(run(*command, tasks).exception)
 
 
-def test_tasks_are_a_row_a_metric():
+def test_tasks_are_one_row_per_metric():
     metrics = {"alias": "cloze", "acc,none": 0.25, "acc_stderr,none": 0.05, "f1,none": 0.5, "f1_stderr,none": "N/A"}
     (table,) = tables([{"model": "a", "tasks": {"cloze": metrics}}, {"model": "b", "tasks": {"cloze": metrics}}])
     assert [list(column.cells) for column in table.columns] == [

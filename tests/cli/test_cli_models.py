@@ -1,4 +1,4 @@
-"""swap, inspect and generate, as a user meets them: tiny models with a tokenizer, in folders."""
+"""The commands swap, inspect and generate on folders with a tiny model and a tokenizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ both = pytest.mark.parametrize("model_type", TYPES)
 
 
 def tokenizer(seq2seq: bool) -> TokenizersBackend:
-    """Trained on the spot, within the vocabulary of the tiny models."""
+    """Train a tokenizer whose vocabulary fits the tiny models."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteLevel()
     special = ["<pad>", "<s>", "</s>"]
@@ -52,11 +52,11 @@ def tokenizer(seq2seq: bool) -> TokenizersBackend:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    """A base model of each type, and a swapped one beside it: gpt2, gpt2-t2r, ..."""
+    """A base model of each type and its swapped model: gpt2, gpt2-t2r, ..."""
     root = tmp_path_factory.mktemp("models")
     for model_type in TYPES:
         model, words = tiny(model_type, torch.float32), tokenizer(is_seq2seq(model_type))
-        model.generation_config.repetition_penalty = 1.1  # something to find again
+        model.generation_config.repetition_penalty = 1.1  # must survive the swap
         model.save_pretrained(root / model_type)
         words.save_pretrained(root / model_type)
         t2r.swap(model, feature_size=8, init="identity").save_pretrained(root / f"{model_type}-t2r")
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a command in this process, with this text piped into it."""
+    """Run a command in this process, with this text on standard input."""
 
     def run(*arguments: object, stdin: str | io.StringIO = "") -> Outcome:
         monkeypatch.setattr(sys, "argv", ["t2r", *map(str, arguments)])
@@ -188,7 +188,7 @@ def test_a_source_without_a_tokenizer_gets_a_note(run, tmp_path):
 def test_an_existing_folder_is_replaced_only_when_asked(run, folders, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    assert run("swap", folders / "gpt2", out)[0] == 0  # an empty one is nothing to lose
+    assert run("swap", folders / "gpt2", out)[0] == 0  # an empty folder may be replaced
     before = files(out)
     code, _, stderr = run("swap", folders / "gpt2", out, "--seed", 7)
     assert code == 2
@@ -286,7 +286,7 @@ GREEDY = ["--max-new-tokens", "6"]
 
 
 def expected(folder: Path, prompts: list[str], **options) -> list[list[str]]:
-    """What the model itself makes of each prompt alone."""
+    """Generate for each prompt alone with model.generate."""
     model, words = load(folder)
     texts = []
     for prompt in prompts:
@@ -304,7 +304,7 @@ def test_generate_in_all_its_forms(run, folders, tmp_path, model_type, kind):
     texts = [text for (text,) in expected(folder, TEXT)]
     lines = "".join(" ".join(text.splitlines()) + "\n" for text in texts)
     (tmp_path / "prompts").write_text("\n".join(TEXT) + "\n")
-    assert run("generate", folder, TEXT[0], *GREEDY) == (0, texts[0] + "\n", "")  # as it comes
+    assert run("generate", folder, TEXT[0], *GREEDY) == (0, texts[0] + "\n", "")  # streamed
     assert run("generate", folder, *TEXT, *GREEDY) == (0, lines, "")
     assert run("generate", folder, "--file", tmp_path / "prompts", *GREEDY) == (0, lines, "")
     assert run("generate", folder, *GREEDY, "--batch-size", 2, stdin="\n".join(TEXT)) == (0, lines, "")
@@ -375,19 +375,19 @@ def test_interrupting_is_clean(folders):
     command = [sys.executable, "-m", "t2r", "generate", str(folders / "llama-t2r"), TEXT[0]]
     command += ["--max-new-tokens", "1000000", "--min-new-tokens", "999999"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.read(1)  # it has begun
+        process.stdout.read(1)  # generation has started
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
         assert b"Traceback" not in process.stderr.read()
 
 
-# --- Mistakes -----------------------------------------------------------------------------------------------
+# --- Errors -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def broken(folders, tmp_path) -> Path:
-    """Everything that a folder can be other than a model."""
+    """Folders and files that are not a valid model, of every kind."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     (tmp_path / "blank").write_text("\n \n")
@@ -416,45 +416,45 @@ def broken(folders, tmp_path) -> Path:
     [
         ("inspect {b}/nowhere", "there is no folder"),
         ("inspect {b}/empty", "has no config.json"),
-        ("inspect {b}/file", "is not a saved state, or was cut off"),
-        ("inspect {f}/llama --softmax-layers auto:2", "only convert can find them"),
+        ("inspect {b}/file", "is not a saved state, or is truncated"),
+        ("inspect {f}/llama --softmax-layers auto:2", "only convert accepts auto:N"),
         ("inspect {b}/json", "not a valid JSON"),
         ("inspect {b}/wrong", "cannot be loaded"),
         ("inspect {b}/code", "--trust-remote-code"),
         ("inspect {b}/bert", "models of type 'bert' cannot be swapped"),
         ("inspect {b}/vit", "models of type 'vit' cannot be swapped"),
-        ("inspect {b}/new", "type 'new', which this transformers does not know; t2r swaps"),
-        ("inspect some/name", "some/name is not a folder here, and from the hub cannot be loaded"),
-        ("inspect {f}/gpt2-t2r --seed 1", "swapped already"),
+        ("inspect {b}/new", "type 'new', which this version of transformers does not support; t2r supports"),
+        ("inspect some/name", "some/name is not a local folder, and from the Hub it cannot be loaded"),
+        ("inspect {f}/gpt2-t2r --seed 1", "already swapped"),
         ("inspect {f}/gpt2 --dtype int3", "dtype must be one of auto, float32, bfloat16, float16; got 'int3'"),
         ("swap {b}/empty {b}/out", "has no config.json"),
         ("swap {b}/bert {b}/out", "models of type 'bert' cannot be swapped"),
-        ("swap {f}/gpt2-t2r {b}/out", "is a t2r model already"),
-        ("swap {f}/gpt2 {b}/file", "is a file: name a folder"),
+        ("swap {f}/gpt2-t2r {b}/out", "is already a t2r model"),
+        ("swap {f}/gpt2 {b}/file", "is a file: give the path of a folder"),
         ("swap {f}/gpt2 {b}/file/out", "cannot be written"),
-        ("swap {b}/cut {b}/out", "damaged or cut off"),
+        ("swap {b}/cut {b}/out", "damaged or truncated"),
         ("swap {b}/none {b}/out", "no file named model.safetensors"),
         ("swap {b}/deeper {b}/out", "missing: "),
-        ("swap {f}/gpt2 {b}/out --feature-map magic", "no feature map 'magic': choose one of t2r"),
-        ("swap {f}/gpt2 {b}/out --feature-size 999", "999 is more than 16 times the head's size 8"),
+        ("swap {f}/gpt2 {b}/out --feature-map magic", "unknown feature map 'magic': choose one of t2r"),
+        ("swap {f}/gpt2 {b}/out --feature-size 999", "999 is more than 16 times the head size 8"),
         ("swap {f}/gpt2 {b}/out --feature-map rfa --feature-size 7", "must be even; got 7, try 8"),
         ("swap {f}/gpt2 {b}/out --feature-map elu --feature-size 7", "feature_size must be 8 (or left out)"),
         ("swap {f}/gpt2 {b}/out --softmax-layers 1,7", "there is no layer 7; the model has layers 0 to 2"),
         ("swap {f}/gpt2 {b}/out --softmax-layers one", "such as 1,5,9 or 0-3,7; got 'one'"),
         ("swap {f}/gpt2 {b}/out --softmax-layers 1 --softmax-every 2", "not both"),
         ("swap {f}/gpt2 {b}/out --softmax-every 1", "nothing would be swapped"),
-        ("swap {f}/gpt2 {b}/out --activation magic", "no activation 'magic'"),
-        ("swap {f}/gpt2 {b}/out --init magic", "no initialization 'magic'"),
+        ("swap {f}/gpt2 {b}/out --activation magic", "unknown activation 'magic'"),
+        ("swap {f}/gpt2 {b}/out --init magic", "unknown initialization 'magic'"),
         ("generate {b}/empty hello", "has no config.json"),
         ("generate {b}/cut hello", "damaged"),
         ("generate {b}/cut-t2r hello", "damaged"),
         ("generate {b}/none-t2r hello", "no file named model.safetensors"),
-        ("generate {f}/gpt2", "there is no prompt in the standard input"),
-        ("generate {f}/gpt2 --file {b}/blank", "there is no prompt in"),
+        ("generate {f}/gpt2", "no prompt in standard input"),
+        ("generate {f}/gpt2 --file {b}/blank", "no prompt in"),
         ("generate {f}/gpt2 --file {b}/nowhere", "cannot be read"),
         ("generate {f}/gpt2 --file {b}/bytes", "cannot be read"),
         ("generate {f}/gpt2 --file {b}/one hello", "not both"),
-        ("generate {f}/gpt2 hello --device abacus", "no device 'abacus' here"),
+        ("generate {f}/gpt2 hello --device abacus", "device 'abacus' is not available"),
         ("generate {f}/gpt2 hello --batch-size 0", "batch_size must be a whole number, at least 1; got 0"),
         ("generate {f}/gpt2 hello --max-new-tokens 0", "max_new_tokens must be a whole number, at least 1"),
         ("generate {f}/gpt2 hello --temperature 2", "temperature is for sampling"),
@@ -493,10 +493,10 @@ def test_a_terminal_without_a_prompt_is_a_chat(run, folders, kind):
     assert stdout.endswith("\n> \n")
     code, _, stderr = run("generate", folders / f"marian{kind}", stdin=Terminal())
     assert code == 2
-    assert "needs a language model" in stderr
+    assert "requires a language model" in stderr
 
 
-def test_a_document_comes_from_somewhere(run, folders, tmp_path):
+def test_saving_a_state_requires_a_document(run, folders, tmp_path):
     code, _, stderr = run("generate", folders / "llama-t2r", "--save-state", tmp_path / "state", stdin=Terminal())
     assert code == 2
     assert "no document" in stderr

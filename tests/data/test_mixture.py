@@ -1,4 +1,4 @@
-"""Sources with weights: how they are written, and what an epoch of them is made of."""
+"""Tests of weighted sources: parsing, and the composition of an epoch."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from t2r.training.order import Order, epoch_items
 
 @pytest.fixture
 def make(tmp_path):
-    """Corpora of documents of so many tokens, each token of the n-th corpus in the n-th thousand."""
+    """Build corpora of documents with these lengths. The tokens of the n-th corpus are in the n-th thousand."""
 
     def corpus(number, *documents):
         with CorpusWriter(tmp_path / f"{number:032x}", np.dtype(np.uint16)) as writer:
@@ -35,7 +35,7 @@ def make(tmp_path):
     return corpus
 
 
-# --- How they are written -------------------------------------------------------------------------------------
+# --- Parsing --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def test_a_file_whose_name_ends_like_a_weight_is_found(tmp_path, monkeypatch):
         ("a.txt:-2", r"a.txt: readings must be"),
         ("a.txt:1e9", r"readings must be .* at most 10,000"),
         ("a.txt:0%", r"share must be a number, above 0"),
-        (["a.txt:60%", "b.txt"], r"a.txt:60% is a share and b.txt is not"),
-        (["b.txt:2", "a.txt:60%"], r"a.txt:60% is a share and b.txt:2 is not"),
+        (["a.txt:60%", "b.txt"], r"a.txt:60% has a share and b.txt does not"),
+        (["b.txt:2", "a.txt:60%"], r"a.txt:60% has a share and b.txt:2 does not"),
         ({"a.txt": "many"}, r"readings must be"),
         ({"a.txt": float("nan")}, r"readings must be"),
         ({"a.txt": True}, r"readings must be"),
         ({"a.txt": "x%"}, r"share must be"),
         ([("a.txt", 1, 2)], r"a pair of source and weight"),
         ([{"readings": 2}], r"has no source"),
-        ([{"source": "a.txt", "weight": 2}], r"no option weight; there are source, readings, share"),
+        ([{"source": "a.txt", "weight": 2}], r"unknown option weight; the options are source, readings, share"),
         ([{"source": "a.txt", "readings": 2, "share": 3}], r"readings or a share, not both"),
         ([{"source": 3.5j}], r"source must be text"),
         ([7], r"got 7"),
@@ -145,8 +145,8 @@ def test_joined_corpora_read_as_one(make):
     assert JoinedCorpus(parts).key != JoinedCorpus(parts[::-1]).key
 
 
-def test_sources_alike_are_one_text(make):
-    """As it was before there were weights: a block may begin in one file and end in the next."""
+def test_sources_with_equal_weights_are_concatenated(make):
+    """A block may start in one file and end in the next."""
     corpora = [make(1, 15), make(2, 7), make(3, 30), make(4, 9)]
     mixed = MixedBlocks(parse_sources(["a", "b", "c:2", "d:1"]), corpora, 10, documents=True)
     assert [len(part) for part in mixed.parts] == [3, 3]  # 15 + 7 + 9, and 30
@@ -168,7 +168,7 @@ def test_a_source_too_short_for_a_block_is_named(make):
         MixedBlocks(parse_sources(["a", "b:2"]), corpora, 10)
 
 
-# --- What an epoch reads --------------------------------------------------------------------------------------
+# --- Epochs ---------------------------------------------------------------------------------------------------
 
 WEIGHTS = st.one_of(
     st.integers(1, 9).map(float), st.integers(1, 40).map(lambda n: n / 8), st.floats(0.02, 5).map(lambda x: round(x, 3))
@@ -176,7 +176,7 @@ WEIGHTS = st.one_of(
 
 
 class Parts:
-    """What `Order` asks of a dataset."""
+    """A dataset with the interface that `Order` requires."""
 
     def __init__(self, counts, readings):
         self.portions = [(count, Fraction(str(times))) for count, times in zip(counts, readings, strict=True)]
@@ -201,10 +201,10 @@ def test_an_epoch_reads_each_source_as_often_as_it_says(parts, epochs, seed):
             own = counts[start : start + count]
             assert abs(own.sum() - count * times) < 1  # within one block
             assert set(own) <= {int(times), -(-times.numerator // times.denominator)}
-            if times < 1 and own.sum() > 1:  # evenly spread: the distances differ by one at most
+            if times < 1 and own.sum() > 1:  # evenly spread: the distances differ by at most one
                 gaps = np.diff(np.flatnonzero(own))
                 assert gaps.max() - gaps.min() <= 1
-        for index, reading in zip(indices, readings, strict=True):  # the n-th in time is the n-th
+        for index, reading in zip(indices, readings, strict=True):  # readings are numbered in order of time
             total[index] += 1
             assert reading == total[index]
     for (count, times), start in zip(items.portions, items.edges, strict=False):
@@ -215,7 +215,7 @@ def test_an_epoch_reads_each_source_as_often_as_it_says(parts, epochs, seed):
 def test_shares_are_met_within_a_block(parts):
     counts, shares = zip(*parts, strict=True)
     readings = readings_of_shares([Fraction(share) for share in shares], counts)
-    assert min(readings) == 1  # the one that lasts longest
+    assert min(readings) == 1  # the source that lasts longest
     assume(sum(count * times for count, times in zip(counts, readings, strict=True)) < 10**5)
     items = Parts(counts, [1] * len(counts))
     items.portions = list(zip(counts, readings, strict=True))
@@ -226,7 +226,7 @@ def test_shares_are_met_within_a_block(parts):
         assert abs(read - epoch * share / sum(shares)) <= 1
 
 
-def test_the_other_half_comes_in_the_next_epoch():
+def test_the_other_half_is_read_in_the_next_epoch():
     order = Order(Parts([10], [0.5]), 20)
     first, second = set(order.epoch(0)[0]), set(order.epoch(1)[0])
     assert first == {1, 3, 5, 7, 9}
@@ -240,8 +240,9 @@ def test_the_order_depends_on_the_seed_alone():
     listed = [one[i] for i in range(400)]
     assert listed == [same[i] for i in reversed(range(400))][::-1]
     assert listed != [other[i] for i in range(400)]
-    assert [index for index, _ in listed[:125]] != [index for index, _ in listed[125:250]]  # each epoch its own
-    assert listed[7:300] == [Order(items, 400, 1)[i] for i in range(7, 300)]  # wherever it begins
+    # Epochs have different orders.
+    assert [index for index, _ in listed[:125]] != [index for index, _ in listed[125:250]]
+    assert listed[7:300] == [Order(items, 400, 1)[i] for i in range(7, 300)]  # independent of the start
     with pytest.raises(IndexError):
         one[400]
 
@@ -294,7 +295,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
 
-def test_another_weight_tokenizes_nothing_again(texts, tokenizer):
+def test_changed_weights_do_not_tokenize_again(texts, tokenizer):
     def read(*weights):
         task = LanguageModeling(tokenizer, {str(texts / n): w for n, w in zip(NAMES, weights, strict=True)})
         task.read()

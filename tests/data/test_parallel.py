@@ -103,7 +103,7 @@ def test_what_is_not_a_pair_of_files_is_refused(tmp_path, tokenizer):
     write(tmp_path / "b", "w3")
     with pytest.raises(T2RError, match="name one file for each side"):
         tokenize_pairs(source, str(tmp_path / "*"), tokenizer, progress=False)
-    with pytest.raises(T2RError, match="give every source a share"):
+    with pytest.raises(T2RError, match="give all sources a share"):
         parse_pairs([f"{source}:60%", source], [source, source])
 
 

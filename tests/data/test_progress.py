@@ -1,4 +1,4 @@
-"""Progress is for a person who looks."""
+"""Progress bars are shown in terminals only."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Tokenizers trained on a text: BPE that gives every text back, and words as fairseq counts them."""
+"""Tests of tokenizers trained on a text: lossless BPE, and words as in fairseq."""
 
 import gzip
 import json
@@ -36,20 +36,20 @@ def file(tmp_path):
 
 
 def fairseq_dictionary(text):
-    """As fairseq's `Dictionary` builds it: count, then sort by count, equals in the order of their letters."""
+    """Sort words as fairseq's `Dictionary` does: by count, then alphabetically."""
     counts = Counter(word for line in text.split("\n") for word in line.split() if word not in SPECIALS)
     return [*SPECIALS, *(word for word, _ in Counter(dict(sorted(counts.items()))).most_common())]
 
 
 def fairseq_ids(text, dictionary):
-    """As fairseq's `encode_line` reads a file: the words of each line, and an end for each line."""
+    """Encode a file as fairseq's `encode_line` does: the words of each line, followed by EOS."""
     index = {word: i for i, word in enumerate(dictionary)}
     lines = text.removesuffix("\n").split("\n")
     return [index.get(word, 3) for line in lines for word in [*line.split(), "</s>"]]
 
 
 def test_long_words_are_cut_before_a_bpe_is_trained():
-    """It takes time quadratic in the length of a word: one of 3 MB took hours."""
+    """Training time is quadratic in the length of a word. A word of 3 MB took hours."""
     text = "a short line\n" + "x" * 1000 + " " * 1000 + "Ō" * 300 + " end"
     pieces = list(vocabulary.without_long_runs(iter([text, "more"])))
     assert "".join(pieces) == text + "more"
@@ -60,7 +60,7 @@ def test_long_words_are_cut_before_a_bpe_is_trained():
 # --- Words ----------------------------------------------------------------------------------------------------
 
 
-def test_words_are_fairseqs(file, tmp_path):
+def test_words_are_as_in_fairseq(file, tmp_path):
     tokenizer = train_tokenizer(file, "word", progress=False)
     dictionary = fairseq_dictionary(TEXT)
     assert tokenizer.get_vocab() == {word: i for i, word in enumerate(dictionary)}
@@ -70,7 +70,7 @@ def test_words_are_fairseqs(file, tmp_path):
     assert tokenizer(TEXT).input_ids == ids
     assert len(ids) == len(TEXT.split()) + TEXT.count("\n")
     corpus = tokenize_corpus(file, tokenizer, progress=False)
-    assert corpus.tokens.tolist() == ids  # and no further end, where the last line has one
+    assert corpus.tokens.tolist() == ids  # no second EOS after the last line
     (tmp_path / "cut").write_text(TEXT.rstrip("\n"))
     assert tokenize_corpus(str(tmp_path / "cut"), tokenizer, progress=False).tokens.tolist() == ids
 
@@ -93,7 +93,7 @@ def test_a_smaller_vocabulary_keeps_the_frequent_words(file):
     assert 3 in tokenizer("Valkyria").input_ids
 
 
-def test_long_word_text_is_cut_without_a_trace(tmp_path):
+def test_splitting_long_text_does_not_change_its_tokens(tmp_path):
     rng = random.Random(0)
     words = [f"w{i}" for i in range(300)]
     lines = [" ".join(rng.choices(words, k=rng.randrange(40))) for _ in range(3000)]
@@ -105,7 +105,7 @@ def test_long_word_text_is_cut_without_a_trace(tmp_path):
 
 
 def test_perplexity_of_words(file):
-    """Offsets point into the text, so that words are counted as they are there; line ends are scored too."""
+    """Offsets refer to the text, so its words are counted correctly. Newlines are scored too."""
     tokenizer = train_tokenizer(file, "word", progress=False)
     text = encode(tokenizer, TEXT)
     assert [text.between(i, i + 1).strip(" ") for i in range(6)] == ["=", "Valkyria", "=", "\n", "\n", "The"]
@@ -118,9 +118,9 @@ def test_perplexity_of_words(file):
 
 
 def test_a_dictionary_with_a_word_twice_is_refused():
-    with pytest.raises(T2RError, match="a word twice"):
+    with pytest.raises(T2RError, match="a duplicate word"):
         word_tokenizer(["a", "b", "a"])
-    with pytest.raises(T2RError, match="a word twice, or a special one"):
+    with pytest.raises(T2RError, match="a duplicate word, or a special token"):
         word_tokenizer(["a", "<unk>"])
 
 
@@ -144,7 +144,7 @@ def test_bpe_is_plain(bpe):
     assert bpe.bos_token == bpe.eos_token == "<|endoftext|>"
     assert bpe.eos_token_id == 0
     game, spaced = (bpe.convert_ids_to_tokens(bpe(text).input_ids) for text in ("game", " game"))
-    assert (spaced, game[0][0]) == (["Ġgame"], "g")  # no space is put before a text
+    assert (spaced, game[0][0]) == (["Ġgame"], "g")  # no space is added before a text
     for text in (" , 's . n't !", "  two  \n\n spaces ", "Ō 好 🎉<|endoftext|>"):
         assert bpe.decode(bpe(text).input_ids) == text
     assert bpe("a<|endoftext|>").input_ids[-1] == 0
@@ -155,7 +155,7 @@ def test_bpe_is_plain(bpe):
 
 @pytest.mark.parametrize(("kind", "size"), [("bpe", 300), ("word", None)])
 def test_the_same_text_makes_the_same_tokenizer(tmp_path, monkeypatch, kind, size):
-    """However it is stored and divided; saved and loaded; and from the cache."""
+    """The tokenizer does not depend on file formats and splits, on saving and loading, or on the cache."""
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress(TEXT.encode()))
@@ -172,7 +172,7 @@ def test_the_same_text_makes_the_same_tokenizer(tmp_path, monkeypatch, kind, siz
     assert loaded.decode(loaded(TEXT).input_ids) == made[0].decode(made[0](TEXT).input_ids)
     assert loaded.eos_token_id == made[0].eos_token_id
 
-    monkeypatch.setattr(vocabulary, "read_all", None)  # nothing is read again
+    monkeypatch.setattr(vocabulary, "read_all", None)  # the text must not be read again
     again = train_tokenizer(str(tmp_path / "a.txt"), kind, size, progress=False)
     assert again.get_vocab() == made[0].get_vocab()
     (tmp_path / "a.txt").write_text("something else")
@@ -192,17 +192,17 @@ def test_text_is_read_in_whole_lines(monkeypatch):
     ("kind", "size", "words"),
     [
         ("char", 300, "no tokenizer of kind 'char'"),
-        ("bpe", None, "needs a vocab_size"),
-        ("bpe", 256, "needs at least 257"),
-        ("word", 4, "needs at least 5"),
+        ("bpe", None, "requires a vocab_size"),
+        ("bpe", 256, "requires at least 257"),
+        ("word", 4, "requires at least 5"),
     ],
 )
-def test_what_is_refused(file, kind, size, words):
+def test_invalid_options(file, kind, size, words):
     with pytest.raises(T2RError, match=words):
         train_tokenizer(file, kind, size, progress=False)
 
 
-def test_texts_that_make_no_tokenizer(tmp_path):
+def test_invalid_texts(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(T2RError, match="no words"):
         train_tokenizer(str(tmp_path / "empty.txt"), "word", progress=False)

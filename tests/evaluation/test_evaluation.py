@@ -1,4 +1,4 @@
-"""Each measurement against a slow one, or on a model rigged so that the answer is known."""
+"""Measurements are compared with slow references, or tested on models with known results."""
 
 import io
 import json
@@ -53,7 +53,7 @@ TEXT = "\n".join(" ".join(SENTENCES[(i * k) % 5] for k in (1, 2, 4)) for i in ra
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Byte-level BPE with next to no merges: most words are many tokens."""
+    """Return a byte-level BPE tokenizer with few merges, so that most words have many tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -79,7 +79,7 @@ def llama(seed: int = 0, **options) -> LlamaForCausalLM:
 
 
 def lively(model_class, config, seed: int):
-    """Weights larger than fresh ones, so that what a model has read shows in what it predicts."""
+    """Return a model with large weights, so that predictions depend clearly on the context."""
     torch.manual_seed(seed)
     model = model_class(config).eval()
     for parameter in model.parameters():
@@ -89,7 +89,7 @@ def lively(model_class, config, seed: int):
 
 
 def blind(logits: torch.Tensor, **options) -> GPT2LMHeadModel:
-    """A model that predicts the same whatever it has read."""
+    """Return a model whose predictions do not depend on the context."""
     model = gpt2(vocab_size=len(logits), **options)
     model.lm_head = nn.Linear(16, len(logits))
     nn.init.zeros_(model.lm_head.weight)
@@ -98,14 +98,15 @@ def blind(logits: torch.Tensor, **options) -> GPT2LMHeadModel:
 
 
 class Copier(GPT2LMHeadModel):
-    """Predicts what followed when the text last read as it does now, if that was within its reach."""
+    """Predicts the token that followed the last occurrence of the current context, if it is within reach."""
 
     reach = 10_000
 
     def forward(self, input_ids, **_):
         logits = torch.zeros(*input_ids.shape, VOCABULARY)
         for row, ids in enumerate(input_ids):
-            match = torch.zeros(len(ids) + 1, dtype=torch.long)  # how far back the text up to j reads as up to t
+            # The length of the common suffix of the text up to j and up to t.
+            match = torch.zeros(len(ids) + 1, dtype=torch.long)
             for t, token in enumerate(ids):
                 match[1:] = torch.where(ids == token, match[:-1] + 1, 0)
                 earlier = match[1 : t + 1].clone()
@@ -122,7 +123,7 @@ def copier(reach: int = 10_000) -> Copier:
 
 
 def forgetful() -> GPT2LMHeadModel:
-    """Has no idea of anything from the 12th position on."""
+    """Predicts uniformly from the 12th position."""
 
     def forget(body, args, output):
         output.last_hidden_state[:, 11:] = 0
@@ -133,7 +134,7 @@ def forgetful() -> GPT2LMHeadModel:
 
 
 def slow_log_probs(model, ids: torch.Tensor, window: int, stride: int) -> torch.Tensor:
-    """Token by token, each from a context that is read anew; float32 log-probabilities of the vocabulary."""
+    """Compute float32 log-probabilities token by token, with a separate forward pass for each context."""
     rows = []
     for t in range(window - stride, len(ids)):
         start = (t - (window - stride)) // stride * stride
@@ -161,7 +162,7 @@ def test_perplexity_is_what_a_token_by_token_evaluation_gives(make, window, stri
 @pytest.mark.parametrize(
     ("tokens", "options", "last"),
     [
-        (90, {}, 88),  # 10 whole windows, and 2 tokens left over
+        (90, {}, 88),  # 10 full windows, and 2 remaining tokens
         (88, {}, 88),
         (90, {"tail": True}, 90),
         (88, {"tail": True}, 88),
@@ -175,7 +176,7 @@ def test_perplexity_is_what_a_token_by_token_evaluation_gives(make, window, stri
 )
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_every_token_is_scored_exactly_once(tokens, options, last, batch_size):
-    # Every token of the text is another, and how likely it is tells which: what was scored can be read off.
+    # All tokens of the text are different and have different probabilities, so the scores identify the tokens.
     model = blind(torch.linspace(0, 5, tokens))
     options = {"window": 16, "stride": 8} | options
     result = perplexity(model, range(tokens), batch_size=batch_size, **options)
@@ -195,7 +196,7 @@ def test_positions_average_to_the_whole():
     assert total / result.tokens == pytest.approx(result.mean_nll)
 
 
-def test_a_model_that_forgets_is_seen_by_position():
+def test_a_model_that_forgets_has_a_higher_perplexity_by_position():
     result = perplexity(forgetful(), torch.randint(VOCABULARY, (200,)), window=16, stride=8)
     known, unknown = result.by_position(2)
     assert (unknown.first, unknown.last) == (12, 15)
@@ -230,7 +231,7 @@ def test_the_interval_is_the_normal_one_over_windows():
     assert perplexity(gpt2(), ids[:16], window=16, stride=8).interval is None
 
 
-def test_the_ratio_of_two_models_is_known_better_than_either():
+def test_the_interval_of_a_ratio_is_narrower():
     ids = torch.randint(VOCABULARY, (8 + 30 * 8,))
     model, near = gpt2(), gpt2()
     with torch.no_grad():
@@ -249,7 +250,7 @@ def test_kl_is_what_a_token_by_token_evaluation_gives(monkeypatch):
     model, teacher, ids = gpt2(1), llama(2), torch.randint(VOCABULARY, (56,))
     own, theirs = (slow_log_probs(m, ids, 16, 8) for m in (model, teacher))
     expected = (theirs.exp() * (theirs - own)).sum(-1)
-    for at_once in (1 << 25, 3 * 2 * VOCABULARY):  # all positions in one slice, or 2 of them in each
+    for at_once in (1 << 25, 3 * 2 * VOCABULARY):  # all positions in one slice, or 2 positions per slice
         monkeypatch.setitem(AT_ONCE, "cpu", at_once)
         result = perplexity(model, ids, window=16, stride=8, batch_size=3, teacher=teacher)
         torch.testing.assert_close(result.kl, expected, rtol=1e-3, atol=1e-4)
@@ -306,7 +307,7 @@ OPT = OPTConfig(**TOKENS | SHAPE, ffn_dim=32, word_embed_proj_dim=16)
         lambda: lively(Gemma2ForCausalLM, GEMMA, 0),  # caps its logits after the head
         lambda: lively(GraniteForCausalLM, GRANITE, 0),  # scales them
         lambda: lively(OPTForCausalLM, OPT, 0),
-        copier,  # has a head, and does not use it
+        copier,  # has a head but does not use it
         lambda: t2r.swap(llama()),
     ],
 )
@@ -345,12 +346,12 @@ def test_repetition_of_rigged_models(tokenizer):
     stuck = repetition(blind(constant), tokenizer, prompts, new_tokens=64)
     assert stuck.greedy == stuck.sampled == pytest.approx(1 - 1 / 61)
     random = repetition(blind(torch.zeros(VOCABULARY)), tokenizer, prompts, new_tokens=64)
-    assert random.greedy > 0.9  # the same first of all equals each time
+    assert random.greedy > 0.9  # argmax of equal logits is always the same token
     assert random.sampled < 0.01
     assert repetition(blind(torch.zeros(VOCABULARY)), tokenizer, new_tokens=16) == pytest.approx((1 - 1 / 13, 0))
 
 
-def test_repetition_has_its_own_chance_and_no_early_end(tokenizer):
+def test_repetition_has_its_own_random_state_and_no_early_end(tokenizer):
     ends = torch.zeros(VOCABULARY)
     ends[tokenizer.eos_token_id] = 50
     model = blind(ends)
@@ -388,7 +389,7 @@ def test_a_random_model_recalls_by_chance(tokenizer):
 
 def test_a_model_without_preference_is_never_right(tokenizer):
     (result,) = recall(blind(torch.zeros(VOCABULARY)), tokenizer, TEXT, distances=[16], trials=4)
-    assert result.accuracy == 0  # a tie is no knowledge
+    assert result.accuracy == 0  # a tie does not count as correct
 
 
 def test_recall_is_the_same_in_any_batch_and_for_a_recurrent_model(tokenizer):
@@ -402,7 +403,7 @@ def test_recall_is_the_same_in_any_batch_and_for_a_recurrent_model(tokenizer):
 
 @pytest.fixture
 def folder(tmp_path, tokenizer):
-    """Two models with a tokenizer, one that was swapped and has none, and a text."""
+    """Return a folder with two models with a tokenizer, a swapped model without one, and a text."""
     for name, model in (("one", llama(0)), ("two", llama(1))):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
@@ -473,7 +474,7 @@ def test_several_texts_windows_and_variants(folder, tokenizer):
     reference = teacher["measured"][3]["perplexity"]
     assert student["measured"][3]["ratio"] == pytest.approx(last.perplexity / reference)
     assert limited["measured"][3]["ratio"] == pytest.approx(limited["measured"][3]["perplexity"] / reference)
-    assert limited["measured"][0]["kept_bytes"] == limited["measured"][1]["kept_bytes"]  # 14 tokens in either window
+    assert limited["measured"][0]["kept_bytes"] == limited["measured"][1]["kept_bytes"]  # 14 tokens for both windows
     assert 2 * teacher["measured"][0]["kept_bytes"] == teacher["measured"][1]["kept_bytes"]
 
     console = Console(width=250, record=True, file=io.StringIO())
@@ -527,7 +528,7 @@ def test_the_batch_grows_with_the_device():
     assert fitting_batch(torch.device("mps"), 1 << 20) == 1
 
 
-def test_mistakes_are_said(folder, tokenizer, tmp_path):
+def test_user_errors(folder, tokenizer, tmp_path):
     text, one = folder / "text.txt", str(folder / "one")
     small = {"window": 64, "stride": 32, "generation": False}
 
@@ -540,7 +541,7 @@ def test_mistakes_are_said(folder, tokenizer, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     refused("empty", file=tmp_path / "empty.txt")
     (tmp_path / "short.txt").write_text("Too short.")
-    refused(r"\d+ tokens, which do not fill one window of 64", file=tmp_path / "short.txt")
+    refused(r"\d+ tokens, less than one window of 64", file=tmp_path / "short.txt")
     refused("at least one model", models=())
     refused("there is no folder", models=(one, str(tmp_path / "none")))
     (tmp_path / "bare").mkdir()
@@ -553,7 +554,7 @@ def test_mistakes_are_said(folder, tokenizer, tmp_path):
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, unk_token="?")))
     llama().save_pretrained(tmp_path / "other")
     other.save_pretrained(tmp_path / "other")
-    refused("cuts this text differently", models=(one, str(tmp_path / "other")))
+    refused("tokenizes this text differently", models=(one, str(tmp_path / "other")))
 
     weights = folder / "two" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -562,22 +563,22 @@ def test_mistakes_are_said(folder, tokenizer, tmp_path):
 
 
 def test_the_default_window_fits_every_model(folder, tokenizer, caplog):
-    """llama() has rotary positions: beyond them nothing fails, and what is measured means nothing."""
+    """With rotary positions, as in llama(), longer windows do not fail, but the results are meaningless."""
     long, short = llama(0), llama(0)
     long.config.max_position_embeddings, short.config.max_position_embeddings = 64, 48
     given = {"tokenizer": tokenizer, "limit": 2, "trials": 2, "device": "cpu"}
     results = evaluate([long, short], folder / "text.txt", **given)
     assert [(r["window"], r["stride"]) for r in results] == [(48, 24)] * 2
     assert "windows of 48 tokens instead of 512" in caplog.text
-    assert results[0]["recall"] == []  # no question fits
+    assert results[0]["recall"] == []  # no distance fits
     caplog.clear()
     evaluate([long, short], folder / "text.txt", window=64, generation=False, **given)
     (warning,) = caplog.messages
-    assert "a window of 64 tokens is longer than the 48 positions that LlamaForCausalLM was made for" in warning
+    assert "a window of 64 tokens is longer than the 48 positions of LlamaForCausalLM" in warning
 
 
-def test_a_teacher_of_another_kind(folder, tokenizer):
-    with pytest.raises(T2RError, match="over one vocabulary, and these differ"):
+def test_a_teacher_with_another_vocabulary(folder, tokenizer):
+    with pytest.raises(T2RError, match="must have the same vocabulary size"):
         evaluate([llama()], folder / "text.txt", tokenizer=tokenizer, teacher=gpt2(vocab_size=20), window=8)
 
 
@@ -590,8 +591,8 @@ def test_a_model_with_weights_missing_is_refused(folder):
         evaluate([folder / "one"], folder / "text.txt", window=64, stride=32)
 
 
-def test_mistakes_of_a_single_measurement_are_said(tokenizer, tmp_path):
-    with pytest.raises(T2RError, match="learned 16 positions, and 32"):
+def test_user_errors_of_single_measurements(tokenizer, tmp_path):
+    with pytest.raises(T2RError, match="has 16 positions, but 32"):
         perplexity(gpt2(n_positions=16), range(64), window=32, stride=16)
     with pytest.raises(T2RError, match="vocabulary ends at 299"):
         perplexity(gpt2(), range(VOCABULARY + 1), window=32, stride=16)
@@ -599,7 +600,7 @@ def test_mistakes_of_a_single_measurement_are_said(tokenizer, tmp_path):
         perplexity(gpt2(), range(20), window=8, stride=4, teacher=gpt2(vocab_size=20))
     with pytest.raises(T2RError, match="too short for a distance of 64"):
         recall(gpt2(), tokenizer, "A short one.", distances=[64])
-    with pytest.raises(T2RError, match="tells only"):
+    with pytest.raises(T2RError, match="different first tokens"):
         recall(gpt2(), tokenizer, TEXT, choices=30)
     with pytest.raises(T2RError, match="4-grams"):
         repetition(gpt2(), tokenizer, new_tokens=3)
@@ -663,7 +664,7 @@ def test_lm_eval_runs_a_local_task_on_a_recurrent_model(tokenizer, tmp_path, mon
     assert results["cloze"]["acc,none"] == pytest.approx(right / len(SENTENCES))
 
 
-def test_without_lm_eval_a_line_says_so(monkeypatch):
+def test_missing_lm_eval_is_an_error(monkeypatch):
     for name in ("lm_eval", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(T2RError, match="lm-eval is not installed"):
@@ -681,6 +682,6 @@ def test_smollm2_on_wikitext(teachers, tmp_path):
     text = tmp_path / "valid.txt"
     wikitext.prepare(str(Path(folder, "wikitext", "valid.raw.txt.xz")), text)
     (result,) = evaluate([str(teachers / "smollm2")], text, limit=8, batch_size=4, generation=False, device="cpu")
-    # The first 8 of the 200 windows over which float32 gives 19.04.
+    # The first 8 of the 200 windows for which the float32 perplexity is 19.04.
     assert result["tokens"] == 8 * 256
     assert result["perplexity"] == pytest.approx(13.717, abs=0.01)

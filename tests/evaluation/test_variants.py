@@ -1,4 +1,4 @@
-"""Models that remember less: windows with sinks, rounded states, and what is kept in memory."""
+"""Tests of variants: windows with sinks, rounded states, and memory."""
 
 import copy
 
@@ -15,7 +15,7 @@ from t2r.evaluation.logits import logits_by_slice
 from t2r.evaluation.variants import Memory, memory_of
 from t2r.surgery.adapters import family_of
 
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float64, but for the logits, which are rounded to float32
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float64, except that logits are rounded to float32
 DECODERS = ["gpt2", "opt", "llama", "gpt_neox", "qwen2"]
 
 
@@ -28,12 +28,12 @@ def ids_of(length=20, rows=2):
 
 
 def kept(name="llama", **options):
-    """The middle one of three layers keeps softmax attention."""
+    """Return a swapped model of three layers, of which the second is a softmax layer."""
     return t2r.swap(tiny(name, torch.float64), feature_size=6, softmax_layers=[1], **options).eval()
 
 
 def one_layer(name):
-    """A single layer, in which a token has no way into another's output but the attention itself."""
+    """Return a model with a single layer, in which tokens affect each other only by one attention."""
     model = tiny(name, torch.float64)
     del family_of(model).decoder_layers(model)[1:]
     return model
@@ -57,11 +57,11 @@ def test_only_the_window_and_the_sinks_are_seen(name):
         assert torch.equal(before, after) != matters, position
 
 
-def test_the_layers_of_a_window_reach_further_than_one(seed):
+def test_windows_of_several_layers_add_up(seed):
     model, ids, variant = tiny("llama", torch.float64).eval(), ids_of(), Variant(window=5)
     before = logits(model, ids, variant)[:, -1]
     changed = {}
-    for position in (6, 8):  # three layers of four tokens back each: 19 - 12 = 7
+    for position in (6, 8):  # three layers with four previous tokens each: 19 - 12 = 7
         other = ids.clone()
         other[:, position] += 1
         changed[position] = not torch.equal(before, logits(model, other, variant)[:, -1])
@@ -69,17 +69,17 @@ def test_the_layers_of_a_window_reach_further_than_one(seed):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_kept_layers_take_a_window(name):
+def test_softmax_layers_support_a_window(name):
     model, ids = kept(name), ids_of()
     full = logits(model, ids)
     torch.testing.assert_close(logits(model, ids, Variant(window=20)), full, **CLOSE)
     limited = logits(model, ids, Variant(window=4, sinks=1))
-    torch.testing.assert_close(limited[:, :5], full[:, :5], **CLOSE)  # nothing is out of sight yet
+    torch.testing.assert_close(limited[:, :5], full[:, :5], **CLOSE)  # all tokens are within the window
     assert not torch.allclose(limited[:, 6:], full[:, 6:], atol=1e-6)
 
 
 def test_a_window_of_kept_layers_is_the_teachers_window_where_all_layers_are_kept():
-    """Swapped, but with exact attention in the only recurrent layer: the same as the stock model with a mask."""
+    """A swapped model with exact attention in its only recurrent layer equals the base model with a mask."""
     stock, ids = tiny("llama", torch.float64).eval(), ids_of()
     model = t2r.swap(copy.deepcopy(stock), feature_size=6, softmax_layers=[0, 1]).eval()
     window = SoftmaxWindow(4, 2)
@@ -88,17 +88,17 @@ def test_a_window_of_kept_layers_is_the_teachers_window_where_all_layers_are_kep
     torch.testing.assert_close(ours.float(), logits(stock, ids, Variant(window=4, sinks=2)), **CLOSE)
 
 
-def test_what_cannot_be_limited_is_refused():
+def test_unsupported_variants():
     ids = ids_of()
     with pytest.raises(T2RError, match="no softmax attention"):
         logits(t2r.swap(tiny("llama", torch.float32), feature_size=6), ids, Variant(window=4))
     with pytest.raises(T2RError, match="no recurrent state"):
         logits(tiny("llama", torch.float32), ids, Variant(state="bfloat16"))
-    with pytest.raises(T2RError, match="sliding window of its own"):
+    with pytest.raises(T2RError, match="already has a sliding window"):
         logits(tiny("gemma2", torch.float32), ids, Variant(window=4))
 
 
-def test_a_model_that_ignores_the_mask_is_found_out(monkeypatch):
+def test_a_model_that_ignores_the_mask_is_detected(monkeypatch):
     model = tiny("llama", torch.float32)
     forward = type(model.model).forward
     monkeypatch.setattr(type(model.model), "forward", lambda self, *a, attention_mask=None, **k: forward(self, *a, **k))
@@ -120,7 +120,7 @@ def test_a_state_in_float32_changes_nothing_and_one_in_bfloat16_a_little(every):
 
 
 def test_the_state_is_rounded_after_every_step(monkeypatch):
-    """By hand: a step, then the state in bfloat16, then the next step."""
+    """Compare with a loop that rounds the state to bfloat16 after each step."""
     model, ids = kept(decay=True), ids_of(rows=1)
     cache, expected = model.make_cache(), []
     with torch.no_grad():
@@ -152,12 +152,12 @@ def test_memory_is_what_the_cache_holds():
     "text", ["", "window", "window=", "window=-1", "window=0", "sinks=4", "state=int8", "window=4,window=5", "far=3",
              "window=4,state=bfloat16", "state=bfloat16,every=0", "every=2"],
 )  # fmt: skip
-def test_a_variant_that_means_nothing_is_refused(text):
+def test_invalid_variants(text):
     with pytest.raises(T2RError, match="variant"):
         Variant.parse(text)
 
 
-def test_a_variant_says_what_it_is():
+def test_variant_names():
     assert str(Variant.parse("window=386,sinks=4")) == "window 386 + 4 sinks"
     assert str(Variant.parse("state=bfloat16, every=64")) == "state in bfloat16 every 64 tokens"
 

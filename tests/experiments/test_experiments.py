@@ -1,4 +1,4 @@
-"""Experiments: run from end to end on a toy, stopped and repeated, with what is missing said, and their tables."""
+"""Experiments: a toy from end to end, resuming, errors, shipped experiments, and tables."""
 
 import json
 import lzma
@@ -55,7 +55,7 @@ steps:
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
-    """A teacher, texts and an experiment. Everything is below tmp_path."""
+    """Make a teacher, texts and an experiment below tmp_path."""
     monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     core = Tokenizer(models.WordLevel(unk_token="<unk>"))
@@ -77,7 +77,7 @@ def given(toy, out="out"):
     return {"data_folder": toy / "texts", "models": {"teacher": str(toy / "llama")}, "out": toy / out}
 
 
-def test_from_end_to_end_and_again(toy, capfd):
+def test_an_experiment_from_end_to_end_and_again(toy, capfd):
     record = reproduce(str(toy / "toy.yaml"), **given(toy), steps=["rnn"])
     assert [part["name"] for part in record["steps"]] == ["rnn"]
     assert not record["complete"]
@@ -100,29 +100,29 @@ def test_from_end_to_end_and_again(toy, capfd):
     assert [m["text"] for m in controls["result"][0]["measured"]] == ["wikitext/valid"] * 2 + ["wikitext/train"] * 2
     assert "result" not in tasks
     assert "No such option" in tasks["failed"]
-    assert str(toy) not in json.dumps(record)  # a record names no folder of this machine
+    assert str(toy) not in json.dumps(record)  # a record contains no paths
     assert "log" not in rnn["result"]
     assert (toy / "out" / "data" / "wikitext" / "valid.txt").read_text() == detokenize(RAW)
 
-    # Again: nothing but the optional step, which failed, is run.
+    # Again: only the optional step, which failed, is run.
     again = reproduce(str(toy / "toy.yaml"), **given(toy))
     said = capfd.readouterr().err
-    assert said.count("done before") == 2
+    assert said.count("already done") == 2
     assert again["steps"][:2] == record["steps"][:2]
     tables = "\n".join(record_tables(record))
     assert "teacher, window 4 + 1 sinks" in tables
     assert f"{controls['result'][3]['perplexity']:.2f}" in tables
     assert "could not be run" not in tables
 
-    # Another command for a finished step is not taken for the same.
+    # A finished step with another command is an error.
     (toy / "toy.yaml").write_text(TOY.format(steps=4))
     with pytest.raises(T2RError, match="another command"):
         reproduce(str(toy / "toy.yaml"), **given(toy))
 
 
 @pytest.mark.slow
-def test_stopped_in_a_step_it_goes_on(toy):
-    """Killed during the training, which has a checkpoint by then: the same command goes on, and counts all seconds."""
+def test_an_interrupted_step_is_resumed(toy):
+    """Killed during training, after a checkpoint: the same command resumes, and counts all seconds."""
     often = TOY.format(steps=4000).replace("--set block_size", "--save-steps 5 --set block_size", 1)
     (toy / "toy.yaml").write_text(often)
     words = [sys.executable, "-m", "t2r", "reproduce", str(toy / "toy.yaml"), "--data", str(toy / "texts")]
@@ -138,13 +138,13 @@ def test_stopped_in_a_step_it_goes_on(toy):
     assert not (toy / "out" / "steps" / "rnn.json").exists()
     before = float((toy / "out" / "steps" / "rnn.seconds").read_text())
     assert before > 0
-    # 4,000 steps are too many to wait for: that it goes on is enough.
+    # 4,000 steps would take too long: it is enough that the run resumes.
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         goes_on, lines = False, []
         for line in process.stderr:
             lines.append(line)
-            if "going on with the unfinished run" in line:
+            if "resuming the unfinished run" in line:
                 goes_on = True
                 break
         process.send_signal(signal.SIGTERM)
@@ -153,19 +153,19 @@ def test_stopped_in_a_step_it_goes_on(toy):
     assert float((toy / "out" / "steps" / "rnn.seconds").read_text()) > before
 
 
-def test_what_is_missing_is_said_in_a_line(toy):
+def test_missing_inputs_are_one_error(toy):
     options = given(toy)
-    with pytest.raises(T2RError, match=r"wikitext/train.txt, wikitext/valid.txt .* a folder that --data names"):
+    with pytest.raises(T2RError, match=r"wikitext/train.txt, wikitext/valid.txt .* the --data folder"):
         reproduce(str(toy / "toy.yaml"), **options | {"data_folder": None})
     (toy / "texts" / "wikitext" / "wiki.train.raw").unlink()
-    with pytest.raises(T2RError, match=r"needs wikitext/train.txt \(or .xz, .gz\) in .*texts"):
+    with pytest.raises(T2RError, match=r"requires wikitext/train.txt \(or .xz, .gz\) in .*texts"):
         reproduce(str(toy / "toy.yaml"), **options)
     (toy / "texts" / "wikitext" / "train.txt").write_text("text")
-    with pytest.raises(T2RError, match="there is no folder"):
+    with pytest.raises(T2RError, match="does not exist"):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"teacher": str(toy / "nowhere")}})
     with pytest.raises(T2RError, match="has no model student"):
         reproduce(str(toy / "toy.yaml"), **options | {"models": {"student": "x"}})
-    with pytest.raises(T2RError, match="has no step draw; it has rnn, controls, tasks"):
+    with pytest.raises(T2RError, match="has no step draw; its steps are rnn, controls, tasks"):
         reproduce(str(toy / "toy.yaml"), **options, steps=["draw"])
     with pytest.raises(T2RError, match="no experiment 'nothing'"):
         reproduce("nothing")
@@ -177,30 +177,30 @@ def test_what_is_missing_is_said_in_a_line(toy):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"steps": None}, "steps is a list"),
-        ({"extra": 1}, "it is made of"),
-        ({"command": "rm -rf /"}, "begins with t2r"),
-        ({"command": "t2r serve x"}, "its command is one of"),
+        ({"steps": None}, "steps must be a list"),
+        ({"extra": 1}, "the fields must be"),
+        ({"command": "rm -rf /"}, "starts with t2r"),
+        ({"command": "t2r serve x"}, "the command must be one of"),
         ({"command": "t2r evaluate {model:other}"}, "no model other"),
-        ({"command": "t2r evaluate {out:rnn}"}, "no step before it makes rnn"),
+        ({"command": "t2r evaluate {out:rnn}"}, "no earlier step makes rnn"),
         ({"command": "t2r evaluate {data:nothing}"}, "no text nothing"),
-        ({"command": "t2r convert {model:m} {out:other}"}, "it makes the folder"),
-        ({"name": "../a", "command": "t2r bench ops"}, "has a name"),
+        ({"command": "t2r convert {model:m} {out:other}"}, "its output folder must be"),
+        ({"name": "../a", "command": "t2r bench ops"}, "requires a name"),
     ],
 )
-def test_an_experiment_that_makes_no_sense_is_refused(change, says):
+def test_invalid_experiments_are_refused(change, says):
     step = {"name": "one", "command": "t2r bench ops"} | {k: v for k, v in change.items() if k in ("name", "command")}
     said = {"models": {"m": "x/y"}, "steps": [step]} | {k: v for k, v in change.items() if k in ("steps", "extra")}
     with pytest.raises(T2RError, match=re.escape(says)):
         make_experiment(said, "test")
 
 
-# --- What ships ---------------------------------------------------------------------------------------------
+# --- Shipped files ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", shipped_experiments())
-def test_every_shipped_command_is_one_that_t2r_takes(name):
-    """As far as its options go, by the parser itself: nothing is run."""
+def test_every_shipped_command_parses(name):
+    """Options are checked with the real parser. Nothing is run."""
     for step in load_experiment(name).steps:
         group = typer.main.get_command(app)
         words = list(step.words(lambda kind, name: name))
@@ -214,7 +214,7 @@ def test_every_shipped_command_is_one_that_t2r_takes(name):
 
 
 def training_of(name):
-    """The tokens that an experiment's first step reads, and its mixture, by the recipe and the sources themselves."""
+    """Return the tokens that the first step of an experiment reads, and its mixture."""
     step = load_experiment(name).steps[0]
     words = step.words(lambda kind, name: name)
     values = {
@@ -224,7 +224,7 @@ def training_of(name):
     return sum((stage.steps or 0) * stage.batch_tokens for stage in plan.stages), parse_sources(values["--train"])
 
 
-def test_the_teacher_is_finetuned_alike():
+def test_the_teacher_is_finetuned_on_the_same_tokens():
     tokens, mixture = training_of("smollm2-pure")
     finetuned, same = training_of("smollm2-finetuned")
     assert finetuned == pytest.approx(tokens, rel=0.01)
@@ -245,20 +245,22 @@ def test_the_list_names_models_and_texts():
     assert [entry["name"] for entry in listed] == shipped_experiments()
 
 
-def test_the_command_line_refuses_what_it_cannot_read():
-    for words, says in (([], "name an experiment"), (["ops-cpu", "--model", "x"], "write NAME=FOLDER")):
+def test_command_line_errors():
+    for words, says in (([], "no experiment given"), (["ops-cpu", "--model", "x"], "write NAME=FOLDER")):
         assert says in str(CliRunner().invoke(app, ["reproduce", *words]).exception)
 
 
-def test_the_page_is_what_the_records_say():
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert text == page(text), "run: python -m t2r.experiments.tables docs/results.md"
-    shown = set(re.findall(r"<!-- record: ([\w-]+) -->", text))
+def test_the_pages_match_the_records():
+    shown = set()
+    for name in ("results.md", "performance.md"):
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert text == page(text), f"run: python -m t2r.experiments.tables docs/{name}"
+        shown |= set(re.findall(r"<!-- record: ([\w-]+) -->", text))
     assert shown == set(shipped_experiments())
 
 
 @pytest.mark.parametrize("name", shipped_experiments())
-def test_records_say_where_their_numbers_are_from(name):
+def test_records_name_their_commands(name):
     record = recorded(name)
     if record is None:
         return
@@ -267,7 +269,7 @@ def test_records_say_where_their_numbers_are_from(name):
     assert record["machine"]
     assert record["versions"]
     assert provenance(record)
-    if not record.get("hand_run"):  # then it is of the experiment as it is, or of a part of it
+    if not record.get("hand_run"):  # made by the current experiment, or by some of its steps
         labels = {step.name: step.label for step in load_experiment(name).steps}
         commands = {part["name"]: part["command"] for part in record["steps"]}
         assert commands == {step: labels[step] for step in commands}
@@ -299,7 +301,7 @@ def test_a_change_of_a_record_changes_the_page(tmp_path, monkeypatch):
     }
     monkeypatch.setattr("t2r.experiments.tables.recorded", lambda name: record)
     made = page(text)
-    assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes in all" in made
+    assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes in total" in made
     assert "    t2r convert a b    # 90 s" in made
     assert "| after distill | 22.00 (+10.0 %) | 0.100 |" in made
     assert "could not be run: no data" in made
@@ -313,13 +315,13 @@ def test_evaluations_as_tables():
     one = {"model": "teacher", "text": "w", "window": 512, "tokens": 10, "perplexity": 20.0, "recall": recall}
     other = one | {"model": "rnn", "variant": "window 4", "perplexity": 21.0, "ratio": 1.05, "kept_bytes": 3 << 20}
     quality, recalled = evaluation_tables([one, other])
-    assert "| rnn, window 4 | 21.00 (+5.0 %) | 3.0 MiB |" in quality  # no column for a KL that nobody has
+    assert "| rnn, window 4 | 21.00 (+5.0 %) | 3.0 MiB |" in quality  # no column for missing KL values
     assert "| teacher | 50.0 % (44-56) |" in recalled
     assert markdown(("a", "b", "c"), [("1", "", "3")]) == "| a | c |\n| --- | --- |\n| 1 | 3 |\n"
     assert training_table({"untrained": {"perplexity": 9.5}, "stages": {}}).endswith("| before | 9.50 |\n")
 
 
-def test_a_record_is_short_and_names_no_folder():
+def test_a_record_is_short_and_contains_no_paths():
     value = {"log": [1], "x": [{"path": "/a/b/c.txt", "by_position": []}], "n": 1.23456789, "k": True}
     assert compact(value, {"/a/b": "out", "/a/b/c.txt": "text"}) == {"x": [{"path": "text"}], "n": 1.2346, "k": True}
     names = {"m": "smollm2", "runs/pure": "pure"}
@@ -331,7 +333,7 @@ def test_a_record_is_short_and_names_no_folder():
 # --- Texts --------------------------------------------------------------------------------------------------
 
 
-def test_wikitext_becomes_ordinary_text(tmp_path):
+def test_wikitext_is_detokenized(tmp_path):
     raw = " = A = \n In 1 @,@ 234 ( or [ 5 @.@ 6 ] ) % they did n't see Ann 's well @-@ known \" dog \" ; why ? \n"
     text = " = A =\n In 1,234 (or [5.6])% they didn't see Ann's well-known \" dog \"; why?\n"
     assert detokenize(raw) == text

@@ -1,4 +1,4 @@
-"""Feature maps: shapes, heads, randomness, what each estimates, and that none of them runs away."""
+"""Feature maps: shapes, heads, randomness, the kernels they estimate, and numerical stability."""
 
 import copy
 import math
@@ -26,6 +26,7 @@ from t2r.feature_maps import (
     orthogonal_rows,
     safe_norm,
 )
+from t2r.ops.constants import constant_weights
 
 HEAD_DIM = 8
 LAYOUTS = {
@@ -37,11 +38,11 @@ LAYOUTS = {
 # --- Every map: one row each --------------------------------------------------------------------------------
 
 
-# φ of one head, x `[batch, time, head_dim]`, by its definition. `head` counts query maps or key maps.
+# φ of one head by its definition, for x `[batch, time, head_dim]`. `head` is the index of a query map or key map.
 
 
 def affine_head(feature_map: Any, x: Tensor, head: int, query: bool) -> tuple[Tensor, Tensor]:
-    """The affine part, and the weight of each key."""
+    """Return the output of the affine part, and the weight of each key."""
     part = feature_map.query_map if query and feature_map.query_map is not None else feature_map.key_map
     y = x @ part.weight[head].T + (0 if part.bias is None else part.bias[head])
     weighs = feature_map.key_weight is not None and not query
@@ -85,13 +86,13 @@ def performer_head(feature_map: Any, x: Tensor, head: int, query: bool) -> Tenso
 
 class Row(NamedTuple):
     one_head: Callable[[Any, Tensor, int, bool], Tensor]
-    default_size: int  # for heads of 64
-    sizes: tuple[int, ...] = (2, 4, 32, 64, 1024)  # that heads of 64 may have
+    default_size: int  # for a head size of 64
+    sizes: tuple[int, ...] = (2, 4, 32, 64, 1024)  # valid for a head size of 64
     options: Mapping[str, Any] = {}
-    variants: Mapping[str, dict[str, Any]] = {}  # ways to configure it that compute something else
-    float32: bool = False  # features of a half-precision model are in full precision
-    draws: bool = False  # its parameters start at random, each head's apart
-    draws_not: tuple[str, ...] = ()  # variants that do not
+    variants: Mapping[str, dict[str, Any]] = {}  # options that change the function
+    float32: bool = False  # features are float32 in half-precision models
+    draws: bool = False  # parameters are initialized at random, independently for each head
+    draws_not: tuple[str, ...] = ()  # variants whose parameters are not
     mergeable: bool = False
 
 
@@ -110,7 +111,7 @@ ROWS = {
         mergeable=True,
     ),
     "elu": Row(elu_head, 64, sizes=(64,)),
-    # Fewer draws than some layouts have heads.
+    # The bank is smaller than the number of heads of some layouts.
     "rfa": Row(rfa_head, 32, options={"bank_size": 5}, float32=True, draws=True),
     "performer": Row(performer_head, 128, float32=True, draws=True),
     "hedgehog": Row(
@@ -121,7 +122,7 @@ ROWS = {
             "hedgehog-separate": {"shared": False, "feature_size": 6, "init": "paper"},
         },
         draws=True,
-        draws_not=("hedgehog", "hedgehog-weights"),  # by default an identity
+        draws_not=("hedgehog", "hedgehog-weights"),  # the default initialization is an identity
         mergeable=True,
     ),
 }
@@ -154,7 +155,7 @@ def make(variant: str, layout: str = "mha", **more: Any) -> FeatureMap:
 
 
 def disturb(feature_map: FeatureMap) -> FeatureMap:
-    """Move the parameters away from where they start, so that no two heads or sides are equal by chance."""
+    """Add noise to the parameters, so that heads, queries and keys all differ."""
     with torch.no_grad():
         for parameter in feature_map.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -211,7 +212,7 @@ def test_affine_against_a_loop(groups: int, heads: int, maps: int, batch: int, t
     if heads > 1:
         maps = 1
     x = torch.randn(batch, groups * heads, time, 4, dtype=torch.float64)
-    if transposed:  # as attention hands it over: heads are a view of the hidden size
+    if transposed:  # as in attention, where heads are a view of the hidden size
         x = torch.randn(batch, time, groups * heads, 4, dtype=torch.float64).transpose(1, 2)
     weight = torch.randn(groups * maps, 5, 4, dtype=torch.float64)
     bias = torch.randn(groups * maps, 5, dtype=torch.float64)
@@ -249,9 +250,9 @@ def test_autocast(variant: str) -> None:
     full = row_of(variant).float32
     for phi, want in zip(features, plain, strict=True):
         assert phi.isfinite().all()
-        if full:  # autocast must not reach inside
+        if full:  # autocast must have no effect
             torch.testing.assert_close(phi, want, rtol=0, atol=0)
-        if feature_map.mergeable:  # it must here, as it does for nn.Linear
+        if feature_map.mergeable:  # autocast must apply, as it does for nn.Linear
             assert phi.dtype == torch.bfloat16
 
 
@@ -340,7 +341,7 @@ def test_heads_draw_their_own(variant: str) -> None:
 def test_meta_construction_then_reset(variant: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = make(variant, layout)
     with torch.device("meta"), monkeypatch.context() as patch:
-        if want.state_dict():  # a large model on meta must cost no time: nothing is drawn
+        if want.state_dict():  # creating a large model on meta must be fast, so nothing may be drawn
             patch.delattr(torch, "Generator")
         empty = make(variant, layout)
     assert all(tensor.is_meta for tensor in empty.state_dict().values())
@@ -409,7 +410,7 @@ def test_activate_after_affine_is_the_map(variant: str, layout: str) -> None:
         (k, feature_map.affine_k(), (feature_map.key_heads, feature_map.key_rows), feature_map.activate_keys, phi_k),
     ):
         assert weight.shape == (*shape, HEAD_DIM)
-        # With a map for every head this is a plain product per head, as it will be in the projections.
+        # One matrix product per head, as in merged projections.
         y = x.repeat_interleave(shape[0] // x.shape[1], 1) @ weight.mT
         y = y if bias is None else y + bias[:, None]
         torch.testing.assert_close(activate(y), want)
@@ -475,7 +476,7 @@ def test_identity_like() -> None:
 @pytest.mark.parametrize("name", ["t2r", "hedgehog"])
 def test_identity_initialization_is_closer_to_softmax(name: str, size: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    # A trained head looks for something: each query has a key that it resembles, and its attention is peaked.
+    # Imitate a trained head with peaked attention: each query resembles one key.
     k, noise = torch.randn(2, 4, 8, 64, 32, generator=generator)
     q = (k + noise / 2) / math.sqrt(32)
     softmax = (q @ k.mT).softmax(-1)
@@ -508,7 +509,7 @@ def test_rfa_redraws_in_training_only() -> None:
     assert torch.equal(feature_map(q, k)[0], feature_map(q, k)[0])
     assert torch.equal(torch.get_rng_state(), before)
     feature_map.train()
-    assert torch.equal(feature_map.queries(q), feature_map.eval()(q, k)[0]), "alone, always the fixed draw"
+    assert torch.equal(feature_map.queries(q), feature_map.eval()(q, k)[0]), "queries() must use the fixed draw"
 
 
 @every_layout
@@ -520,7 +521,7 @@ def test_rfa_queries_and_keys_use_one_draw(layout: str) -> None:
         phi_q, phi_k = feature_map(q, k)
         phi_k = phi_k.repeat_interleave(feature_map.num_heads // feature_map.key_heads, 1)
         torch.testing.assert_close(phi_q, phi_k)
-        # sin² + cos² = 1: the kernel of a vector with itself, exact whatever the draw
+        # sin² + cos² = 1: the kernel of a vector with itself is exact for every draw.
         torch.testing.assert_close((phi_q * phi_k).sum(-1), torch.ones(q.shape[:3]))
 
 
@@ -544,7 +545,7 @@ def test_rfa_survives_gradient_checkpointing() -> None:
     ):
         torch.manual_seed(5)
         phi_q, phi_k = call(q.clone().requires_grad_(), k)
-        torch.rand(3)  # somebody else draws before the backward pass recomputes
+        torch.rand(3)  # changes the random state before the backward pass recomputes
         attention(phi_q, phi_k)[..., 0].sum().backward()
         assert feature_map.sigma.grad is not None
     assert plain.sigma.grad is not None
@@ -556,7 +557,7 @@ def test_rfa_survives_gradient_checkpointing() -> None:
 
 
 def estimates(name: str, size: int, q: Tensor, k: Tensor, seeds: int, heads: int) -> Tensor:
-    """φ(q)·φ(k) of pairs `[pairs, head_dim]` by that many independent draws: `[seeds * heads, pairs]`."""
+    """Estimate φ(q)·φ(k) for pairs `[pairs, head_dim]` with independent draws: `[seeds * heads, pairs]`."""
     out = []
     for seed in range(seeds):
         feature_map = make_feature_map(name, head_dim=q.shape[-1], num_heads=heads, feature_size=size, seed=seed).eval()
@@ -589,9 +590,9 @@ def test_performer_is_unbiased_within_the_bound() -> None:
     q, k = pairs(16, 8, 1.0)
     got = estimates("performer", 16, q, k, seeds=100, heads=64).double()
     kernel = torch.exp((q * k).sum(-1))
-    assert kernel.max() / kernel.min() > 3, "the pairs are too alike to tell one kernel from another"
+    assert kernel.max() / kernel.min() > 3, "the pairs are too similar to distinguish kernels"
     standard_error = got.std(0) / math.sqrt(len(got))
-    assert (standard_error < 0.03 * kernel).all(), "too few draws to tell"
+    assert (standard_error < 0.03 * kernel).all(), "too few draws"
     assert ((got.mean(0) - kernel).abs() < 4 * standard_error).all()
 
 
@@ -610,7 +611,7 @@ def test_performer_saturates_beyond_the_bound() -> None:
 def test_performer_of_huge_inputs_is_finite(head_dim: int, dtype: torch.dtype) -> None:
     feature_map = make_feature_map("performer", head_dim=head_dim, num_heads=2).to(dtype)
     assert isinstance(feature_map, PerformerMap)
-    # The worst there is: long, and pointing along the random vectors themselves.
+    # The worst case: large norms, parallel to the random vectors.
     x = F.normalize(feature_map.vectors[None].float(), dim=-1) * 1e4
     q, k = x.to(dtype).requires_grad_(), x.to(dtype).requires_grad_()
     phi_q, phi_k = feature_map(q, k)
@@ -622,7 +623,7 @@ def test_performer_of_huge_inputs_is_finite(head_dim: int, dtype: torch.dtype) -
         assert tensor.isfinite().all()
 
 
-def test_performer_vectors_are_orthogonal_in_blocks_and_as_long_as_gaussian_ones() -> None:
+def test_performer_vectors_are_orthogonal_in_blocks_with_gaussian_norms() -> None:
     d = 32
     feature_map = make_feature_map("performer", head_dim=d, num_heads=8, feature_size=80)
     assert isinstance(feature_map, PerformerMap)
@@ -638,12 +639,12 @@ def test_performer_vectors_are_orthogonal_in_blocks_and_as_long_as_gaussian_ones
 
 
 def test_orthogonal_rows_are_uniform() -> None:
-    """QR alone leaves a sign convention behind, which shows in the mean of the diagonal."""
+    """The sign convention of QR would show in the mean of the diagonal."""
     rows = orthogonal_rows(4000, 3, 3, torch.Generator().manual_seed(0))
     assert rows.mean(0).abs().max() < 4 / math.sqrt(3 * 4000)
 
 
-# --- Mistakes ---------------------------------------------------------------------------------------------
+# --- Invalid arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -660,7 +661,7 @@ def test_orthogonal_rows_are_uniform() -> None:
         ("performer", 6400, "at most 1024"),
     ],
 )
-def test_check_says_what_is_wrong(name: str, feature_size: Any, words: str) -> None:
+def test_invalid_feature_sizes_are_refused(name: str, feature_size: Any, words: str) -> None:
     with pytest.raises(T2RError, match=words):
         FEATURE_MAPS[name].check(64, feature_size)
     with pytest.raises(T2RError, match=words):
@@ -668,7 +669,7 @@ def test_check_says_what_is_wrong(name: str, feature_size: Any, words: str) -> N
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
-def test_check_lets_good_sizes_pass(name: str) -> None:
+def test_valid_feature_sizes_pass(name: str) -> None:
     for size in (None, *ROWS[name].sizes):
         FEATURE_MAPS[name].check(64, size)
 
@@ -676,20 +677,20 @@ def test_check_lets_good_sizes_pass(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("relu", {}, "no feature map 'relu': choose one of t2r, elu, rfa, performer, hedgehog"),
+        ("relu", {}, "unknown feature map 'relu': choose one of t2r, elu, rfa, performer, hedgehog"),
         ("t2r", {"activation": "sigmoid"}, "choose one of relu, elu, tanh, cos, gelu"),
         ("t2r", {"init": "zeros"}, "choose paper or identity"),
-        ("rfa", {"shared": False}, "leave shared=True"),
-        ("performer", {"shared": False}, "leave shared=True"),
+        ("rfa", {"shared": False}, "use shared=True"),
+        ("performer", {"shared": False}, "use shared=True"),
         ("rfa", {"bank_size": 0}, "bank_size must be at least 1"),
         ("performer", {"max_norm": 0.0}, "max_norm must be positive"),
-        ("t2r", {"num_key_value_heads": 3}, "4 query heads cannot be divided among 3"),
-        ("t2r", {"num_key_value_heads": 0}, "4 query heads cannot be divided among 0"),
-        ("rfa", {"activation": "tanh"}, "'rfa' has no option 'activation'; it has: bank_size"),
-        ("elu", {"init": "paper"}, "'elu' has no option 'init'; it has: none"),
+        ("t2r", {"num_key_value_heads": 3}, "query heads, 4, must be a multiple of that of key/value heads, 3"),
+        ("t2r", {"num_key_value_heads": 0}, "query heads, 4, must be a multiple of that of key/value heads, 0"),
+        ("rfa", {"activation": "tanh"}, "'rfa' has no option 'activation'; its options are: bank_size"),
+        ("elu", {"init": "paper"}, "'elu' has no option 'init'; its options are: none"),
     ],
 )
-def test_mistakes_are_explained(name: str, options: dict[str, Any], words: str) -> None:
+def test_invalid_options_are_refused(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(T2RError, match=words):
         make_feature_map(name, head_dim=8, num_heads=4, **options)
 
@@ -705,7 +706,7 @@ class TinyLayer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.ffn = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.ReLU(), nn.Linear(4 * hidden, hidden))
-        # As long as those of a trained transformer, or longer: short queries and keys are no trial.
+        # Queries and keys at least as large as in a trained transformer, so that divergence would show.
         self.qkv.weight.data[: 2 * hidden] *= 10
 
     def forward(self, x: Tensor) -> Tensor:
@@ -719,7 +720,7 @@ class TinyLayer(nn.Module):
 
 @pytest.mark.slow
 def test_performer_trains_in_bfloat16_without_diverging() -> None:
-    """The paper's authors saw it diverge: not here, in bfloat16 parameters and at far too high a rate."""
+    """Unlike in the paper, training does not diverge, even with bfloat16 parameters and a high learning rate."""
     torch.manual_seed(0)
     hidden, vocabulary, length = 64, 31, 64
     model = nn.Sequential(
@@ -728,8 +729,8 @@ def test_performer_trains_in_bfloat16_without_diverging() -> None:
         nn.LayerNorm(hidden),
         nn.Linear(hidden, vocabulary),
     ).bfloat16()
-    # A letter follows from the one before it by one of four rules, which change every 200 letters. Which of
-    # them holds is for the attention to see: a model that does not attend stays at log(4).
+    # Each letter follows from the previous one by one of four rules, which change every 200 letters. Only attention
+    # can find the current rule: a model without it stays at log(4).
     text = [1]
     while len(text) < 20_000:
         text.append((3 * text[-1] + 5 * (len(text) // 200 % 4)) % vocabulary)
@@ -749,12 +750,12 @@ def test_performer_trains_in_bfloat16_without_diverging() -> None:
     assert sum(losses[-50:]) / 50 < math.log(4) / 2
 
 
-# --- Forgetting -------------------------------------------------------------------------------------------
+# --- Decay ------------------------------------------------------------------------------------------------
 
 
 @every_layout
 @every_variant
-def test_rates_of_forgetting(variant: str, layout: str) -> None:
+def test_decay_rates(variant: str, layout: str) -> None:
     plain, fading = make(variant, layout), make(variant, layout, decay=True)
     assert plain.decay is None
     assert fading.decay is not None
@@ -766,7 +767,7 @@ def test_rates_of_forgetting(variant: str, layout: str) -> None:
     assert fading.decay_logits is not None
     assert fading.decay_logits.requires_grad
     assert set(fading.state_dict()) - set(plain.state_dict()) == {"decay_logits"}
-    for name, tensor in plain.state_dict().items():  # what was drawn before it stays what it was
+    for name, tensor in plain.state_dict().items():  # decay does not change the other parameters
         assert torch.equal(fading.state_dict()[name], tensor)
     assert not make(variant, layout, decay=True, trainable=False).decay_logits.requires_grad  # type: ignore[union-attr]
 
@@ -785,13 +786,12 @@ def test_rates_are_computed_in_full_precision_and_bounded() -> None:
         assert feature_map.decay.max() == 0.0
 
 
-# --- How fast its parts learn -------------------------------------------------------------------------------
+# --- Learning rate factors ----------------------------------------------------------------------------------
 
 
 @every_variant
 def test_a_step_moves_queries_and_keys_alike(variant: str) -> None:
-    """Queries come divided by the root of the head's size. What a step of a rate changes in their features must be
-    what it changes in those of keys."""
+    """Queries are divided by sqrt(head_dim). An optimizer step must change the features of queries and keys alike."""
     feature_map = make(variant)
     paces = feature_map.paces()
     if feature_map.shared or not isinstance(feature_map, AffineMap):
@@ -803,16 +803,33 @@ def test_a_step_moves_queries_and_keys_alike(variant: str) -> None:
         assert paces.pop(feature_map.key_weight.weight) == keys
     assert paces == {}
     assert queries / math.sqrt(HEAD_DIM) == pytest.approx(keys)
-    assert queries * keys == pytest.approx(1)  # and both together what they were
+    assert queries * keys == pytest.approx(1)  # the product of the factors stays 1
     feature_map.drop_affine()
     assert feature_map.paces() == {}
 
 
 def test_a_softmax_over_features_starts_like_hedgehog() -> None:
-    """The same rows and the same sharpness: rows that are free to part, which come in pairs at first."""
+    """It starts with the same rows, in pairs, and the same sharpness. Training may then change rows independently."""
     ours = make("t2r-softmax-separate", feature_size=2 * HEAD_DIM)
     theirs = make("hedgehog", shared=False, feature_size=2 * HEAD_DIM)
     q, k = inputs(ours)
     scores = [(phi_q @ phi_k.mT) for phi_q, phi_k in (ours(q, k), theirs(q, k))]
     torch.testing.assert_close(*scores)
     assert not ours.signed
+
+
+def test_constant_weights_are_derived_once():
+    """Inside `constant_weights` the rates and the joint weights of keys are computed once, with the same results."""
+    torch.manual_seed(0)
+    feature_map = make_feature_map("t2r", head_dim=4, num_heads=2, decay=True, key_weights=True, activation="softmax")
+    k = torch.randn(1, 2, 1, 4)
+    with torch.no_grad():
+        expected, rates = feature_map.keys(k), feature_map.decay
+        kept = {}
+        with constant_weights(kept):
+            assert torch.equal(feature_map.keys(k), expected)
+            first = feature_map.decay
+            assert torch.equal(first, rates)
+            assert feature_map.decay is first
+        assert len(kept) == 2
+        assert feature_map.decay is not first

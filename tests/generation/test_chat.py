@@ -1,4 +1,4 @@
-"""Conversations: what is answered from a state is what is answered from the whole text."""
+"""In conversations, answers from a state are the same as answers from the whole text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REWRITING = TEMPLATE.replace("{% for m in messages %}", "{{ messages | length }}
 
 
 def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """Characters are tokens, so that a text cut anywhere has the same tokens."""
+    """Return a tokenizer of characters, so that a text has the same tokens if it is split anywhere."""
     characters = [chr(code) for code in range(33, 127)]
     backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="!"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
@@ -29,7 +29,7 @@ def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("template", [None, TEMPLATE, REWRITING], ids=["text", "template", "rewriting"])
 @pytest.mark.parametrize("swapped", [False, True], ids=["base", "swapped"])
-def test_each_answer_is_that_to_the_whole_text(template, swapped):
+def test_answers_are_the_same_as_for_the_whole_text(template, swapped):
     model = tiny("llama", torch.float64).eval()
     model.generation_config.eos_token_id = None
     if swapped:
@@ -54,8 +54,8 @@ def test_each_answer_is_that_to_the_whole_text(template, swapped):
         assert conversation.state.get_seq_length() == len(words(text, add_special_tokens=False).input_ids) - 1
 
 
-def test_what_a_conversation_cannot_be():
-    with pytest.raises(T2RError, match="needs a language model"):
+def test_conversation_errors():
+    with pytest.raises(T2RError, match="requires a language model"):
         Conversation(tiny("marian", torch.float32), tokenizer(None))
     with pytest.raises(T2RError, match="one answer at a time"):
         Conversation(tiny("gpt2", torch.float32), tokenizer(None), num_beams=2)

@@ -1,4 +1,4 @@
-"""A document read once and asked many times, by the command line, in processes of their own."""
+"""States of documents on the command line, in separate processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = TEXT.split()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A swapped tiny Llama with a tokenizer."""
+    """Return the folder of a swapped tiny Llama with a tokenizer."""
     path = tmp_path_factory.mktemp("model")
     core = Tokenizer(models.WordLevel(unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -39,7 +39,7 @@ def run(*arguments):
     return result.stdout
 
 
-def test_a_document_is_read_once_and_asked_twice(folder, tmp_path):
+def test_a_document_is_read_once_and_continued_twice(folder, tmp_path):
     document, question = " ".join(WORDS * 30), "the old man"
     (tmp_path / "book.txt").write_text(document)
     state = tmp_path / "book.state"
@@ -77,7 +77,7 @@ def test_pieces_make_no_difference(folder, monkeypatch):
     assert torch.allclose(whole.layers[2].state.s, pieces.layers[2].state.s, atol=1e-10)
 
 
-def test_what_has_no_state_says_so(folder, tmp_path):
+def test_models_without_a_state(folder, tmp_path):
     base = tmp_path / "base"
     tiny("llama", torch.float32).save_pretrained(base)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""The engine chooses the tokens that `generate` chooses, whoever else is running."""
+"""The engine chooses the same tokens as `generate`, independently of other running sequences."""
 
 import logging
 
@@ -47,7 +47,7 @@ def swapped(case, dtype=torch.float64, merged=False):
 
 
 def inputs(case):
-    """Prompts of different lengths, padded."""
+    """Return padded prompts of different lengths."""
     model_type = CASES[case][0]
     given = batch(model_type, padding="right" if is_seq2seq(model_type) else "left")
     return {name: x for name, x in given.items() if not name.startswith("decoder")}
@@ -59,13 +59,13 @@ def prompts(lengths, seed=0):
 
 
 def alone(model, prompt, **options):
-    """What `generate` adds to one prompt."""
+    """Return the tokens that `generate` adds to one prompt."""
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     return out[0, 1 if model.config.is_encoder_decoder else prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_is_generate(case):
+def test_greedy_search_equals_generate(case):
     model, given = swapped(case), inputs(case)
     expected = model.generate(**given, max_new_tokens=16, do_sample=False)
     engine = Engine(model)
@@ -117,7 +117,7 @@ def test_each_sequence_stops_by_itself(options):
     model, given = swapped("gpt2"), inputs("gpt2")
     torch.manual_seed(0)
     free = model.generate(**given, max_new_tokens=20, **options)
-    stops = [int(free[0, -17]), int(free[1, -12])]  # tokens that come at different times
+    stops = [int(free[0, -17]), int(free[1, -12])]  # tokens that occur at different steps
     torch.manual_seed(0)
     expected = model.generate(**given, max_new_tokens=20, eos_token_id=stops, **options)
     assert (expected == PAD).sum() > (given["input_ids"] == PAD).sum()
@@ -126,7 +126,7 @@ def test_each_sequence_stops_by_itself(options):
 
 
 def words():
-    """A tokenizer whose tokens are the characters of the alphabet."""
+    """Return a tokenizer whose tokens are the letters of the alphabet."""
     backend = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(VOCABULARY - 3)}, unk_token="!"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="!")
@@ -186,7 +186,7 @@ def test_streaming(case):
 
 @pytest.mark.parametrize("case", ["gpt2 kept", "llama", "llama recipe", "marian", "bart"])
 def test_sequences_join_and_leave_a_running_batch(case):
-    """Five prompts for two rows, of different lengths and options: each gets what it gets alone."""
+    """Five prompts with different lengths and options on two rows have the same results as alone."""
     model = swapped(case)
     given = prompts([5, 1, 9, 3, 7])
     options = [
@@ -201,7 +201,7 @@ def test_sequences_join_and_leave_a_running_batch(case):
     heard: dict[int, list[int]] = {}
     for count, (sequence, token) in enumerate(engine.run()):
         heard.setdefault(id(sequence), []).append(token)
-        if count == 4:  # in the middle
+        if count == 4:  # while others are running
             sequences += [engine.submit(p[0], **o) for p, o in zip(given[3:], options[3:], strict=True)]
     assert not engine.busy
     assert sorted(engine.free) == [0, 1]
@@ -213,8 +213,8 @@ def test_sequences_join_and_leave_a_running_batch(case):
 
 
 @pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe", "marian"])
-def test_stops_between_two_looks(case):
-    """What is generated after a stop, before anybody looks, is dropped, and harms nobody."""
+def test_stops_between_two_reads(case):
+    """Tokens generated after a stop token and before the next read are dropped and do not affect other rows."""
     model, given = swapped(case), prompts([5, 1, 9, 3])
     free = [alone(model, p, max_new_tokens=21) for p in given]
     stops = [[tokens[k]] for tokens, k in zip(free, (2, 9, 13, 20), strict=True)]
@@ -274,7 +274,7 @@ def test_a_sequence_can_be_cancelled():
     assert sequences[2].tokens == alone(model, given[2], max_new_tokens=5)
 
 
-def test_a_stream_that_nobody_reads_to_its_end_is_over():
+def test_an_abandoned_stream_ends():
     model, (prompt,) = swapped("gpt2"), prompts([4])
     engine = Engine(model)
     for _ in engine.stream(prompt, max_new_tokens=20):
@@ -301,7 +301,7 @@ def test_prompts_are_read_in_pieces(pieces, monkeypatch):
         ({"cache_implementation": "static"}, "cache_implementation"),
     ],
 )
-def test_what_it_cannot_do_goes_to_generate_and_is_said(options, reason, caplog):
+def test_unsupported_options_fall_back_to_generate(options, reason, caplog):
     model, (prompt,) = swapped("gpt2"), prompts([5])
     expected = alone(model, prompt, max_new_tokens=4, **options)
     with caplog.at_level(logging.WARNING, "t2r"):
@@ -310,10 +310,8 @@ def test_what_it_cannot_do_goes_to_generate_and_is_said(options, reason, caplog)
     assert [record.getMessage() for record in caplog.records if reason in record.getMessage()]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"), [("mistral", "sliding window"), ("marian", "kept softmax attention")]
-)
-def test_kept_layers_without_a_fixed_size_go_to_generate(model_type, reason, caplog):
+@pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("marian", "encoder-decoder")])
+def test_softmax_layers_without_a_static_cache_fall_back_to_generate(model_type, reason, caplog):
     model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, softmax_layers=[0]).eval()
     (prompt,) = prompts([5])
     with caplog.at_level(logging.WARNING, "t2r"):
@@ -322,11 +320,11 @@ def test_kept_layers_without_a_fixed_size_go_to_generate(model_type, reason, cap
     assert torch.equal(out, model.generate(prompt, max_new_tokens=4, pad_token_id=PAD))
 
 
-def test_mistakes_are_said():
+def test_user_errors():
     model, (prompt,) = swapped("gpt2 kept"), prompts([5])
-    with pytest.raises(T2RError, match="converted models"):
+    with pytest.raises(T2RError, match="requires a swapped model"):
         Engine(tiny("gpt2", torch.float32))
-    with pytest.raises(T2RError, match="at least one row"):
+    with pytest.raises(T2RError, match="rows must be at least 1"):
         Engine(model, rows=0)
     with pytest.raises(T2RError, match="2 rows"):
         Engine(model, rows=2).generate(prompt.expand(3, -1), max_new_tokens=2)
@@ -344,8 +342,8 @@ def test_mistakes_are_said():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["gpt2", "gpt2 kept", "llama", "llama recipe", "llama recipe kept", "marian"])
-def test_a_captured_step_is_generate(case, dtype):
-    """Token by token, except after a place where the two likeliest are within 1e-3 of each other."""
+def test_a_captured_step_equals_generate(case, dtype):
+    """Compare tokens up to a position where the two most likely ones are within 1e-3 of each other."""
     model, given = swapped(case, dtype).cuda(), {name: x.cuda() for name, x in inputs(case).items()}
     engine = Engine(model)
     how = {"max_new_tokens": 24, "do_sample": False}
@@ -359,7 +357,7 @@ def test_a_captured_step_is_generate(case, dtype):
                 continue
             logits = out.logits[t - start][row].float()
             best = logits.topk(2).values
-            # bfloat16 has 8 bits, of which the sums of a few layers leave about 5.
+            # bfloat16 has 8 bits, of which about 5 are accurate after a few layers.
             limit = 1e-3 if dtype == torch.float32 else float(logits.max() - logits.min()) * 2**-5
             assert best[0] - best[1] <= limit, f"row {row} differs at {t - start}, where nothing is close"
             close += 1
@@ -372,7 +370,7 @@ def test_a_captured_step_is_generate(case, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe", "marian"])
 def test_joining_and_leaving_on_a_gpu(case):
-    """In float64, where nothing is close: looks are several tokens apart, stops fall between them."""
+    """In float64, where there are no near ties. Tokens are read every few steps, and stops occur in between."""
     model, given = swapped(case).cuda(), [p.cuda() for p in prompts([5, 1, 9, 3])]
     free = [alone(model, p, max_new_tokens=21) for p in given]
     stops = [[tokens[k]] for tokens, k in zip(free, (2, 9, 13, 20), strict=True)]

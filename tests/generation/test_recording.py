@@ -1,4 +1,4 @@
-"""A recording replays what a function does to tensors, and nothing else of it."""
+"""A recording replays the tensor operations of a function and nothing else."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_a_recurrence_is_replayed_in_place():
 
     def step(state, out):
         calls.append(1)
-        y = torch.nn.functional.linear(x[:, None], weight, weight[0]).flatten(1)  # views of what is new
+        y = torch.nn.functional.linear(x[:, None], weight, weight[0]).flatten(1)  # views of new tensors
         half = torch.nn.functional.silu(y.view(2, 2, 2).transpose(1, 2).reshape(2, 4))
         state.mul_(weight.sigmoid().mean(0)).add_(half)
         unused = torch.zeros_like(state).add_(1).exp()
@@ -44,10 +44,10 @@ def test_a_recurrence_is_replayed_in_place():
     assert len(calls) == 5  # no Python in a replay
     names = [str(getattr(run, "func", run)) for run in recording.calls]
     assert not [name for name in names if "sigmoid" in name], "what depends on weights alone is computed once"
-    assert not [name for name in names if "exp" in name], "what nobody reads is left out"
+    assert not [name for name in names if "exp" in name], "unused operations are omitted"
 
 
-def test_what_is_not_the_same_each_time_is_refused():
+def test_functions_that_cannot_be_recorded():
     x = torch.ones(2)
     with pytest.raises(CannotRecord, match="value"):
         recorded(lambda: x.add_(1 if x.sum() > 3 else 2), [x], [x])
@@ -55,7 +55,7 @@ def test_what_is_not_the_same_each_time_is_refused():
         recorded(lambda: x.add_(torch.rand(2)), [x], [x])
 
 
-def test_buffers_that_are_filled_anew_each_time():
+def test_buffers_that_are_refilled_each_time():
     x, out = torch.zeros(3), torch.zeros(3)
 
     def step():

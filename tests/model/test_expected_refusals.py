@@ -1,8 +1,8 @@
-"""What transformers' own tests do with every model and a swapped model refuses, each with its reason.
+"""Features that the tests of transformers use with every model, and that swapped models do not support.
 
-A row is a thing that works on the base model. It must be refused by a `T2RError` whose text names the reason, before
-anything is computed wrongly, and the model must work as before afterwards. transformers' tests of a recurrent model of
-their own skip most of these, by `has_attentions = False` and by checks of caches that each model brings along.
+Each row works on the base model. A swapped model must raise a `T2RError` that states the reason, before anything is
+computed wrongly, and must work as before afterwards. transformers skips most of these tests for its own recurrent
+models, with `has_attentions = False` and cache checks of each model.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ FAMILIES = ["gpt2", "llama", "marian"]
 
 
 class Tried(NamedTuple):
-    """A swapped model, what it is called with, and a folder."""
+    """A swapped model, its inputs, and a folder."""
 
     model: Any
     inputs: dict[str, Any]
@@ -83,18 +83,18 @@ def without_a_tensor(tried: Tried) -> Any:
 
 
 REFUSALS: dict[str, tuple[Callable[[Tried], Any], str]] = {
-    # A recurrent layer has no matrix of weights between tokens to return.
-    "attentions of a forward": (forward(output_attentions=True), "never forms attention weights"),
+    # Recurrent layers do not compute attention weights.
+    "attentions of a forward": (forward(output_attentions=True), "do not compute attention weights"),
     "attentions of generate": (
         generate(output_attentions=True, return_dict_in_generate=True),
-        "never forms attention weights",
+        "do not compute attention weights",
     ),
-    # A recurrence reads from left to right: which tokens are padding is all that a mask can say.
+    # Recurrent attention is causal, so it supports padding masks only.
     "a 4-D mask": (with_full_mask, "a padding mask"),
-    # Another attention function would compute softmax attention in the modules that go through the interface.
+    # Another attention function would compute softmax attention in models on the attention interface.
     "another attention function": (lambda tried: tried.model.set_attn_implementation("sdpa"), "exact_attention"),
     "another attention function in the configuration": (with_attention_set_in_the_configuration, "exact_attention"),
-    # Caches of keys and values, which a recurrent layer does not have.
+    # Recurrent layers have no keys and values to cache.
     "an offloaded cache": (generate(cache_implementation="offloaded"), "keys and values"),
     "an offloaded static cache": (generate(cache_implementation="offloaded_static"), "keys and values"),
     "a quantized cache": (generate(cache_implementation="quantized"), "keys and values"),
@@ -103,9 +103,9 @@ REFUSALS: dict[str, tuple[Callable[[Tried], Any], str]] = {
     "a cache that softmax attention filled": (with_filled_softmax_cache, "filled by a model with other attention"),
     "a cache of tuples": (forward(past_key_values=((torch.zeros(1), torch.zeros(1)),) * 3), "is a tuple"),
     "continuous batching": (lambda tried: tried.model.generate_batch([[5, 6, 7]]), "make_static_cache"),
-    # A state cannot be unread, unless it recorded what it read.
+    # A state cannot be cropped unless it records its past.
     "cropping a cache": (lambda tried: tried.model(**tried.inputs).past_key_values.crop(-1), "activate_past_recording"),
-    # Loading is strict: transformers warns and draws missing weights anew.
+    # Loading is strict, while transformers warns and initializes missing weights randomly.
     "a missing tensor": (without_a_tensor, "missing"),
     "a configuration that the weights do not fit": (
         lambda tried: tried.load(**{("decoder_layers" if is_seq2seq_model(tried) else "num_hidden_layers"): 2}),
@@ -115,7 +115,7 @@ REFUSALS: dict[str, tuple[Callable[[Tried], Any], str]] = {
         lambda tried: type(tried.model).from_pretrained(tried.saved(), config=plain_config(tried)),
         "T2RConfig",
     ),
-    # Heads would be divided between devices, and their maps would not.
+    # The heads would be split between devices, but not their feature maps.
     "tensor parallelism": (lambda tried: tried.load(tp_plan="auto"), "tensor parallelism"),
 }
 
@@ -130,7 +130,7 @@ def plain_config(tried: Tried) -> Any:
 
 @pytest.mark.parametrize("what", REFUSALS)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_it_is_refused_with_its_reason_and_the_model_works_on(model_type, what, tmp_path):
+def test_unsupported_features_raise_and_leave_the_model_unchanged(model_type, what, tmp_path):
     model = t2r.swap(tiny(model_type, torch.float32), feature_size=8).eval()
     tried = Tried(model, batch(model_type), tmp_path / "folder")
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_it_is_refused_with_its_reason_and_the_model_works_on(model_type, what, 
 
 
 def test_a_prompt_in_chunks_is_refused_for_an_encoder_decoder():
-    """transformers cuts the attention mask with the chunks, which for an encoder-decoder is the mask of the source."""
+    """transformers splits the attention mask, which for an encoder-decoder is the mask of the source."""
     model, inputs = t2r.swap(tiny("marian", torch.float32), feature_size=8).eval(), batch("marian")
     del inputs["decoder_input_ids"]
     with pytest.raises(T2RError, match="mask of the source"):
@@ -156,21 +156,21 @@ def test_attentions_asked_for_before_the_swap_are_refused():
     model.set_attn_implementation("eager")
     model.config.output_attentions = True
     swapped = t2r.swap(model, feature_size=8).eval()
-    with pytest.raises(T2RError, match="never forms attention weights"):
+    with pytest.raises(T2RError, match="do not compute attention weights"):
         swapped(**batch("llama"))
 
 
 def test_assisted_decoding_on_a_static_cache_is_refused():
     model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8).eval()
     ids = torch.randint(3, VOCABULARY, (1, 6))
-    with pytest.raises(T2RError, match="cannot take tokens back"):
+    with pytest.raises(T2RError, match="cannot remove tokens"):
         model.make_static_cache(1).activate_past_recording()
-    with pytest.raises(ValueError, match="Static cache"):  # transformers' own words
+    with pytest.raises(ValueError, match="Static cache"):  # the message of transformers
         model.generate(ids, **HOW, assistant_model=model, cache_implementation="static")
 
 
 def test_an_implementation_named_at_loading_is_said_to_have_no_effect(tmp_path, caplog):
-    """Tools name one by default. The model that is loaded is recurrent whatever they name."""
+    """Some tools always pass an implementation. The loaded model is recurrent regardless."""
     model = t2r.swap(tiny("llama", torch.float32), feature_size=8).eval()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
@@ -181,7 +181,7 @@ def test_an_implementation_named_at_loading_is_said_to_have_no_effect(tmp_path, 
 
 
 def test_a_default_cache_is_not_refused():
-    """The counterpart: a dynamic cache that softmax attention has not filled becomes one of states."""
+    """An empty dynamic cache is converted to a cache of states."""
     model, inputs = t2r.swap(tiny("llama", torch.float32), feature_size=8).eval(), batch("llama")
     cache = DynamicCache(config=model.config)
     assert torch.equal(model.generate(**inputs, **HOW, past_key_values=cache), model.generate(**inputs, **HOW))

@@ -1,4 +1,4 @@
-"""A model's body and head, run apart, give the model's logits: every family, swapped or not, from any thread."""
+"""Body and head, run separately, reproduce the logits of every family, swapped or not, from any thread."""
 
 import threading
 
@@ -12,7 +12,7 @@ from t2r.model.logits import AT_ONCE, Readout
 
 
 def gives_whole_logits(model):
-    """T5 and its descendants have no body without a head, and FSMT's decoder gives logits."""
+    """T5 and derived models have no body without a head, and FSMT's decoder returns logits."""
     return model.base_model is model or model.config.model_type == "fsmt"
 
 
@@ -22,7 +22,7 @@ def inputs_of(model_type):
 
 
 def special(model_type):
-    """What may follow a head really does."""
+    """Return a model whose operations after the head have an effect."""
     model = tiny(model_type, FAMILIES[model_type].dtype)
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.normal_()
@@ -55,8 +55,8 @@ def test_a_head_alone_is_a_projection(model_type, kind):
     assert readout.projection.out_features == VOCABULARY
 
 
-def test_what_is_not_known_gives_whole_logits():
-    """A head that is used otherwise than it says is found out, and logits of few rows are formed at a time."""
+def test_an_unknown_head_gives_whole_logits():
+    """If the head does not reproduce the logits, whole logits are computed for a few rows at a time."""
     model, inputs = tiny("llama"), inputs_of("llama")
     forward = model.forward
     model.forward = lambda **inputs: doubled(forward(**inputs))
@@ -74,7 +74,7 @@ def doubled(out):
     return out
 
 
-def test_it_draws_nothing_and_leaves_training_modes():
+def test_random_state_and_training_modes_are_unchanged():
     model = tiny("gpt2", torch.float32).train()
     model.transformer.h[0].eval()
     before, modes = torch.get_rng_state(), [m.training for m in model.modules()]

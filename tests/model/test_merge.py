@@ -1,4 +1,4 @@
-"""Merge: the maps folded into the projections: the same model, cheaper, where nothing stands in between."""
+"""Merging feature maps into projections gives the same model at lower cost, for models that support it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ options = pytest.mark.parametrize(
 
 
 def swapped(model_type, dtype=torch.float64, noise=True, **options):
-    """As if trained: every map's weights and biases, those of queries and of keys, are their own."""
+    """Return a model with random weights and biases in every feature map, as if trained."""
     model = t2r.swap(tiny(model_type, dtype), **{"feature_size": 8, "init": "identity"} | options)
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -48,7 +48,7 @@ def swapped(model_type, dtype=torch.float64, noise=True, **options):
 
 
 def merged(model):
-    """A merged copy."""
+    """Return a merged copy."""
     return t2r.merge(copy.deepcopy(model), force=True)
 
 
@@ -71,7 +71,7 @@ def prompts(model_type):
     return {k: v for k, v in batch(model_type).items() if k != "decoder_input_ids"}
 
 
-# --- The same model -----------------------------------------------------------------------------------------
+# --- Equivalence --------------------------------------------------------------------------------------------
 
 
 def test_the_families_that_merge():
@@ -106,7 +106,7 @@ def test_without_rotation_rotary_families_merge(model_type, grouped, kept, tmp_p
     ("model_type", "reason"),
     [("qwen3", "are normalized"), ("olmo2", "are normalized"), ("gpt_neox", "linear projection")],
 )
-def test_what_else_stands_in_between(model_type, reason):
+def test_unsupported_projections(model_type, reason):
     with pytest.raises(t2r.T2RError, match=f"{model_type} cannot be merged: .*{reason}"):
         t2r.merge(swapped(model_type, **RECIPE), force=True)
 
@@ -163,7 +163,7 @@ def test_sources_and_targets_with_their_own_vocabularies():
         assert t2r.merge(model).t2r_config.merged
 
 
-# --- What is left of it -------------------------------------------------------------------------------------
+# --- Merged models ------------------------------------------------------------------------------------------
 
 
 @family
@@ -176,15 +176,15 @@ def test_a_merged_folder(model_type, tmp_path):
     assert again.state_dict().keys() == model.state_dict().keys()
     assert torch.equal(logits(again, model_type), logits(model, model_type))
     assert "| merged | True |" in (tmp_path / "README.md").read_text()
-    with pytest.raises(t2r.T2RError, match="merged already"):
+    with pytest.raises(t2r.T2RError, match="already merged"):
         t2r.merge(again)
-    with pytest.raises(t2r.T2RError, match="does not train"):
+    with pytest.raises(t2r.T2RError, match="cannot be trained"):
         again.train()
 
 
 @family
 def test_queries_and_keys_are_gone(model_type):
-    """By name, by shape and by count; those of kept layers and of the encoder stay."""
+    """Checked by name, shape and count. Those of softmax layers and of the encoder are kept."""
     model = swapped(model_type, softmax_layers=[1])
     names = {id(m): n for n, m in model.named_modules()}
     places = [names[id(site)] for site in recurrent_sites(model)]
@@ -197,14 +197,14 @@ def test_queries_and_keys_are_gone(model_type):
         assert {name for name in held if name.startswith("merged_projections")} == {
             f"merged_projections.{x}.{y}" for x in "qk" for y in ("weight", "bias")
         }
-        if f"{place}.c_attn.weight" in after:  # one matrix for all three: the values' part is left
+        if f"{place}.c_attn.weight" in after:  # a fused projection: the part of the values remains
             assert after[f"{place}.c_attn.weight"].shape == (32, 32)
             assert torch.equal(after[f"{place}.c_attn.weight"], before[f"{place}.c_attn.weight"][:, -32:])
     elsewhere = {name for name in before if not any(name.startswith(f"{place}.") for place in places)}
     assert elsewhere == {name for name in after if not any(name.startswith(f"{place}.") for place in places)}
     assert all(torch.equal(before[name], after[name]) for name in elsewhere)
 
-    # 4 heads of 8 dimensions and 8 features, 32 hidden: what leaves each site, and what comes.
+    # Parameters removed from and added to each site, with 4 heads of 8 dimensions, 8 features and hidden size 32.
     biases = 0 if registered(model_type).positions == "relative" else 2 * 32  # T5's projections have none
     leaves = 2 * 32 * 32 + biases + 4 * (8 * 8 + 8)
     comes = 2 * (32 * 32 + 32)
@@ -219,26 +219,26 @@ def test_smaller_features_make_a_smaller_model():
 
 
 @family
-def test_it_does_not_train(model_type, tmp_path):
+def test_a_merged_model_cannot_be_trained(model_type, tmp_path):
     model = swapped(model_type, torch.float32).train()
     t2r.merge(model, force=True)
     assert not model.training
     assert not any(module.training for module in model.modules())
-    with pytest.raises(t2r.T2RError, match="a merged model does not train: its queries and keys are folded"):
+    with pytest.raises(t2r.T2RError, match="a merged model cannot be trained: its feature maps are folded"):
         model.train()
     assert model.eval() is model
     assert not model.training
 
 
-def test_the_trainer_is_told_too(tmp_path):
+def test_the_trainer_raises_too(tmp_path):
     model = merged(swapped("gpt2", torch.float32))
     rows = [{"input_ids": torch.arange(3, 9), "labels": torch.arange(3, 9)}]
     arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
-    with pytest.raises(t2r.T2RError, match="does not train"):
+    with pytest.raises(t2r.T2RError, match="cannot be trained"):
         Trainer(model, arguments, train_dataset=rows).train()
 
 
-def test_there_is_no_softmax_attention_to_go_back_to():
+def test_a_merged_model_has_no_exact_attention():
     model = merged(swapped("gpt2"))
     with pytest.raises(t2r.T2RError, match="no queries and keys"), t2r.exact_attention(model):
         pass
@@ -248,15 +248,15 @@ def test_a_copy_of_a_merged_model_is_merged():
     model = merged(swapped("marian"))
     again = copy.deepcopy(model)
     assert torch.equal(logits(again, "marian"), logits(model, "marian"))
-    with pytest.raises(t2r.T2RError, match="does not train"):
+    with pytest.raises(t2r.T2RError, match="cannot be trained"):
         again.train()
 
 
-# --- What cannot be merged ----------------------------------------------------------------------------------
+# --- Unsupported models -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in MERGES])
-def test_families_with_something_in_between(model_type):
+def test_unsupported_families(model_type):
     model = swapped(model_type, FAMILIES[model_type].dtype)
     before = logits(model, model_type)
     with pytest.raises(t2r.T2RError, match=f"{model_type} cannot be merged: .* rotated by position or normalized"):
@@ -272,20 +272,20 @@ def test_maps_that_are_not_affine(feature_map):
         t2r.merge(model, force=True)
 
 
-def test_twice_or_too_early():
+def test_merging_twice_or_before_swapping():
     model = swapped("gpt2")
     with pytest.raises(t2r.T2RError, match="no recurrent attention: swap it first"):
         t2r.merge(tiny("gpt2"))
     t2r.merge(model, force=True)
-    with pytest.raises(t2r.T2RError, match="merged already"):
+    with pytest.raises(t2r.T2RError, match="already merged"):
         t2r.merge(model, force=True)
 
 
-# --- What it costs ------------------------------------------------------------------------------------------
+# --- Cost ---------------------------------------------------------------------------------------------------
 
 
 def by_hand(hidden, heads, head_dim, rows, sites):
-    """Multiplications per token for the features of a query and of a key."""
+    """Return the multiplications per token for the features of a query and a key."""
     before = 2 * (hidden * heads * head_dim + heads * rows * head_dim)
     after = 2 * hidden * heads * rows
     return sites * before, sites * after
@@ -293,14 +293,14 @@ def by_hand(hidden, heads, head_dim, rows, sites):
 
 @pytest.mark.parametrize("model_type", ["gpt2", "marian", "t5"])
 @pytest.mark.parametrize(("feature_map", "size", "rows"), [("t2r", 4, 4), ("t2r", 32, 32), ("hedgehog", 16, 8)])
-def test_the_numbers_are_right(model_type, feature_map, size, rows):
+def test_merge_cost(model_type, feature_map, size, rows):
     model = swapped(model_type, feature_map=feature_map, feature_size=size, softmax_layers=[0])
     cost = merge_cost(model)
     assert (cost.before, cost.after) == by_hand(32, 4, 8, rows, sites=4 if is_seq2seq(model_type) else 2)
-    assert cost.pays == (rows <= 8)  # 32 + rows against 4 * rows: worth it up to the head's size, and a little more
+    assert cost.pays == (rows <= 8)  # 32 + rows against 4 * rows: cheaper up to slightly above the head size
 
 
-def test_it_says_when_it_does_not_pay():
+def test_unprofitable_merges_require_force():
     model = swapped("gpt2", feature_size=32)
     before = logits(model, "gpt2")
     cost_before, cost_after = by_hand(32, 4, 8, 32, sites=3)
@@ -314,7 +314,7 @@ def test_it_says_when_it_does_not_pay():
     assert t2r.merge(swapped("gpt2", feature_size=4)).t2r_config.merged
 
 
-# --- What goes wrong changes nothing ------------------------------------------------------------------------
+# --- Errors leave the model unchanged -----------------------------------------------------------------------
 
 
 def spoil(change):
@@ -334,12 +334,12 @@ def spoil(change):
     [
         (lambda w: w * float("nan"), "not finite"),
         (lambda w: w + 0.1, "logits differ by"),
-        (lambda w: w[:-1], None),  # a shape that does not fit: an error in the middle
+        (lambda w: w[:-1], None),  # a wrong shape, which raises during the merge
     ],
     ids=["nan", "wrong", "misshaped"],
 )
 @pytest.mark.parametrize("training", [False, True])
-def test_a_fold_that_fails_leaves_the_model_as_it_was(model_type, shared, change, message, training, monkeypatch):
+def test_a_failed_merge_leaves_the_model_unchanged(model_type, shared, change, message, training, monkeypatch):
     model = swapped(model_type, shared=shared, softmax_layers=[1])
     before, weights = logits(model, model_type), copy.deepcopy(model.state_dict())
     model.train(training)
@@ -360,7 +360,7 @@ def test_a_fold_that_fails_leaves_the_model_as_it_was(model_type, shared, change
     assert t2r.merge(model, force=True).t2r_config.merged
 
 
-def test_a_model_that_gives_no_number_is_not_merged():
+def test_a_model_with_nan_is_not_merged():
     model = swapped("gpt2")
     model.transformer.ln_f.weight.data[0] = float("nan")
     with pytest.raises(t2r.T2RError, match="logits differ by nan"):

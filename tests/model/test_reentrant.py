@@ -1,4 +1,4 @@
-"""A call leaves nothing behind on modules, configurations or tensors: one model serves many threads."""
+"""Calls do not modify modules, configurations or tensors, so that one model serves many threads."""
 
 import copy
 import gc
@@ -24,7 +24,7 @@ def swapped(model_type, dtype=torch.float64, **options):
 
 
 def in_threads(functions):
-    """The results of functions that run at the same time, each in a thread of its own."""
+    """Return the results of functions that run concurrently, each in its own thread."""
     results, start = [None] * len(functions), threading.Barrier(len(functions))
 
     def work(i):
@@ -79,7 +79,7 @@ def test_a_thread_that_computes_exactly_does_not_disturb_the_others():
 
 
 def tensors_of(model):
-    """Every tensor that can be reached from the attributes of the model's modules and configuration."""
+    """Return all tensors that are reachable from the attributes of the model's modules and configuration."""
     found = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""A swapped model is saved and loaded like any other Hugging Face model, and refused where it is not whole."""
+"""Swapped models are saved and loaded like other Hugging Face models. Incomplete ones are rejected."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def assert_same(actual, expected, model_type):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A saved llama with a kept layer. Not to be changed: see `changed`."""
+    """Return the folder of a saved llama with a softmax layer. Tests must not modify it; see `changed`."""
     folder = tmp_path_factory.mktemp("llama")
     swapped("llama", torch.float32, softmax_layers=[1]).save_pretrained(folder)
     return folder
@@ -60,7 +60,7 @@ def llama(tmp_path_factory):
 
 @pytest.fixture
 def changed(llama, tmp_path):
-    """Its folder with something changed."""
+    """Return a modified copy of the folder."""
 
     def change(config=None, tensors=None):
         for file in llama.iterdir():
@@ -78,17 +78,17 @@ def changed(llama, tmp_path):
     return change
 
 
-# --- There and back -----------------------------------------------------------------------------------------
+# --- Round trip ---------------------------------------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-def test_a_saved_model_comes_back(model_type, feature_map, tmp_path):
-    """All of it: the random vectors of rfa and performer are buffers, and must be the same ones."""
+def test_a_saved_model_is_loaded(model_type, feature_map, tmp_path):
+    """The random vectors of rfa and performer are buffers and must be restored too."""
     size = None if feature_map == "elu" else 8
     model = t2r.swap(tiny(model_type), feature_map=feature_map, feature_size=size, softmax_layers=[1], seed=7)
     with torch.no_grad():
-        for site in recurrent_sites(model):  # as if trained, and the vectors drawn by another version
+        for site in recurrent_sites(model):  # as if trained, with vectors drawn by another version
             for tensor in (*site.feature_map.parameters(), *site.feature_map.buffers()):
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(tmp_path)
@@ -96,7 +96,7 @@ def test_a_saved_model_comes_back(model_type, feature_map, tmp_path):
     assert_same(again, model, model_type)
     assert again.t2r_config.feature_map == feature_map
     assert again.t2r_config.softmax_layers == [1]
-    assert not isinstance(again.config, t2r.T2RConfig)  # the base model's, as before
+    assert not isinstance(again.config, t2r.T2RConfig)  # the configuration of the base model
     again.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
 
@@ -152,7 +152,7 @@ def test_generation_settings_are_kept(tmp_path):
 
 @pytest.mark.parametrize("model_type", ["fsmt", "marian", "pegasus"])
 def test_longer_tables_of_positions_are_not_saved(model_type, tmp_path):
-    """Generating far makes the table of sinusoidal positions longer: the configuration knows nothing of that."""
+    """Long generation extends the table of sinusoidal positions, which is not in the configuration."""
     model = swapped(model_type, torch.float32)
     ids = batch(model_type, size=1)["input_ids"]
     model.generate(ids, max_length=POSITIONS + 6, do_sample=False, eos_token_id=None)
@@ -161,7 +161,7 @@ def test_longer_tables_of_positions_are_not_saved(model_type, tmp_path):
     assert torch.equal(logits(again, model_type), logits(model, model_type))
 
 
-# --- What is in the folder ----------------------------------------------------------------------------------
+# --- Files --------------------------------------------------------------------------------------------------
 
 
 @both
@@ -201,7 +201,7 @@ def test_the_model_card(tmp_path):
     t2r.swap(AutoModelForCausalLM.from_pretrained(base), feature_map="hedgehog", softmax_layers=[2]).save_pretrained(
         first
     )
-    AutoModelForCausalLM.from_pretrained(first).save_pretrained(second)  # trained further, say
+    AutoModelForCausalLM.from_pretrained(first).save_pretrained(second)  # for example after more training
     for folder in (first, second):
         metadata, body = card_of(folder)
         assert metadata["license"] == "cc-by-4.0"
@@ -240,7 +240,7 @@ def test_a_base_model_without_a_license(card, tmp_path):
 
 
 def test_a_failing_save_leaves_no_base_model_behind(tmp_path, monkeypatch):
-    """The configuration is whole and ours: by the base model's own the folder would load as softmax attention."""
+    """The saved configuration is a complete T2RConfig. With the base model's, softmax attention would be loaded."""
     model = swapped("llama")
     model.save_pretrained(tmp_path)
 
@@ -254,7 +254,7 @@ def test_a_failing_save_leaves_no_base_model_behind(tmp_path, monkeypatch):
     assert "save_pretrained" not in vars(model.config)
     monkeypatch.undo()
     before = (tmp_path / "config.json").read_text()
-    monkeypatch.setattr(Path, "replace", full)  # the text is written, and cannot take its place
+    monkeypatch.setattr(Path, "replace", full)  # the text is written but cannot be renamed
     model.t2r_config.seed = 9
     with pytest.raises(OSError, match="no space left"):
         model.save_pretrained(tmp_path)
@@ -291,7 +291,7 @@ LOADS = """
     "first", ["import t2r", "import transformers.models.auto.modeling_auto, t2r", "options = remote"]
 )
 def test_a_new_process_loads_it(first, tmp_path):
-    """By `import t2r` before or after transformers, or by the code in the folder without any."""
+    """With `import t2r` before or after transformers, or with the code in the folder."""
     model, ids = swapped("gpt2"), batch("gpt2")["input_ids"]
     with (tmp_path / "model").open("wb") as file:
         pickle.dump((model, ids, model(ids).logits.detach()), file)
@@ -345,7 +345,7 @@ def test_a_newer_format_is_refused(changed):
             load.from_pretrained(folder)
 
 
-# --- What is not whole is refused by name -------------------------------------------------------------------
+# --- Incomplete models are rejected -------------------------------------------------------------------------
 
 TENSOR = "model.layers.0.self_attn.feature_map.key_map.weight"
 
@@ -379,7 +379,7 @@ def test_maps_of_a_layer_that_the_configuration_keeps(changed):
 
 
 @pytest.mark.parametrize("left", [0, 4, 200, 20_000])
-def test_a_file_cut_off(left, changed):
+def test_a_truncated_file(left, changed):
     folder = changed()
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:left])
@@ -411,12 +411,12 @@ def test_the_wrong_task(llama, tmp_path):
     refused(tmp_path, "is a T2RForSeq2SeqLM, not a T2RForCausalLM")
 
 
-def test_a_base_model_that_nobody_knows(changed):
+def test_an_unknown_base_model(changed):
     folder = changed(lambda fields: fields["base_config"].update(architectures=["GhostForCausalLM"]))
     refused(folder, "no model class GhostForCausalLM")
     folder = changed(lambda fields: fields["base_config"].update(model_type="ghost"))
     refused(folder, "ghost", error=ValueError)
-    refused(changed(lambda fields: fields["base_config"].pop("model_type")), "names no model_type")
+    refused(changed(lambda fields: fields["base_config"].pop("model_type")), "has no model_type")
     refused(changed(lambda fields: fields.pop("base_config")), "has no base_config")
 
 
@@ -429,8 +429,8 @@ def test_a_garbage_configuration(text, changed):
     assert "config.json" in str(caught.value)
 
 
-def test_impossible_options(changed):
-    refused(changed(lambda fields: fields.update(feature_map="magic")), "no feature map 'magic'")
+def test_invalid_options(changed):
+    refused(changed(lambda fields: fields.update(feature_map="magic")), "unknown feature map 'magic'")
     refused(changed(lambda fields: fields.update(softmax_layers=[7])), "no layer 7")
     refused(changed(lambda fields: fields.update(format="new")), "format new")
 
@@ -463,7 +463,7 @@ def test_device_map(model_type, device_map, tmp_path):
 
 
 def test_a_dispatched_model(tmp_path):
-    """Layers in several places have hooks around their forward, which a swap must not lose."""
+    """Layers on several devices have hooks around their forward, which a swap must keep."""
     base = tiny("llama")
     places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{i}": "cpu" for i in range(3)}
@@ -494,7 +494,7 @@ def test_a_model_offloaded_to_disk_runs(llama, tmp_path):
     assert torch.equal(logits(model, "llama"), expected)
 
 
-# --- As any other model -------------------------------------------------------------------------------------
+# --- Behavior of a Hugging Face model -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bart", "marian", "t5"])
@@ -551,7 +551,7 @@ def test_the_seed_alone_decides_the_maps():
 
 
 def test_an_adapter_is_saved_as_an_adapter(tmp_path):
-    """transformers then writes no configuration of the model, and so do we."""
+    """transformers then saves no model configuration, and neither does t2r."""
     peft = pytest.importorskip("peft")
     model = swapped("llama")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))

@@ -1,6 +1,6 @@
-"""What transformers' own tests check of every model and no other test of ours does, on swapped models.
+"""Checks from the model tests of transformers that other tests do not cover, on swapped models.
 
-What they check and a swapped model refuses is in `test_expected_refusals.py`.
+Features that swapped models do not support are in `test_expected_refusals.py`.
 """
 
 import copy
@@ -43,7 +43,7 @@ def targets(inputs):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_way_to_run_the_same_generation(model_type, kind):
-    """With and without a cache, each kind of cache, a prompt in chunks, in little memory: the same tokens."""
+    """The tokens do not depend on the cache, its kind, prefill chunks, or low-memory options."""
     model, inputs = swapped(model_type, **KINDS[kind]), prompt(model_type)
     expected = model.generate(**inputs, **GREEDY)
     ways = [{"use_cache": False}, {"low_memory": True}]
@@ -57,8 +57,8 @@ def test_every_way_to_run_the_same_generation(model_type, kind):
 
 @pytest.mark.parametrize(("model_type", "kind"), [("gpt2", "pure"), ("llama", "kept"), ("marian", "pure")])
 def test_a_generation_on_a_static_cache_compiles_one_step_once(model_type, kind):
-    """`generate` compiles the step by itself on a GPU. It would be compiled again for each token if any input had
-    another shape or stride than before."""
+    """`generate` compiles the step on a GPU. A change of the shape or stride of an input would recompile it for each
+    token."""
     torch._dynamo.reset()
     model, inputs, graphs = swapped(model_type, torch.float32, **KINDS[kind]), prompt(model_type), []
 
@@ -143,7 +143,7 @@ def test_padding_on_the_left_changes_no_logits(model_type):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_an_early_exit_guesses_for_the_whole_model(model_type, kind):
-    """The layers behind the exit have read nothing that could be taken back."""
+    """The layers after the exit have read no tokens, so there is nothing to crop."""
     model, inputs = swapped(model_type, **KINDS[kind]), {k: x[:1] for k, x in prompt(model_type).items()}
     layers = model.config.num_hidden_layers
     expected = model.generate(**inputs, **GREEDY)
@@ -161,7 +161,7 @@ def test_assisted_sampling_and_guesses_by_another_model(model_type):
     assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=assistant), expected)
     stock = tiny(model_type, seed=1)
     assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=stock), expected)
-    if not is_seq2seq(model_type):  # and the other way: a small RNN guesses for a transformer
+    if not is_seq2seq(model_type):  # the other direction: a small RNN is the assistant of a transformer
         teacher = tiny(model_type)
         assert torch.equal(
             teacher.generate(**inputs, **GREEDY, assistant_model=model), teacher.generate(**inputs, **GREEDY)
@@ -197,7 +197,7 @@ def test_embeddings_are_resized_and_saved(model_type, tmp_path):
 @pytest.mark.parametrize("model_type", FAMILIES)
 @torch.no_grad()
 def test_the_state_dict_is_the_model(model_type):
-    """Through torch.save, into another object, and as what `from_pretrained` takes in place of a folder."""
+    """With torch.save, with load_state_dict into another object, and with the state_dict of `from_pretrained`."""
     model, inputs = swapped(model_type, torch.float32), batch(model_type)
     expected = model(**inputs).logits
     file = io.BytesIO()
@@ -219,7 +219,7 @@ def test_the_keys_of_a_saved_file_are_those_of_the_model(model_type, tmp_path):
     assert saved.keys() <= state.keys()
     tied = {x.data_ptr() for name, x in state.items() if name in saved}
     derived = {name for name in state.keys() - saved.keys() if state[name].data_ptr() not in tied}
-    assert all("embed_positions" in name for name in derived), derived  # sinusoids, which are computed
+    assert all("embed_positions" in name for name in derived), derived  # computed sinusoidal positions
     before = next(name for name in saved if "feature_map" in name)
     assert torch.equal(saved[before], state[before])
 
@@ -235,7 +235,7 @@ def test_half_precision_after_the_swap(model_type, dtype):
     logits = half(**inputs).logits
     assert logits.dtype == dtype
     error = (logits.float() - expected).abs().mean() / expected.abs().mean()
-    assert error < (0.01 if dtype == torch.float16 else 0.08)  # ten and seven bits of mantissa, three layers
+    assert error < (0.01 if dtype == torch.float16 else 0.08)  # mantissas of ten and seven bits, three layers
     assert half.generate(**prompt(model_type), **GREEDY).shape[0] == 3
 
 
@@ -276,7 +276,7 @@ def test_it_is_exported_as_one_graph(model_type):
 
 
 def test_a_field_of_the_base_model_can_be_set_by_either_name_when_loading(tmp_path):
-    """`n_layer` of GPT-2 is also called `num_hidden_layers`: given to an Auto class, it reaches the base model."""
+    """`num_hidden_layers`, an alias of GPT-2's `n_layer`, is passed from an Auto class to the base model."""
     model = swapped("gpt2", torch.float32)
     model.save_pretrained(tmp_path)
     config = t2r.T2RConfig.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What a user of Hugging Face models tries: it works, or one line says why not."""
+"""Common uses of Hugging Face models work, or raise a one-line error."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def swapped(model_type, dtype=torch.float64, **options):
 
 
 def dispatched(model):
-    """With accelerate's hooks on its modules, as `device_map` makes it."""
+    """Return a model with accelerate's hooks on its modules, as created by `device_map`."""
     names = {name for name, module in model.named_modules() if not list(module.children())}
     whole = {name: "cpu" for name in names} | {"": "cpu"}
     return dispatch_model(model, {name: "cpu" for name in whole if name}, force_hooks=True, main_device="cpu")
@@ -94,7 +94,7 @@ def test_continuing_shows_logits_processors_real_tokens_only(options):
     assert torch.equal(again, plain[:, 6:])
 
 
-def test_continuing_beyond_the_positions_is_said():
+def test_continuing_beyond_the_positions_is_an_error():
     model, ids = swapped("gpt2"), torch.randint(3, VOCABULARY, (1, 60))
     with torch.no_grad():
         model(ids, past_key_values=(cache := model.make_cache()))
@@ -158,7 +158,7 @@ def test_a_saved_model_is_a_configuration_with_the_usual_attributes(tmp_path):
 
 
 @pytest.mark.parametrize(("model_type", "stock"), [("gpt2", GPT2LMHeadModel), ("llama", LlamaForCausalLM)])
-def test_the_base_models_own_class_refuses_a_folder_of_ours(model_type, stock, tmp_path):
+def test_the_base_model_class_rejects_a_t2r_folder(model_type, stock, tmp_path):
     swapped(model_type, torch.float32).save_pretrained(tmp_path)
     with pytest.raises(Exception, match="this folder holds a t2r model"):
         stock.from_pretrained(tmp_path)
@@ -174,7 +174,7 @@ def test_an_adapter_of_a_model_swapped_in_memory_does_not_load_on_the_base_model
         peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
-def test_what_is_not_a_model_is_refused_in_words():
+def test_objects_that_are_not_models():
     with pytest.raises(T2RError, match="not a name"):
         t2r.swap("gpt2")
     with pytest.raises(T2RError, match="compiled"):

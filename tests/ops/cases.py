@@ -1,4 +1,4 @@
-"""Random problems of linear attention, and how two answers are compared."""
+"""Random inputs for linear attention, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from t2r.ops import State
 from t2r.ops.common import Sums, fold_groups
 from t2r.ops.reference import forget
 
-# Outputs are averages of values of order one, rounded once to the dtype on the way out; gradients are sums of
-# such terms. Relative to the largest entry: a few units of rounding of each dtype.
+# Relative to the largest entry: a few units of rounding of each dtype. Outputs are averages of values of order one,
+# rounded once to the dtype, and gradients are sums of such terms.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-# Signed weights cancel: the denominator can be as small as SIGNED_FLOOR of the sum of its terms, which
-# magnifies rounding by up to 1 / SIGNED_FLOOR, and twice so in gradients.
+# Signed weights cancel. The denominator can be as small as SIGNED_FLOOR times the sum of its absolute terms, which
+# amplifies rounding by up to 1 / SIGNED_FLOOR, and by its square in gradients.
 SIGNED_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-2, torch.bfloat16: 0.1, torch.float16: 5e-2}
 
 
 @dataclass
 class Case:
-    """One random problem; `inputs` are what a gradient is asked for."""
+    """Random inputs of one call. Gradients are computed for `inputs`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -42,11 +42,11 @@ class Case:
 
     @property
     def flags(self) -> dict[str, torch.Tensor | None]:
-        """What is said of each position."""
+        """Arguments that describe each position."""
         return {"mask": self.mask, "starts": self.starts}
 
     def to(self, device: str, dtype: torch.dtype | None = None) -> Case:
-        """The same problem elsewhere, and in another precision."""
+        """Move the inputs to a device and dtype."""
 
         def move(x):
             return (
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def exact(self) -> Case:
-        """The very same (rounded) inputs in float64 on the CPU, for the judge."""
+        """Return the same (rounded) inputs in float64 on the CPU, for the reference."""
         return self.to("cpu", torch.float64)
 
     @property
@@ -93,7 +93,7 @@ def make_case(
     def features(*shape):
         x = draw(*shape)
         x = x if signed else x.relu()
-        # A dead relu gives whole rows of zeros: queries that see nothing, keys that are nothing.
+        # A dead relu gives rows of zeros: queries and keys whose weights are all zero.
         return x * (draw(*shape[:3], 1) > -0.5) if zeros else x
 
     keys = time if causal or keys is None else keys
@@ -118,7 +118,7 @@ def make_case(
         mask = torch.rand(batch, keys, generator=generator) > 0.4
     starts = (torch.rand(batch, keys, generator=generator) > 0.7) if starts and causal else None
     rates = None
-    if decay and causal:  # from none at all to the fastest there is
+    if decay and causal:  # from no decay to the fastest
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         rates = (torch.rand(key_heads, feature, generator=generator) * 1.2 - 0.1).clamp(0, 1).to(exact)
     return Case(q, k, v, given, mask, starts, rates, causal, signed)
@@ -151,7 +151,7 @@ def cases(draw, dtypes=(torch.float64,), causal=None, times=TIMES, size=SIZES, *
 
 
 def steps(q, k, v, *, state=None, mask=None, starts=None, decay=None, causal=True, signed=False, backend="auto"):
-    """The sequence as a user of the RNN runs it: one call of `step` a token."""
+    """Process the sequence with one call of `step` per token."""
     if not causal:
         _, state = ops.linear_attention(q, k, v, state=state, mask=mask, causal=False, signed=signed, backend=backend)
         return ops.look(q, state, v.dtype), state
@@ -176,7 +176,7 @@ def steps(q, k, v, *, state=None, mask=None, starts=None, decay=None, causal=Tru
 
 
 def outputs_and_gradients(run, case: Case, **options) -> dict[str, torch.Tensor]:
-    """Everything that can be asked for: outputs, the final state, and the gradient of each input through both."""
+    """Compute the outputs, the final state, and the gradient of each input through both."""
     q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.v))
     inputs, state = {"dq": q, "dk": k, "dv": v}, None
     if case.state is not None:
@@ -192,7 +192,7 @@ def outputs_and_gradients(run, case: Case, **options) -> dict[str, torch.Tensor]
     else:
         results = {"out": out, "s": new.s, "z": new.z}
     generator = torch.Generator().manual_seed(1)
-    loss = q.double().sum() * 0  # an empty sequence has outputs that depend on nothing
+    loss = q.double().sum() * 0  # the outputs of an empty sequence have no gradient
     for x in results.values():
         weight = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
         loss = loss + (x.double() * weight).sum()
@@ -209,7 +209,7 @@ def outputs_and_gradients(run, case: Case, **options) -> dict[str, torch.Tensor]
 def assert_same(actual, expected, tolerance, what=""):
     for name in expected:
         a, b = actual[name].double().cpu(), expected[name].double().cpu()
-        # A float16 gradient overflows where, and only where, the true one does not fit.
+        # A float16 gradient may overflow only where the exact one is out of range.
         fits = b.abs() < 0.99 * torch.finfo(actual[name].dtype).max
         a, b = a[fits], b[fits]
         assert a.isfinite().all(), f"{what}{name} is not finite"
@@ -219,7 +219,7 @@ def assert_same(actual, expected, tolerance, what=""):
 
 
 def smallest_denominator(case: Case) -> float:
-    """Gradients are differences of terms as large as 1 / den: rounding is relative to those."""
+    """Return the smallest denominator. Gradients are differences of terms as large as its inverse."""
     q, k = (case.q.abs(), case.k.abs()) if case.signed else (case.q, case.k)
     weights = fold_groups(q, k.shape[1]) @ k.mT
     return min(1.0, weights[weights > 0].min().item()) if (weights > 0).any() else 1.0

@@ -1,4 +1,4 @@
-"""Chunks of any size, any number of them at once, are the same function; and their memory is linear in the length."""
+"""The result does not depend on the chunk size or on how many chunks run at once, and memory is linear in length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_chunks_of_any_size_agree_with_the_quadratic_form(case, chunk_size, at_o
 def test_gradcheck(signed, starts, mask, decay, at_once, normalized):
     case = make_case(time=6, feature=3, value=2, signed=signed, starts=starts, mask=mask, state=True)
     rates = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
-    # Finite differences cannot see kinks: keep relu features off zero, and signed ones where no bound acts.
+    # Finite differences fail at kinks: keep relu features away from zero, and signed ones away from the bound.
     q, k = (case.q + 4, case.k + 4) if signed else (case.q + 0.1, case.k + 0.1)
     if case.mask is not None:
         case.mask[:, 0] = True
@@ -57,7 +57,7 @@ def test_gradcheck(signed, starts, mask, decay, at_once, normalized):
 
 
 def at_once(*args, **options):
-    """As on an accelerator."""
+    """Compute several chunks at once, as on an accelerator."""
     return chunked.linear_attention(*args, **options, chunks_at_once=chunked.MANY_CHUNKS)
 
 
@@ -69,7 +69,7 @@ def test_the_fastest_decay_over_many_chunks_at_once():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest number of elements that any operation inside gives back."""
+    """Record the largest number of elements in the result of any operation."""
 
     largest = 0
 
@@ -91,5 +91,5 @@ def test_chunked_forms_neither_t_by_t_nor_t_by_k_by_d(decay, run):
         out, _ = run(q, k, v, decay=decay)
         out.sum().backward()
     weights = (1 if run is chunked.linear_attention else chunked.MANY_CHUNKS) * chunked.CHUNK_SIZE**2
-    assert seen.largest <= max(time * max(feature, value), weights)  # the second is the same for any time
+    assert seen.largest <= max(time * max(feature, value), weights)  # `weights` does not depend on time
     assert max(time * value, weights) < min(time * time, time * feature * value)

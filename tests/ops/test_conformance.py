@@ -1,7 +1,7 @@
 """Every backend computes the same function, on every device and in every dtype that it declares.
 
-The judge is the quadratic form in float64 on a CPU. Compared are outputs, the final state, and the gradient of every
-input through both. `pytest -m cuda tests/ops` runs the suite on a GPU."""
+The reference is the quadratic form in float64 on a CPU. The tests compare outputs, the final state, and the gradient of
+every input through both. `pytest -m cuda tests/ops` runs the suite on a GPU."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Subject:
         return ops.linear_attention(q, k, v, backend=self.backend, **options)
 
     def steps(self, q, k, v, **options):
-        # Where a fused step has no gradient, `auto` finds another that has.
+        # If the fused step has no gradient, `auto` selects a backend that has one.
         backend = self.backend if "step" in self.abilities.gradients else "auto"
         return steps(q, k, v, backend=backend, **options)
 
     def cases(self, *dtypes: torch.dtype, **fixed) -> st.SearchStrategy[Case]:
-        """Sizes that are no multiples of any block, from nothing to several blocks."""
+        """Return cases whose sizes are not multiples of a block, from empty to several blocks."""
         few = st.integers(0, 20)
         many = st.sampled_from([33, 47] if self.backend == "recurrent" else [63, 64, 65, 131])
         sizes = st.one_of(st.integers(1, 5), st.sampled_from([16, 33]))
         sampled = {"times": st.one_of(few, few, many), "size": sizes}
-        if self.interpreted:  # milliseconds per operation of a kernel: blocks are 16 long there, and problems small
+        if self.interpreted:  # each kernel operation takes milliseconds: use blocks of 16 and small inputs
             sampled = {"times": st.sampled_from([20, 33, 1, 0]), "size": st.sampled_from([3, 17, 1]), "key_heads": 1}
         return cases(dtypes=dtypes or (self.finest,), **{**sampled, **fixed}).map(lambda case: case.to(self.device))
 
@@ -56,7 +56,7 @@ class Subject:
         return self.supported(*DTYPES)[0]
 
     def check(self, strategy, property_, examples: int = 20) -> None:
-        """The property holds for examples of the strategy; fewer where they run in an interpreter."""
+        """Check the property for examples of the strategy, with fewer examples in the interpreter."""
         examples = 3 if self.interpreted else examples
 
         @settings(max_examples=examples, deadline=None)
@@ -75,10 +75,10 @@ def subjects() -> list:
     for name, device in itertools.product(BACKENDS, ("cpu", "cuda")):
         devices = BACKENDS[name].abilities.devices
         if name == "triton" and device == "cpu" and not torch.cuda.is_available():
-            devices = ("cpu",)  # in the interpreter, or skipped with the reason
+            devices = ("cpu",)  # interpreted, or skipped with the reason
         marks = [pytest.mark.cuda, no_cuda] if device == "cuda" else []
         if name == "triton" and device == "cpu":
-            marks = [pytest.mark.slow]  # the interpreter; test_triton.py has a few fixed cases that are not
+            marks = [pytest.mark.slow]  # interpreted; test_triton.py has a few fixed cases that are fast
         if devices is not None and device not in devices:
             continue
         if device == "cpu" and (reason := BACKENDS[name].missing()) is not None:
@@ -93,14 +93,14 @@ def subject(request) -> Subject:
 
 
 def compare(run, case: Case, **options) -> dict[str, torch.Tensor]:
-    """Values in the precision of the dtype; gradients relative to the terms that they are differences of."""
+    """Compare values at the precision of the dtype, and gradients relative to the terms that they subtract."""
     exact = case.exact
     expected = outputs_and_gradients(quadratic, exact, **options)
     actual = outputs_and_gradients(run, case, **options)
     forward = {name: x for name, x in expected.items() if not name.startswith("d")}
     half = case.v.dtype in (torch.bfloat16, torch.float16)
     if case.signed and half and options.get("normalized", True):
-        # Weights that cancel: rounding has no bound but SIGNED_FLOOR's, which another test checks.
+        # Signed weights cancel. Only SIGNED_FLOOR bounds their rounding, which another test checks.
         forward.pop("out", None)
         expected = forward
     assert_same(actual, forward, case.tolerance)
@@ -148,7 +148,7 @@ def test_numerator_and_denominator(subject):
 
 
 def test_mixed_dtypes(subject):
-    """Features in float32 beside values in a lower precision, as under autocast."""
+    """Features are float32 and values have lower precision, as under autocast."""
     for dtype in subject.supported(torch.bfloat16, torch.float16):
         case = subject.case(time=40, state=True, decay=True, dtype=dtype)
         case.q, case.k = case.q.float(), case.k.float()
@@ -157,7 +157,7 @@ def test_mixed_dtypes(subject):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_step_without_gradients(subject, inplace):
-    """As in decoding: where it is asked for, in the memory of the given state."""
+    """Decoding steps match, and update the given state in place if requested."""
 
     def agrees(case):
         options = {"mask": case.mask, "decay": case.decay, "signed": case.signed}
@@ -246,7 +246,7 @@ def test_packed_documents_equal_separate_ones(subject):
 
 
 def test_padding_changes_no_real_position(subject):
-    """What stands under a mask, NaN included, and whether it stands there at all, makes no difference."""
+    """Masked positions have no effect, even if they hold NaN, and can be removed."""
 
     def ignores(case):
         out, end = subject.run(case.q, case.k, case.v, state=case.state, **case.options)
@@ -261,7 +261,7 @@ def test_padding_changes_no_real_position(subject):
             assert (gradients[name].masked_select(hidden) == 0).all(), name
         if not case.causal or case.starts is not None:
             return
-        for row in range(case.q.shape[0]):  # the same sequence with the padding cut out
+        for row in range(case.q.shape[0]):  # the same sequence without padding
             real = case.mask[row]
             state = (
                 None if case.state is None else State(*(None if x is None else x[row : row + 1] for x in case.state))
@@ -291,13 +291,13 @@ def test_the_future_never_leaks_into_the_past(subject):
 
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_changes_nothing(subject, lower):
-    """Autocast lowers float32 matrix products; the state and the normalizer must not be among them."""
+    """Autocast lowers the precision of float32 matrix products, but not that of the state and the normalizer."""
     for dtype in subject.supported(torch.float32, torch.bfloat16, torch.float16):
         case = subject.case(time=40 if subject.interpreted else 200, feature=8, value=16, dtype=dtype, state=True)
         expected = outputs_and_gradients(subject.run, case)
         actual = outputs_and_gradients(torch.autocast(subject.device, dtype=lower)(subject.run), case)
         with torch.autocast(subject.device, dtype=lower):
-            if subject.backend not in ("quadratic", "recurrent"):  # whose backward is PyTorch's own
+            if subject.backend not in ("quadratic", "recurrent"):  # their backward is plain autograd
                 actual = outputs_and_gradients(subject.run, case)
             out, state = ops.step(case.q[:, :, :1], case.k[:, :, :1], case.v[:, :, :1], case.state)
         assert actual["s"].dtype == actual["z"].dtype == state.s.dtype == state.z.dtype == torch.float32
@@ -308,7 +308,7 @@ def test_autocast_changes_nothing(subject, lower):
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("form", ["run", "steps"])
-def test_nothing_to_see_gives_zeros_forward_and_backward(subject, form, signed):
+def test_zero_weights_give_zeros_forward_and_backward(subject, form, signed):
     run = getattr(subject, form)
     for dtype in subject.supported(*DTYPES):
         case = subject.case(dtype=dtype, signed=signed, mask=torch.zeros(2, 9, dtype=torch.bool))
@@ -325,7 +325,7 @@ def test_nothing_to_see_gives_zeros_forward_and_backward(subject, form, signed):
 @pytest.mark.parametrize("form", ["run", "steps"])
 @pytest.mark.parametrize("offset", [1e-4, -1e-4, 1e-8, 0.0])
 def test_a_signed_denominator_near_zero_stays_bounded(subject, form, offset):
-    """Two keys whose weights cancel to within 1e-4: the output is bounded by the values."""
+    """The output stays bounded by the values if the weights of two keys cancel to within 1e-4."""
     run = getattr(subject, form)
     for dtype in subject.supported(*DTYPES):
         q = torch.ones(1, 1, 2, 1, dtype=dtype)
@@ -375,7 +375,7 @@ def test_an_empty_sequence_leaves_the_state_alone(subject, causal):
 
 
 def test_the_fastest_decay_over_many_blocks(subject):
-    """Powers of the decay reach from exp(64) down to nothing: no overflow, and rounding as without."""
+    """Powers of the decay range from exp(64) to zero without overflow or additional rounding error."""
     time = 150 if subject.interpreted else 600
     arguments = {"time": time, "state": True, "mask": "holes"}
     case = make_case(dtype=torch.float32, **arguments)
@@ -398,7 +398,7 @@ def test_rates_are_bounded(subject):
     assert torch.equal(a, b)
 
 
-def test_without_forgetting_a_decay_changes_nothing(subject):
+def test_decay_rates_of_zero_change_nothing(subject):
     case = subject.case(time=40 if subject.interpreted else 300, state=True)
     rates = torch.zeros(2, 4, dtype=case.state.s.dtype, device=subject.device)
     a, b = (subject.run(case.q, case.k, case.v, state=case.state, decay=d)[0] for d in (None, rates))
@@ -406,7 +406,7 @@ def test_without_forgetting_a_decay_changes_nothing(subject):
 
 
 def test_memory_that_is_not_contiguous(subject):
-    """Projections hand over transposed views; expanded tensors have strides of zero."""
+    """Projections return transposed views, and expanded tensors have strides of zero."""
     case = subject.case(time=40, state=True)
     expected = outputs_and_gradients(subject.run, case)
 
@@ -421,7 +421,7 @@ def test_memory_that_is_not_contiguous(subject):
     assert torch.equal(a, b)
 
     def summed(out):
-        (gradient,) = torch.autograd.grad(out.sum(), [v])  # an expanded gradient arrives
+        (gradient,) = torch.autograd.grad(out.sum(), [v])  # the gradient of a sum is an expanded tensor
         return gradient
 
     v = case.v.clone().requires_grad_()
@@ -430,14 +430,14 @@ def test_memory_that_is_not_contiguous(subject):
 
 
 def test_every_element_of_every_result_is_written(subject, monkeypatch):
-    """Memory that torch.empty gives is poisoned: what a kernel leaves out would be NaN."""
+    """torch.empty is patched to return NaN, so that elements a kernel does not write are NaN."""
     if torch.cuda.is_available() and subject.device == "cuda":
         torch.cuda.empty_cache()
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         probe = torch.empty(4, device=subject.device)
-        assert probe.isnan().all()  # the poison works
+        assert probe.isnan().all()  # the patch works
         for causal, time in ((True, 1), (True, 41), (False, 7)):
             case = subject.case(
                 time=time, keys=19, mask="right", starts=True, decay=True, state=True, causal=causal, signed=True
@@ -457,7 +457,7 @@ def test_gradient_checkpointing_changes_nothing(subject):
     assert_same(outputs_and_gradients(checkpointed, case), outputs_and_gradients(subject.run, case), case.tolerance)
 
 
-def test_absorb_is_attention_that_nobody_reads(subject):
+def test_absorb_gives_the_state_of_attention(subject):
     def agrees(case):
         _, expected = subject.run(case.q, case.k, case.v, state=case.state, **case.options)
         state = ops.absorb(case.state, case.k, case.v, mask=case.mask, decay=case.decay)
@@ -467,7 +467,7 @@ def test_absorb_is_attention_that_nobody_reads(subject):
 
 
 def test_a_step_in_place_compiles_to_one_graph(subject):
-    """Without a `bool(tensor)`, an `.item()` or a shape that depends on values, and on the given memory."""
+    """It uses no `bool(tensor)`, no `.item()` and no value-dependent shape, and updates the given state."""
     dtype = subject.supported(torch.float32)[0]
     case = subject.case(time=1, state=True, signed=True, decay=True, dtype=dtype, mask=torch.tensor([[True], [False]]))
     state = case.state.map(torch.clone)
@@ -489,7 +489,7 @@ def test_a_step_in_place_compiles_to_one_graph(subject):
 @pytest.mark.parametrize(("causal", "decay"), [(True, False), (True, True), (False, False)])
 def test_the_sequence_compiles_to_one_graph(subject, causal, decay):
     if subject.backend == "recurrent":
-        pytest.skip("a Python loop over the sequence: it would unroll")
+        pytest.skip("its Python loop over the sequence would be unrolled")
     time = 40 if subject.interpreted else 100
     case = subject.case(time=time, dtype=torch.float32, mask="left", state=True, causal=causal, decay=decay)
 
@@ -508,7 +508,7 @@ def test_the_sequence_compiles_to_one_graph(subject, causal, decay):
 def test_a_decode_step_is_captured_as_a_graph(subject):
     """A captured step reads and writes the same memory at every replay."""
     if subject.device != "cuda":
-        pytest.skip("CUDA graphs need a CUDA device")
+        pytest.skip("CUDA graphs require a CUDA device")
     case = subject.case(time=1, state=True, decay=True, dtype=torch.float32)
     state, eager = case.state.map(torch.clone), case.state.map(torch.clone)
     how = {"decay": case.decay, "inplace": True, "backend": subject.backend}
@@ -530,7 +530,7 @@ def test_a_decode_step_is_captured_as_a_graph(subject):
 
 
 def test_the_two_references_agree():
-    """The judge is itself judged: a matrix and a loop, written apart, give the same to the last digits of float64."""
+    """The quadratic and the recurrent reference, written independently, agree to float64 rounding."""
 
     @settings(max_examples=100)
     @given(cases())

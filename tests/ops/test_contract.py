@@ -1,4 +1,4 @@
-"""What a backend declares decides what it is called with; what does not fit is an error that says so."""
+"""Backends are called only with what they declare to support, and invalid arguments raise clear errors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from t2r.ops.torch_backends import Chunked
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "cuda"}, "no backend 'cuda'"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'"),
         ({"mask": torch.ones(2, 9)}, "must be boolean"),
         ({"mask": torch.ones(2, 8, dtype=torch.bool)}, r"mask has shape \(2, 8\)"),
-        ({"starts": torch.ones(2, 9, dtype=torch.bool), "causal": False}, "needs causal=True"),
-        ({"decay": torch.ones(2, 4), "causal": False}, "nothing is older"),
+        ({"starts": torch.ones(2, 9, dtype=torch.bool), "causal": False}, "starts .* requires causal=True"),
+        ({"decay": torch.ones(2, 4), "causal": False}, "decay requires causal=True"),
         ({"decay": torch.ones(2, 3)}, r"decay has shape \(2, 3\), expected \(2, 4\)"),
-        ({"k": torch.rand(2, 3, 9, 4)}, "cannot share"),
+        ({"k": torch.rand(2, 3, 9, 4)}, "must be a multiple of that of key heads, 3"),
         ({"v": torch.rand(2, 2, 8, 3)}, "v has shape"),
         ({"q": torch.ones(2, 4, 9, 4, dtype=torch.long)}, "floating-point"),
-        ({"state": State(torch.rand(2, 2, 4, 3), torch.rand(2, 2, 4))}, "state must be torch.float64"),
+        ({"state": State(torch.rand(2, 2, 4, 3), torch.rand(2, 2, 4))}, "state must have dtype torch.float64"),
     ],
 )
-def test_what_does_not_fit_is_said(change, message):
+def test_invalid_arguments_are_refused(change, message):
     case = make_case()
     arguments = {"q": case.q, "k": case.k, "v": case.v, **change}
     with pytest.raises(T2RError, match=message):
@@ -40,13 +40,13 @@ def test_what_does_not_fit_is_said(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.rand(2, 2, 2, 4, dtype=torch.float64)}, "step takes one token, got 1 queries and 2 keys"),
-        ({"inplace": True}, "no state to update in place"),
+        ({"k": torch.rand(2, 2, 2, 4, dtype=torch.float64)}, "requires exactly one token, got 1 queries and 2 keys"),
+        ({"inplace": True}, "inplace=True requires a state"),
         ({"decay": torch.ones(2, 3)}, "decay has shape"),
-        ({"backend": "cuda"}, "no backend 'cuda'"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'"),
     ],
 )
-def test_a_step_that_does_not_fit_is_said(change, message):
+def test_invalid_arguments_of_step_are_refused(change, message):
     case = make_case(time=1)
     with pytest.raises(T2RError, match=message):
         ops.step(**{"q": case.q, "k": case.k, "v": case.v, **change})
@@ -54,7 +54,7 @@ def test_a_step_that_does_not_fit_is_said(change, message):
 
 @pytest.fixture
 def modest(monkeypatch):
-    """A backend that can do as little as the test says; `auto` asks it first."""
+    """Register a backend with the abilities given by the test. `auto` tries it first."""
 
     def register(reason=None, **abilities):
         backend = Chunked()
@@ -69,7 +69,7 @@ def modest(monkeypatch):
 def test_a_backend_that_cannot_run_here_says_why(modest):
     modest(reason="no warp core")
     case = make_case()
-    with pytest.raises(T2RError, match="'modest' cannot run here: no warp core"):
+    with pytest.raises(T2RError, match="'modest' is not available: no warp core"):
         ops.linear_attention(case.q, case.k, case.v, backend="modest")
     assert ops.backends()["modest"] == "no warp core"
     assert ops.backends()["chunked"] is None
@@ -78,13 +78,13 @@ def test_a_backend_that_cannot_run_here_says_why(modest):
 
 LACKS = [
     ({"devices": ("abacus",)}, {}, "tensors on cpu"),
-    ({"dtypes": (torch.float32,)}, {}, "lacks float64"),
+    ({"dtypes": (torch.float32,)}, {}, "does not support float64"),
     ({"largest_feature": 3}, {}, r"feature size 4 \(at most 3\)"),
     ({"largest_value": 2}, {}, r"value size 3 \(at most 2\)"),
-    ({"decay": False}, {"decay": True}, "lacks decay"),
+    ({"decay": False}, {"decay": True}, "does not support decay"),
     ({"starts": False}, {"starts": True}, "packed documents"),
     ({"signed": False}, {"signed": True}, "signed features"),
-    ({"groups": False}, {}, "share a key head"),
+    ({"groups": False}, {}, "grouped queries"),
     ({"noncausal": False}, {"causal": False}, "non-causal"),
     ({"causal": False}, {}, "causal attention"),
     ({"state": False}, {"state": True}, "initial state"),
@@ -97,14 +97,14 @@ def test_a_backend_is_never_given_what_it_cannot_do(modest, abilities, asked, me
     case = make_case(**asked)
     with pytest.raises(T2RError, match=message):
         ops.linear_attention(case.q, case.k, case.v, state=case.state, backend="modest", **case.options)
-    registry.BACKENDS["modest"].parallel = None  # `auto` would fail if it called it
+    registry.BACKENDS["modest"].parallel = None  # `auto` fails if it calls this backend
     ops.linear_attention(case.q, case.k, case.v, state=case.state, **case.options)
 
 
 def test_gradients_and_sums_are_declared_too(modest):
     modest(gradients=("parallel",), sums=False)
     case = make_case(time=1, state=True)
-    with pytest.raises(T2RError, match="without their division"):
+    with pytest.raises(T2RError, match="does not support unnormalized output"):
         ops.linear_attention(case.q, case.k, case.v, normalized=False, backend="modest")
     q = case.q.requires_grad_()
     ops.linear_attention(q, case.k, case.v, backend="modest")

@@ -1,4 +1,4 @@
-"""The Triton kernels in their interpreter: a few fixed cases. The conformance suite has all of them (marked slow)."""
+"""A few fixed cases for the interpreted Triton kernels. The conformance suite has many more (marked slow)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_values_and_gradients(arguments):
 @needs_triton
 @pytest.mark.parametrize("arguments", [{**CASES[1], "batch": 2, "key_heads": 2, "group": 2}, CASES[2]], ids=str)
 def test_programs_that_go_through_time(arguments, monkeypatch):
-    """What many sequences and heads are computed by."""
+    """These kernels are used for many sequences and heads."""
     from t2r.ops.triton import sequence
 
     monkeypatch.setattr(sequence, "MANY", 1)
@@ -78,7 +78,7 @@ def test_both_ways_through_time_on_a_gpu(size, flags, dtype, monkeypatch):
 @needs_triton
 def test_float64_goes_to_another_backend():
     case = make_case().to(DEVICE)
-    with pytest.raises(T2RError, match="lacks float64"):
+    with pytest.raises(T2RError, match="does not support float64"):
         triton(case.q, case.k, case.v)
     assert ops.choose(9, torch.device("cuda"), dtype=torch.float64) == "chunked"
 

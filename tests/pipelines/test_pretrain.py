@@ -1,4 +1,4 @@
-"""pretrain, from nothing to a folder: any attention, saved whole, stopped anywhere, the same again."""
+"""The pretrain pipeline: any attention, saved folders, reproducibility, resuming, and errors."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ ADAPTIVE = (
 
 
 def sentences(count, seed=0):
-    """Each word says which comes next, so that there is something to learn."""
+    """Each word determines the next one, so that there is something to learn."""
     rng = random.Random(seed)
     lines = []
     for _ in range(count):
@@ -92,7 +92,7 @@ def assert_same(one, other):
         assert torch.equal(x, theirs[name]), (name, (x - theirs[name]).abs().max())
 
 
-# --- The whole way --------------------------------------------------------------------------------------------
+# --- Pretraining ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", ["gpt2-tiny", "adaptive-lm-small"])
@@ -111,7 +111,7 @@ def test_the_whole_way(world, tmp_path, config):
     assert type(loaded) is (GPT2LMHeadModel if config == "gpt2-tiny" else AdaptiveLMForCausalLM)
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert sum(p.numel() for p in loaded.parameters()) == results["parameters"]
-    assert loaded.config.use_cache  # which Trainer turns off
+    assert loaded.config.use_cache  # Trainer disables it
     assert loaded.config.vocab_size % 8 == 0
     assert 0 <= loaded.config.vocab_size - len(tokenizer) < 8
     assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == tokenizer.eos_token_id
@@ -128,7 +128,7 @@ def test_the_whole_way(world, tmp_path, config):
     assert ("import t2r" in card) is (config != "gpt2-tiny")
 
 
-def test_a_preset_that_was_saved_does_it_again(world, tmp_path):
+def test_a_saved_preset_gives_the_same_model(world, tmp_path):
     options = {"feature_map": "elu", "softmax_every": 2, "seed": 3}
     run(world, tmp_path / "one", **options)
     other = run(world, tmp_path / "two", tmp_path / "one" / "preset.yaml", overrides=(), seed=3)
@@ -154,22 +154,22 @@ def test_any_attention(world, tmp_path, feature_map):
 def test_some_layers_and_the_papers_initialization(world, tmp_path):
     run(world, tmp_path / "out", softmax_every=2)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert [site.layer_idx for site in recurrent_sites(loaded)] == [0]  # the top layer is kept
+    assert [site.layer_idx for site in recurrent_sites(loaded)] == [0]  # the top layer keeps softmax attention
     (site,) = recurrent_sites(loaded)
     assert (site.feature_map.name, site.feature_map.init) == ("t2r", "paper")
 
 
-def test_softmax_is_no_swap(world, tmp_path):
+def test_feature_map_softmax_is_no_swap(world, tmp_path):
     run(world, tmp_path / "plain")
     run(world, tmp_path / "named", feature_map="softmax")
     assert_same(tmp_path / "plain", tmp_path / "named")
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "named")) is GPT2LMHeadModel
-    with pytest.raises(T2RError, match="softmax attention has no feature_size"):
+    with pytest.raises(T2RError, match="softmax does not use feature_size"):
         run(world, tmp_path / "out", feature_map="softmax", feature_size=4)
 
 
-def test_the_shape_of_a_folder(world, tmp_path):
-    """With its tokenizer or, without, with one of its own size; its weights are not looked at."""
+def test_the_configuration_of_a_model_folder(world, tmp_path):
+    """With its tokenizer or, without one, with a new one of its vocabulary size. Its weights are not used."""
     config = LlamaConfig(
         vocab_size=300,
         hidden_size=16,
@@ -192,7 +192,7 @@ def test_the_shape_of_a_folder(world, tmp_path):
     run(world, tmp_path / "two", tmp_path / "shape", overrides=SHORT, feature_map="elu")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "two")) == len(tokenizer)
 
-    # What was swapped is swapped again.
+    # A swapped model is swapped again.
     run(world, tmp_path / "three", tmp_path / "two", overrides=SHORT)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "three").t2r_config.feature_map == "elu"
     run(world, tmp_path / "four", tokenizer=str(tmp_path / "two"))
@@ -209,7 +209,7 @@ def test_continued_training_starts_from_the_weights(world, tmp_path):
     assert after["untrained"]["perplexity"] == pytest.approx(last, rel=1e-5)
     assert after["stages"]["pretrain"]["perplexity"] < last
     assert "the weights of first" in Path(more, "README.md").read_text()
-    with pytest.raises(T2RError, match="keeps the model as it is"):
+    with pytest.raises(T2RError, match="does not change the model"):
         pretrain(first, str(tmp_path / "other"), continued=True, feature_map="elu", **given)
 
 
@@ -221,7 +221,7 @@ def test_documents(world, tmp_path):
         assert run(world, tmp_path / name, **options, **more)["log"]["pretrain"][-1]["loss"] > 0
 
 
-# --- The same again -------------------------------------------------------------------------------------------
+# --- Reproducibility ------------------------------------------------------------------------------------------
 
 
 def test_weights_depend_on_the_seed_alone():
@@ -231,18 +231,18 @@ def test_weights_depend_on_the_seed_alone():
     state = torch.random.get_rng_state()
     torch.manual_seed(77)
     again, other = make_model(shape, {}, 5), make_model(shape, {}, 6)
-    assert torch.equal(torch.rand(3), torch.manual_seed(77) and torch.rand(3))  # nobody else's numbers are drawn
+    assert torch.equal(torch.rand(3), torch.manual_seed(77) and torch.rand(3))  # the global random state is not used
     torch.random.set_rng_state(state)
     for x, y, z in zip(first.parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(x, y)
         assert x.dim() < 2 or not torch.equal(x, z)
-    # The trunk of a recurrent model is that of the softmax one: what is compared starts from one place.
+    # Recurrent and softmax models start from the same weights, so that they can be compared.
     swapped = dict(make_model(shape, {"feature_map": "t2r"}, 5).named_parameters())
     assert all(torch.equal(x, swapped[name]) for name, x in first.named_parameters())
 
 
-def test_killed_and_repeated_it_is_the_same(world, tmp_path):
-    """Bit by bit, with dropout, layer dropout, and a loss that the model computes."""
+def test_a_killed_run_is_resumed_to_the_same_result(world, tmp_path):
+    """Bitwise equal, with dropout, layer dropout, and a loss computed by the model."""
     overrides = (*SHORT[:2], "steps=20", "warmup_steps=100")
     call = {"train": str(world / "train.txt"), "overrides": overrides, "model_overrides": ADAPTIVE, "save_steps": 6}
     kill_after_checkpoint(
@@ -256,7 +256,7 @@ def test_killed_and_repeated_it_is_the_same(world, tmp_path):
 
     options = {"config": "adaptive-lm-small", "overrides": overrides}
     for change, words in (
-        ({"seed": 1}, "plan.seed: 0 there, 1 now"),
+        ({"seed": 1}, "plan.seed: was 0, now 1"),
         ({"model_overrides": (*ADAPTIVE, "dropout=0")}, "plan.config.dropout"),
         ({"feature_map": "elu"}, "elu"),
         ({"train": str(world / "valid.txt")}, "plan."),
@@ -274,7 +274,7 @@ def test_killed_and_repeated_it_is_the_same(world, tmp_path):
 
 
 class OfRows(LanguageModeling):
-    """Language modeling on rows that are there already."""
+    """Language modeling on given rows."""
 
     def __init__(self, rows):
         super().__init__(None, [])
@@ -318,7 +318,7 @@ def adaptive():
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("device_tokens", [None, 2 * BLOCK])
 def test_a_loss_without_logits_is_the_cross_entropy(tmp_path, monkeypatch, swapped, device_tokens):
-    """Also accumulated, over blocks with different numbers of tokens to learn from, one of them none."""
+    """Also with accumulation, over blocks with different numbers of scored tokens, one of them with none."""
     dataset = Rows(prompts=lambda index: BLOCK if index == 2 else 3 * index % BLOCK)
     model = adaptive()
     if swapped:
@@ -331,7 +331,7 @@ def test_a_loss_without_logits_is_the_cross_entropy(tmp_path, monkeypatch, swapp
 
     seen = []
     real = StageTrainer.compute_loss
-    monkeypatch.setattr(Learner, "against", None)  # what forms logits is not asked
+    monkeypatch.setattr(Learner, "against", None)  # the path that computes logits is not used
     monkeypatch.setattr(StageTrainer, "compute_loss", lambda *args, **kw: seen.append(1) or real(*args, **kw))
     stage = Stage(
         "only",
@@ -355,8 +355,8 @@ def test_a_loss_without_logits_is_the_cross_entropy(tmp_path, monkeypatch, swapp
         torch.testing.assert_close(old - new, torch.zeros_like(old) if grad is None else grad, rtol=1e-6, atol=1e-9)
 
 
-def test_an_adaptive_model_is_a_teacher_too(tmp_path):
-    """Against a teacher there are full log-probabilities on both sides."""
+def test_an_adaptive_model_can_be_a_teacher(tmp_path):
+    """With a teacher, both models compute full log-probabilities."""
     teacher = adaptive().requires_grad_(False)
     student = t2r.swap(adaptive(), feature_map="hedgehog")
     stage = Stage("only", "distill", steps=3, block_size=BLOCK, batch_tokens=8 * BLOCK, learning_rate=1e-3)
@@ -368,12 +368,12 @@ def test_an_adaptive_model_is_a_teacher_too(tmp_path):
 def test_a_short_budget_shortens_the_warm_up(world, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "t2r"):
         results = run(world, tmp_path / "out", overrides=(*SHORT[:3], "warmup_steps=30", "learning_rate=1e-3"))
-    assert "4 steps end before the warm-up of 30 would: it is shortened to 0" in caplog.text
+    assert "has 4 steps, no more than its 30 warm-up steps, which are reduced to 0" in caplog.text
     assert max(entry["learning_rate"] for entry in results["log"]["pretrain"]) > 5e-4
 
 
 @pytest.mark.parametrize("budget", ["steps=60", f"tokens={60 * 8 * BLOCK}", "epochs=2.07", "minutes"])
-def test_how_long_it_will_take(world, tmp_path, caplog, monkeypatch, budget):
+def test_the_plan_reports_the_time(world, tmp_path, caplog, monkeypatch, budget):
     def stop(*args, **options):
         raise KeyboardInterrupt
 
@@ -383,7 +383,7 @@ def test_how_long_it_will_take(world, tmp_path, caplog, monkeypatch, budget):
     options = {"minutes": 2.3} if budget == "minutes" else {"overrides": (*SHORT[:2], budget)}
     with caplog.at_level(logging.INFO, "t2r"), pytest.raises(KeyboardInterrupt):
         run(world, tmp_path / "out", **options)
-    if budget == "minutes":  # what loading took is taken off, and that is different every time
+    if budget == "minutes":  # the time of loading is subtracted, and varies
         told = re.search(r"steps.* in about (\d+ seconds|2\.\d minutes)", caplog.text)
         assert told is not None, caplog.text
         assert told[1].endswith("minutes") or int(told[1].split()[0]) > 60
@@ -391,8 +391,8 @@ def test_how_long_it_will_take(world, tmp_path, caplog, monkeypatch, budget):
         assert "in about 2.0 minutes" in caplog.text
 
 
-def test_a_model_of_which_nothing_is_known_trains(world, tmp_path):
-    """Not a family of ours, not even attention: there is nothing to compile and nothing to swap."""
+def test_a_model_of_an_unknown_family_trains(world, tmp_path):
+    """A model without a known family or attention: there is nothing to compile or swap."""
     file = tmp_path / "mamba.yaml"
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     text = {"model": {"model_type": "mamba", **sizes}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
@@ -404,7 +404,7 @@ def test_a_model_of_which_nothing_is_known_trains(world, tmp_path):
     assert not list(tmp_path.glob("rnn*"))
 
 
-# --- What is refused ------------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -412,24 +412,24 @@ def test_a_model_of_which_nothing_is_known_trains(world, tmp_path):
     [
         ({"config": "gpt2"}, "no preset 'gpt2': choose one of adaptive-lm-medium"),
         ({"recipe": "none"}, "no recipe 'none'"),
-        ({"recipe": "distill-lm", "overrides": ()}, "is a transfer, which needs a teacher"),
-        ({"overrides": ("pretrain.stepz=1",)}, "no option stepz"),
+        ({"recipe": "distill-lm", "overrides": ()}, "objective transfer, which requires a teacher"),
+        ({"overrides": ("pretrain.stepz=1",)}, "unknown option stepz"),
         ({"model_overrides": ("n_layers=3",)}, "gpt2 has no field n_layers"),
-        ({"model_overrides": ("n_embd=15", "n_head=4")}, "makes no model"),
-        ({"feature_sise": 3}, "no option feature_sise"),
+        ({"model_overrides": ("n_embd=15", "n_head=4")}, "configuration is not valid"),
+        ({"feature_sise": 3}, "unknown option feature_sise"),
         ({"feature_map": "magic"}, "magic"),
         ({"feature_map": "rfa", "feature_size": 3}, "3"),
         ({"softmax_layers": [0, 1]}, "nothing would be swapped"),
-        ({"softmax_layers": "auto:1"}, "only convert can find them"),
+        ({"softmax_layers": "auto:1"}, "only convert accepts auto:N"),
         ({"train": "/none/of.txt"}, "of.txt"),
         ({"train": "empty.txt"}, "no text"),
         ({"valid": "/none/of.txt"}, "of.txt"),
         ({"tokenizer": "/none"}, "/none"),
-        ({"device": "abacus"}, "no device 'abacus'"),
+        ({"device": "abacus"}, "device 'abacus' is not available"),
         ({"config": "adaptive-lm-small", "model_overrides": ()}, "cutoffs"),
     ],
 )
-def test_mistakes_leave_nothing_behind(world, tmp_path, monkeypatch, options, words):
+def test_errors_leave_no_files(world, tmp_path, monkeypatch, options, words):
     monkeypatch.setattr(sessions, "run_stage", None)
     (tmp_path / "empty.txt").touch()
     if options.get("train") == "empty.txt":
@@ -452,7 +452,7 @@ def test_a_full_disk_at_the_end(world, tmp_path, monkeypatch):
     run(world, tmp_path / "out")
     run(world, tmp_path / "straight")
     assert_same(tmp_path / "out", tmp_path / "straight")
-    with pytest.raises(T2RError, match="exists already"):
+    with pytest.raises(T2RError, match="already exists"):
         run(world, tmp_path / "out")
     run(world, tmp_path / "out", overwrite=True)
 
@@ -507,5 +507,5 @@ def test_gpt2_novels_is_small():
         model = GPT2LMHeadModel(GPT2Config(**fields, vocab_size=preset.tokenizer["vocab_size"]))
     count = sum(p.numel() for p in model.parameters())
     assert 4_000_000 < count <= 5_900_000  # 12 MB in half precision, with its tokenizer
-    assert model.config.n_embd // model.config.n_head == 8  # 32 features can be a good likeness of so small a head
+    assert model.config.n_embd // model.config.n_head == 8  # small heads are approximated well by 32 features
     assert not any(isinstance(part, nn.Embedding) and part.num_embeddings > 4096 for part in model.modules())

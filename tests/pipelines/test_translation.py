@@ -160,7 +160,7 @@ def test_mistakes_are_told_before_anything_is_trained(world, tmp_path, monkeypat
 
 def test_an_encoder_decoder_wants_parallel_text(world, tmp_path):
     (tmp_path / "text.txt").write_text("w3 w4 " * 100)
-    with pytest.raises(T2RError, match="marian is an encoder-decoder: train it on parallel text"):
+    with pytest.raises(T2RError, match="marian is an encoder-decoder: give it parallel text"):
         convert(str(world / "marian"), str(tmp_path / "out"), train=str(tmp_path / "text.txt"), device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""What `t2r inspect` says must be what the models themselves hold."""
+"""Inspections, compared with the real parameters and caches of models."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from t2r.reporting import inspection
 from t2r.reporting.inspection import inspect_model
 from t2r.surgery.adapters import family_of
 
-NO_CACHE = ("fsmt",)  # the base model reads nothing but the last token into it
+NO_CACHE = ("fsmt",)  # the base model's cache gets only the last token
 family = pytest.mark.parametrize("model_type", FAMILIES)
 LENGTH = 20
 
 
 @pytest.fixture
 def short(monkeypatch):
-    """Lengths that a tiny model can really be run at."""
+    """Lengths at which a tiny model can be run."""
     monkeypatch.setattr(inspection, "LENGTHS", (7, LENGTH))
 
 
 def read(model, model_type):
-    """The cache after reading so many tokens, and as many of a source."""
+    """Return the cache after reading this many tokens, and as many of a source."""
     ids = torch.randint(3, VOCABULARY, (1, LENGTH))
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if is_seq2seq(model_type) else {})
     with torch.no_grad():
@@ -39,7 +39,7 @@ def read(model, model_type):
 
 @family
 @pytest.mark.parametrize("options", [{}, {"softmax_layers": [1]}], ids=["pure", "kept"])
-def test_bytes_are_those_of_real_caches(model_type, options, short):
+def test_bytes_match_real_caches(model_type, options, short):
     base = tiny(model_type, torch.float32)
     found = inspect_model(base, feature_size=8, **options)
     swapped = t2r.swap(tiny(model_type, torch.float32), feature_size=8, **options)
@@ -66,13 +66,13 @@ def test_parameters(model_type):
     assert found.parameters == before
     assert found.parameters_added == sum(p.numel() for p in model.parameters()) - before
     assert found.share == found.parameters_added / before
-    for site in found.sites:  # k of W's rows and one of b for each, and each key head its own
+    for site in found.sites:  # for each key head, feature_size rows of W and as many entries of b
         assert site.parameters_added == 8 * (site.head_dim + 1) * site.num_key_value_heads
     assert [(s.layer, s.cross) for s in found.sites] == [(s.layer, s.cross) for s in family_of(base).sites(base)]
-    assert not isinstance(base, T2RModel)  # it was only looked at
+    assert not isinstance(base, T2RModel)  # the model was not modified
 
 
-def test_of_a_swapped_model_and_of_its_folder(tmp_path):
+def test_a_swapped_model_and_its_folder(tmp_path):
     base = tiny("llama", torch.bfloat16)
     expected = asdict(inspect_model(base, softmax_every=2, grouped=False))
     model = t2r.swap(base, softmax_every=2, grouped=False)
@@ -101,7 +101,7 @@ def test_ungrouping():
     assert grouped.ungrouped == inspection.Ungrouped(other.parameters_added, other.state_bytes)
     assert other.state_bytes == 2 * grouped.state_bytes
     assert other.ungrouped is None
-    assert inspect_model(tiny("gpt2", torch.float32)).ungrouped is None  # nothing is grouped there
+    assert inspect_model(tiny("gpt2", torch.float32)).ungrouped is None  # no grouped-query attention
 
 
 def test_a_merged_model():
@@ -115,29 +115,29 @@ def test_a_merged_model():
     assert after.parameters + after.parameters_added == sum(p.numel() for p in model.parameters())
 
 
-def test_it_is_ready_for_json_and_for_people():
+def test_json_and_tables():
     found = inspect_model(tiny("marian", torch.float32), softmax_layers=[0])
     assert json.loads(json.dumps(asdict(found)))["kv_bytes"]["4096"] == found.kv_bytes[4096]
     lines = inspection.summary(found)
     assert "self attention: 2 of 3 decoder layers recurrent, 1 softmax" in lines
     assert "cross attention: 2 of 3 decoder layers recurrent, 1 softmax" in lines
-    assert "encoder: all 2 layers stay softmax attention" in lines
+    assert "encoder: all 2 layers keep softmax attention" in lines
 
 
 @pytest.mark.parametrize(
     ("number", "says"), [(7, "7 B"), (1536, "1.5 KiB"), (500 * 1024, "500 KiB"), (3 << 40, "3.0 TiB")]
 )
-def test_bytes_for_people(number, says):
+def test_formatting_bytes(number, says):
     assert inspection.human(number) == says
 
 
-def test_refusals(tmp_path):
+def test_inspection_errors(tmp_path):
     from transformers import BertConfig, BertLMHeadModel
 
     model = BertLMHeadModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
     with pytest.raises(t2r.T2RError, match=r"models of type 'bert' cannot be swapped.*llama"):
         inspect_model(model)
-    with pytest.raises(t2r.T2RError, match="swapped already: leave out seed"):
+    with pytest.raises(t2r.T2RError, match="already swapped: do not give seed"):
         inspect_model(t2r.swap(tiny("gpt2", torch.float32)), seed=1)
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(t2r.T2RError, match=r"type 'vit' cannot be swapped.*llama"):

@@ -1,4 +1,4 @@
-"""A page is well-formed whatever is put on it, and its figures say what they show."""
+"""HTML pages: well-formed for any content, with accessible figures."""
 
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,7 +11,7 @@ from t2r.reporting.page import COLORS, INK, Page, bars, lines
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_whatever_is_written_stays_text(tmp_path):
+def test_text_is_escaped(tmp_path):
     page = Page("a < b & c")
     page.heading("<script>")
     page.paragraph("1 < 2 & 3")
@@ -40,7 +40,7 @@ def test_figures_are_svg_with_names_and_numbers():
             assert word in written
         assert COLORS[0] in svg
         assert COLORS[1] in svg
-        assert "currentColor" in svg  # axes and words take the color of the page
+        assert "currentColor" in svg  # axes and labels have the text color of the page
         assert INK not in svg
 
 
@@ -51,7 +51,7 @@ def test_the_same_figure_is_the_same_every_time():
     assert draw() == draw()
 
 
-def test_what_goes_wrong_is_said(tmp_path, monkeypatch):
+def test_page_errors(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(T2RError, match="cannot be written"):
         Page("x").write(tmp_path / "file" / "index.html")

@@ -1,4 +1,4 @@
-"""What a family says when it is swapped, and what only one of them does."""
+"""Notices of families when they are swapped, and behavior of single families."""
 
 import copy
 import logging
@@ -25,27 +25,27 @@ def notices(caplog):
 @pytest.mark.parametrize(
     ("model_type", "kept", "words"),
     [
-        ("mistral", None, "a window of 5 tokens in its recurrent layers, which now remember from the beginning"),
-        ("gemma2", None, "a window of 5 tokens in 2 of its recurrent layers"),
-        ("gemma3_text", None, "a window of 5 tokens in 2 of its recurrent layers"),
-        ("gemma2", [1], "a window of 5 tokens in its recurrent layers"),
+        ("mistral", None, "a sliding window of 5 tokens in its recurrent layers; recurrent layers have no window"),
+        ("gemma2", None, "a sliding window of 5 tokens in 2 of its recurrent layers"),
+        ("gemma3_text", None, "a sliding window of 5 tokens in 2 of its recurrent layers"),
+        ("gemma2", [1], "a sliding window of 5 tokens in its recurrent layers"),
     ],
 )
 def test_windows_are_counted_by_layer(notices, model_type, kept, words):
     assert words in notices(model_type, softmax_layers=kept)
 
 
-def test_layers_that_keep_their_window_need_no_notice(notices):
+def test_softmax_layers_with_a_window_give_no_notice(notices):
     assert "window" not in notices("gemma2", softmax_layers=[0, 2])
     assert "window" not in notices("llama")
 
 
 def test_capped_scores_and_relative_positions_are_named(notices):
     assert "caps its attention scores at 2.0; the 2 recurrent layers" in notices("gemma2", softmax_layers=[0])
-    assert "the 3 recurrent layers of the decoder have no scores and lose it" in notices("t5")
+    assert "which the 3 recurrent decoder layers do not have" in notices("t5")
 
 
-def test_t5_computes_its_bias_only_for_layers_that_take_it(monkeypatch):
+def test_t5_computes_its_bias_only_for_layers_that_use_it(monkeypatch):
     computed = []
     for kept in (None, [2]):
         model, inputs = t2r.swap(tiny("t5"), feature_size=8, softmax_layers=kept), batch("t5")
@@ -104,18 +104,18 @@ def test_gptj_rotates_whole_heads_where_it_has_no_rotary_dim():
 
 
 def test_gemma3_reads_images_from_left_to_right(caplog):
-    """Exact attention is the base model without its mask for images, and generation equals recomputation."""
+    """Exact attention matches the base model without its image mask, and generation matches recomputation."""
     teacher = tiny("gemma3")
     token = VOCABULARY - 1
     teacher.config.image_token_id = token
     torch.nn.init.normal_(teacher.model.multi_modal_projector.mm_input_projection_weight)  # zeros in a fresh model
     with caplog.at_level(logging.WARNING, "t2r"):
         model = t2r.swap(copy.deepcopy(teacher), feature_size=8, softmax_layers=[1])
-    assert "the tokens of an image see each other in the base model" in caplog.text
+    assert "in the base model, the tokens of an image attend to each other" in caplog.text
     ids = torch.randint(3, token, (1, 9), generator=torch.Generator().manual_seed(0))
     ids[:, 2:6] = token
     inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 8, 8, dtype=torch.float64)}
-    kinds = {"token_type_ids": (ids == token).long()}  # a processor gives them, with and without images
+    kinds = {"token_type_ids": (ids == token).long()}  # processors return them with and without images
     with torch.no_grad():
         with t2r.exact_attention(model):
             exact = model(**inputs, **kinds).logits

@@ -1,4 +1,4 @@
-"""Every family runs the same matrix: what a swapped model must do, whatever it was before."""
+"""Tests that every family of models must pass after a swap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from t2r.feature_maps import FEATURE_MAPS
 from t2r.surgery.adapters import FAMILIES as SUPPORTED
 from t2r.surgery.adapters import family as registered
 
-# One token is one rounding of every layer's output; logits here are of order one to ten.
+# The output of every layer is rounded once. Logits are of order one to ten.
 LOGITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.15}
 
 family = pytest.mark.parametrize("model_type", FAMILIES)
@@ -50,17 +50,17 @@ def test_every_supported_family_has_a_row():
 
 
 def projections(site):
-    """The projections of an attention module by name, whatever a family calls them."""
+    """Return the projections of an attention module by name, for every family."""
     return {name: m for name, m in site.named_children() if isinstance(m, nn.Linear | Conv1D)}
 
 
-# --- The surgery --------------------------------------------------------------------------------------------
+# --- The swap -----------------------------------------------------------------------------------------------
 
 
 @family
 @pytest.mark.parametrize("padding", ["left", "right"])
 @kept
-def test_exact_attention_in_the_swapped_modules_is_the_teacher(model_type, padding, softmax_layers):
+def test_exact_attention_in_the_swapped_modules_matches_the_teacher(model_type, padding, softmax_layers):
     dtype = FAMILIES[model_type].dtype
     teacher, model = tiny(model_type, dtype), swapped(model_type, dtype, softmax_layers=softmax_layers)
     inputs = batch(model_type, padding=padding)
@@ -71,7 +71,7 @@ def test_exact_attention_in_the_swapped_modules_is_the_teacher(model_type, paddi
         with t2r.exact_attention(model):
             actual = model(**inputs).logits[real]
     assert (actual - expected).abs().max() < LOGITS[dtype]
-    assert (recurrent - expected).abs().max() > 1e-2  # and the recurrence is another function
+    assert (recurrent - expected).abs().max() > 1e-2  # the recurrence computes a different function
 
 
 @family
@@ -123,22 +123,22 @@ def test_separate_and_ungrouped_maps(model_type, shared, grouped):
     assert cache.layers[0].state.s.shape[1] == (shape.num_key_value_heads if grouped else shape.num_heads)
 
 
-# --- Forgetting ---------------------------------------------------------------------------------------------
+# --- Decay --------------------------------------------------------------------------------------------------
 
-FORGETS = {"decay": True, "rotary": False, "feature_map": "hedgehog", "feature_size": 8, "key_weights": True}
+DECAY = {"decay": True, "rotary": False, "feature_map": "hedgehog", "feature_size": 8, "key_weights": True}
 
 
 @family
 @kept
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_with_forgetting_it_generates_like_recomputation(model_type, softmax_layers, options):
-    model = swapped(model_type, **FORGETS, softmax_layers=softmax_layers)
+def test_with_decay_it_generates_like_recomputation(model_type, softmax_layers, options):
+    model = swapped(model_type, **DECAY, softmax_layers=softmax_layers)
     assert_generates_like_recomputation(model, model_type, **options)
 
 
 @decoder
-def test_forgetting_goes_by_tokens_and_not_by_padding(model_type):
-    model = swapped(model_type, **FORGETS)
+def test_padding_does_not_decay_the_state(model_type):
+    model = swapped(model_type, **DECAY)
     for padding in ("left", "right"):
         inputs = batch(model_type, padding=padding)
         mask = inputs["attention_mask"].bool()
@@ -151,26 +151,26 @@ def test_forgetting_goes_by_tokens_and_not_by_padding(model_type):
 
 @decoder
 def test_without_rotation_only_order_and_distance_matter(model_type):
-    """The teacher's rotation still decides what the exact attention gives, and nothing of the recurrence."""
+    """The rotation affects exact attention but not the recurrence."""
     if registered(model_type).positions != "rotary":
         pytest.skip("it has no rotary positions")
-    model, inputs = swapped(model_type, **FORGETS), batch(model_type, padding=None)
+    model, inputs = swapped(model_type, **DECAY), batch(model_type, padding=None)
     dtype = FAMILIES[model_type].dtype
     with torch.no_grad():
         here = model(**inputs).logits
         later = model(**inputs, position_ids=torch.arange(9)[None] * 3 + 7).logits
         assert torch.equal(here, later)
-        teacher, exact = tiny(model_type, dtype), swapped(model_type, dtype, **FORGETS)
+        teacher, exact = tiny(model_type, dtype), swapped(model_type, dtype, **DECAY)
         with t2r.exact_attention(exact):
             assert (exact(**inputs).logits - teacher(**inputs).logits).abs().max() < LOGITS[dtype]
 
 
 @family
-def test_with_forgetting_it_learns_from_exact_attention(model_type):
-    """What the transfer compares is what the model then computes, with its maps' own inputs."""
-    model = swapped(model_type, **FORGETS)
+def test_with_decay_it_learns_from_exact_attention(model_type):
+    """The transfer stage compares the outputs that the model computes later, from the same inputs of its maps."""
+    model = swapped(model_type, **DECAY)
     inputs = batch(model_type, padding=None) | FAMILIES[model_type].call
-    site, seen = recurrent_sites(model)[0], {}  # the first: its inputs are the same either way
+    site, seen = recurrent_sites(model)[0], {}  # the inputs of the first site are the same in both cases
 
     def observe(observed, inputs, exact):
         if observed is site:
@@ -185,7 +185,7 @@ def test_with_forgetting_it_learns_from_exact_attention(model_type):
     with torch.no_grad():
         model(**inputs)
     ours = seen["ours"].transpose(1, 2).flatten(2)
-    assert torch.allclose(heard[-1].reshape(ours.shape), ours, atol=1e-9)  # the last is the output's
+    assert torch.allclose(heard[-1].reshape(ours.shape), ours, atol=1e-9)  # the last one is the output projection's
 
 
 # --- Generation = full recomputation ------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def prompts(model_type, **options):
 
 def assert_generates_like_recomputation(model, model_type, **options):
     inputs = prompts(model_type)
-    # M2M100 counts positions by what is not padding: a padding token that is sampled confuses it, swapped or not.
+    # M2M100 derives positions from padding tokens, so a sampled padding token would change them, swapped or not.
     options = {"max_new_tokens": 10, "suppress_tokens": [PAD]} | options
     torch.manual_seed(0)
     cached = model.generate(**inputs, **options)
@@ -231,7 +231,7 @@ def test_generates_like_recomputation(model_type, softmax_layers, options):
 @kept
 @pytest.mark.parametrize("dtype", list(LOGITS))
 def test_logits_of_every_step_equal_recomputation(model_type, softmax_layers, dtype):
-    """Steps one at a time, and pieces of several tokens, against one parallel forward."""
+    """Single steps, and chunks of several tokens, match one parallel forward."""
     model = swapped(model_type, dtype, softmax_layers=softmax_layers)
     inputs = batch(model_type)
     with torch.no_grad():
@@ -247,7 +247,7 @@ def position_ids(mask):
 
 
 def in_pieces(model, inputs, lengths):
-    """The logits of a forward that is fed in pieces through its cache."""
+    """Return the logits of a sequence processed in parts with a cache."""
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     cache, outputs, done = model.make_cache(), [], 0
     for length in lengths:
@@ -298,7 +298,7 @@ def test_continuing_from_a_returned_or_saved_cache(model_type, softmax_layers, t
     if is_seq2seq(model_type):
         more = {**inputs, "decoder_input_ids": first.sequences}
     else:
-        # The mask, lest a pad token that was generated be taken for padding.
+        # With a mask, because a generated pad token would otherwise count as padding.
         more = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
     first.past_key_values.save(tmp_path / "state")
     for cache in (first.past_key_values, model.load_state(tmp_path / "state")):
@@ -360,7 +360,7 @@ def test_the_cache_is_recurrent_where_it_should_be(model_type):
 
 @family
 def test_any_dynamic_cache_will_do(model_type):
-    """The base model, called by itself, makes a cache for softmax attention; users do, too."""
+    """The base model and users create caches for softmax attention, which also work."""
     model, inputs = swapped(model_type), batch(model_type)
     stock = DynamicCache()
     if is_seq2seq(model_type):
@@ -373,7 +373,7 @@ def test_any_dynamic_cache_will_do(model_type):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_state_is_float32_whatever_the_model(dtype):
+def test_the_state_is_float32_for_every_model_dtype(dtype):
     model = swapped("llama", dtype)
     out = model(**batch("llama"), use_cache=True)
     assert out.past_key_values.layers[0].state.s.dtype == torch.float32
@@ -382,7 +382,7 @@ def test_the_state_is_float32_whatever_the_model(dtype):
     assert out.past_key_values.layers[0].state.s.dtype == torch.float32
 
 
-# --- What cannot be done is said ----------------------------------------------------------------------------
+# --- Refusals -----------------------------------------------------------------------------------------------
 
 
 @decoder
@@ -396,13 +396,13 @@ def test_a_mask_that_is_not_padding_is_refused(model_type):
 @family
 def test_refusals(model_type):
     model, inputs = swapped(model_type), prompts(model_type)
-    with pytest.raises(t2r.T2RError, match="never forms attention weights"):
+    with pytest.raises(t2r.T2RError, match="do not compute attention weights"):
         model(**batch(model_type), output_attentions=True)
-    with pytest.raises(t2r.T2RError, match="not for recurrent models"):
+    with pytest.raises(t2r.T2RError, match="is for caches of keys and values"):
         model.generate(**inputs, max_new_tokens=3, cache_implementation="offloaded")
-    with pytest.raises(t2r.T2RError, match="put softmax attention back"):
+    with pytest.raises(t2r.T2RError, match="would restore softmax attention"):
         model.set_attn_implementation("sdpa")
-    with pytest.raises(t2r.T2RError, match="swapped already"):
+    with pytest.raises(t2r.T2RError, match="already swapped"):
         t2r.swap(model)
     full = DynamicCache()
     full.update(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8), 0)
@@ -438,7 +438,7 @@ def test_packed_documents_equal_separate_ones(model_type, softmax_layers):
         together = model(input_ids=packed["input_ids"], position_ids=packed["position_ids"]).logits[0]
         separate = torch.cat([model(input_ids=d[None]).logits[0] for d in documents])
     assert (together - separate).abs().max() < LOGITS[torch.float64]
-    with pytest.raises(t2r.T2RError, match="need use_cache=False"):
+    with pytest.raises(t2r.T2RError, match="require use_cache=False"):
         model(input_ids=packed["input_ids"], position_ids=packed["position_ids"], use_cache=True)
 
 
@@ -455,7 +455,7 @@ def test_gradients_reach_everything(model_type, autocast):
         out = model(**inputs, labels=labels)
     assert out.past_key_values is None
     out.loss.backward()
-    base = tiny(model_type, torch.float32).train()  # parts that text does not reach get none in the base model either
+    base = tiny(model_type, torch.float32).train()  # some parts get no gradient from text in the base model either
     base(**inputs, labels=labels, **FAMILIES[model_type].call).loss.backward()
     reached = {name for name, parameter in base.named_parameters() if parameter.grad is not None}
     for name, parameter in model.named_parameters():
@@ -537,8 +537,8 @@ def test_the_forward_compiles_to_one_graph(model_type):
     torch._dynamo.reset()
     model = swapped(model_type, torch.float32)
     inputs = batch(model_type, padding="right")
-    # What differs between families is Python, and that is traced by any backend. The graphs of two are also traced
-    # down to operations, with their gradients, which takes four times as long.
+    # Families differ in Python code, which every backend traces. Two families are also traced down to operations with
+    # gradients, which takes four times as long.
     whole = model_type in ("llama", "marian")
     with torch.set_grad_enabled(whole):
         expected = model(**inputs, use_cache=False).logits
@@ -576,15 +576,15 @@ def test_the_decoding_step_compiles_to_one_graph(model_type):
             expected = model(**step, past_key_values=cache).logits
             actual = compiled(**step, past_key_values=again).logits
             assert torch.allclose(actual, expected, atol=1e-4)
-    assert len(graphs) <= 3, f"{len(graphs)} graphs for 8 steps: it compiles again as the text grows"
+    assert len(graphs) <= 3, f"{len(graphs)} graphs for 8 steps: it recompiles as the sequence grows"
 
 
 @family
 @pytest.mark.slow
 def test_four_thousand_tokens_in_constant_memory(model_type):
-    """No cache layer grows: the bytes held after 4,096 tokens are those held after 64."""
+    """No cache layer grows: the cache has the same size after 4,096 tokens as after 64."""
     if registered(model_type).positions == "learned":
-        pytest.skip("its table of learned positions ends before")
+        pytest.skip("its table of learned positions is shorter")
     model = swapped(model_type, torch.float32)
     inputs = {k: v[:1] for k, v in prompts(model_type, padding=None).items()}
     held = []

@@ -1,4 +1,4 @@
-"""A family without a file: found by looking, proved on the model itself, refused where it is not understood."""
+"""Models without an adapter: their attention is detected and checked on the model, or the swap is refused."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ LLAVA = {
 }
 REFUSED = {
     "bloom": ("BloomForCausalLM", "BloomConfig", TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "interface"),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT, "of one size"),
-    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | {"head_dim": 8}, "not the model as it was"),
-    "llava": ("LlavaForConditionalGeneration", "LlavaConfig", LLAVA, "one part of a larger model"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT, "one common head size"),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | {"head_dim": 8}, "does not match the base model"),
+    "llava": ("LlavaForConditionalGeneration", "LlavaConfig", LLAVA, "part of a larger model"),
     "led": (
         "LEDForConditionalGeneration",
         "LEDConfig",
         SEQ2SEQ | {"attention_window": 4},
-        "encoder-decoder of a family",
+        "encoder-decoder without an adapter",
     ),
     "mamba": ("MambaForCausalLM", "MambaConfig", TOKENS | {"hidden_size": 32, "num_hidden_layers": 2}, "interface"),
 }
@@ -64,7 +64,7 @@ def build(model_class, config_class, fields):
 def test_exact_attention_is_the_teacher(model_type, caplog):
     teacher = build(*UNDERSTOOD[model_type])
     model = t2r.swap(copy.deepcopy(teacher), feature_size=8, softmax_layers=[1])
-    assert f"{model_type} is not among the families" in caplog.text
+    assert f"{model_type} is not a tested model type" in caplog.text
     assert len(recurrent_sites(model)) == 2
     assert not family_of(model).tested
     real = PADDING["attention_mask"].bool()
@@ -85,7 +85,7 @@ def test_generates_like_recomputation_and_loads_again(model_type, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_a_model_that_is_not_understood_is_left_as_it_was(model_type):
+def test_a_refused_model_is_restored(model_type):
     *parts, reason = REFUSED[model_type]
     model = build(*parts).train()
     before = copy.deepcopy(model).eval()
@@ -106,14 +106,14 @@ def test_a_model_that_is_not_understood_is_left_as_it_was(model_type):
         assert torch.equal(model.eval()(**inputs).logits, before(**inputs).logits)
 
 
-def test_a_state_that_does_not_reach_the_layers_is_seen(monkeypatch):
-    """A stock forward that calls its cache by another name would start every token from nothing."""
+def test_a_state_that_does_not_reach_the_layers_is_detected(monkeypatch):
+    """If a stock forward uses another name for its cache, every token would start from an empty state."""
     monkeypatch.setattr(interface.InterfaceAttention, "cache_arguments", ("another_name",))
-    with pytest.raises(t2r.T2RError, match="'starcoder2' cannot be swapped: an attempt failed"):
+    with pytest.raises(t2r.T2RError, match="'starcoder2' cannot be swapped: its forward failed after the swap"):
         t2r.swap(build(*UNDERSTOOD["starcoder2"]))
 
 
-def test_a_state_that_is_forgotten_is_seen(monkeypatch):
+def test_a_state_that_is_lost_is_detected(monkeypatch):
     monkeypatch.setattr(t2r.attention.cache.RecurrentLayer, "store", lambda self, *args: None)
     with pytest.raises(t2r.T2RError, match="do not continue from their state"):
         t2r.swap(build(*UNDERSTOOD["starcoder2"]))

@@ -1,4 +1,4 @@
-"""The session knows nothing of language modeling: a translation task of this file's own runs through it."""
+"""The session is independent of the task: it runs a translation task defined in this file."""
 
 import copy
 
@@ -19,7 +19,7 @@ BLOCK = 12
 
 
 class Copying(Task):
-    """Pairs of different lengths; the target is the source backwards. Items are padded when they meet in a batch."""
+    """Pairs of different lengths. The target is the reversed source. Items are padded in `collate`."""
 
     name = "copying"
 
@@ -58,7 +58,7 @@ class Copying(Task):
         }
 
     def labels(self, batch):
-        return batch["labels"]  # the decoder's inputs are shifted already
+        return batch["labels"]  # the decoder's inputs are already shifted
 
     def disturbed(self, inputs, share):
         return inputs | {"decoder_input_ids": exchanged(inputs["decoder_input_ids"], share)}
@@ -86,7 +86,7 @@ STAGES = (
 @pytest.fixture
 def marian():
     teacher = tiny("marian", torch.float32)
-    teacher.final_logits_bias.normal_()  # so that something follows the head
+    teacher.final_logits_bias.normal_()  # an operation after the head
     return t2r.swap(copy.deepcopy(teacher), feature_map="t2r", feature_size=4), teacher.requires_grad_(False)
 
 
@@ -131,7 +131,7 @@ def test_the_loss_is_plain_kl_over_the_targets(tmp_path, marian):
             torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
 
 
-def test_a_scan_goes_on_where_it_was(marian):
+def test_an_interrupted_scan_is_resumed(marian):
     student, _ = marian
     task, known = Copying(), {}
 

@@ -1,4 +1,4 @@
-"""A budget is for all of it: what is decided from what was timed, and that timing changes nothing."""
+"""Time budgets: the schedule computed from measured speeds, and timing, which must not change the model."""
 
 import copy
 import dataclasses
@@ -42,7 +42,7 @@ PLAN = Recipe(
     ),
 )
 LAPTOP = Speeds({"transfer": Cost(0.001, 0.1), "distill": Cost(0.003, 0.5)}, 0.001, WritingSpeed(0.02, 0.01, 64))
-"""A model of some 100M parameters on two cores."""
+"""Speeds of a model of about 100M parameters on two cores."""
 
 
 def work(minutes=None, **fields):
@@ -51,7 +51,7 @@ def work(minutes=None, **fields):
 
 
 @pytest.mark.parametrize("minutes", [30, 60, 600])
-def test_all_of_it_fits(minutes):
+def test_the_schedule_fits_into_the_budget(minutes):
     total = 60 * minutes
     found = decide(work(minutes), LAPTOP, total, 40.0)
     assert 0.8 * total < found.seconds <= total
@@ -60,26 +60,26 @@ def test_all_of_it_fits(minutes):
     assert found.scanning <= SCANNING * total
     assert all(stage.steps >= WANTED_STEPS for stage in found.stages.values())
     first, second = (found.stages[name].seconds for name in ("transfer", "distill"))
-    assert second / first == pytest.approx(3, rel=0.2)  # as their steps
+    assert second / first == pytest.approx(3, rel=0.2)  # in proportion to their steps
     assert Schedule.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert Speeds.from_dict(json.loads(json.dumps(LAPTOP.to_dict()))) == LAPTOP
 
 
-def test_what_is_short_is_made_less_and_said():
+def test_reductions_are_reported():
     found = decide(work(30), LAPTOP, 1800, 40.0)
     words = "\n".join(found.shrunk)
-    assert f"the teacher writes {found.teacher_tokens:,} tokens instead of 10,000,000" in words
-    assert f"{found.windows} windows of 900 are measured" in words
+    assert f"the teacher generates {found.teacher_tokens:,} tokens instead of 10,000,000" in words
+    assert f"{found.windows} of 900 windows are evaluated" in words
     assert found.stages["distill"].batch_tokens < 16384
-    assert f"a step of distill has {found.stages['distill'].batch_tokens:,} tokens instead of 16,384" in words
+    assert f"a batch of distill has {found.stages['distill'].batch_tokens:,} tokens instead of 16,384" in words
     plenty = decide(work(10**5), LAPTOP, 60 * 10**5, 40.0)
     assert plenty.shrunk == []
     assert (plenty.teacher_tokens, plenty.windows, plenty.scanned) == (10_000_000, 900, 16)
 
 
 @pytest.mark.parametrize("minutes", [0.001, 0.5, 3])
-def test_a_budget_that_converts_nothing_is_refused_with_one_that_does(minutes):
-    with pytest.raises(T2RError, match="are too few on this machine") as error:
+def test_too_small_a_budget_is_refused_with_a_sufficient_one(minutes):
+    with pytest.raises(T2RError, match="are not enough on this machine") as error:
         decide(work(minutes), LAPTOP, 60 * minutes, 20.0)
     enough = float(str(error.value).split("give about ")[1].split(" ")[0])
     assert enough > minutes
@@ -87,7 +87,7 @@ def test_a_budget_that_converts_nothing_is_refused_with_one_that_does(minutes):
     assert min(stage.steps for stage in found.stages.values()) >= FEWEST_STEPS
 
 
-def test_without_a_budget_nothing_is_made_less():
+def test_without_a_budget_nothing_is_reduced():
     found = decide(work(), LAPTOP, None, 40.0)
     assert found.shrunk == []
     assert [stage.steps for stage in found.stages.values()] == [100, 300]
@@ -95,7 +95,7 @@ def test_without_a_budget_nothing_is_made_less():
     assert found.windows == 900
 
 
-def test_a_batch_follows_the_machine():
+def test_the_batch_size_follows_the_speed():
     stage = dataclasses.replace(PLAN.stages[1], steps=None, minutes=10)
     found = plan_stage(stage, LAPTOP, None, 0)
     assert found.batch_tokens == 8192  # 25 seconds a step: 23 of them
@@ -108,16 +108,16 @@ def test_a_batch_follows_the_machine():
     assert fast.batch_tokens == 16384
 
 
-def test_rates_follow_the_root_of_a_smaller_batch():
-    """At the recipe's rate, steps of one block of 256 tokens made the KL of a 15M model grow from 1.17 to 1.73; at the
-    rate of the root it fell to 0.98."""
+def test_learning_rates_follow_the_square_root_of_the_batch():
+    """At the recipe's learning rate, steps of one block of 256 tokens raised the KL of a 15M model from 1.17 to 1.73;
+    with the scaled learning rate it fell to 0.98."""
     stage = Stage(
         "distill", "distill", "all", steps=9, batch_tokens=16384, learning_rate=2.5e-4, map_learning_rate=2e-3
     )
     made = with_batch(stage, 256 * 4)
     assert made.learning_rate == pytest.approx(2.5e-4 / 4)
     assert made.map_learning_rate == pytest.approx(2e-3 / 4)
-    assert "at a rate of 6.3e-05" in budget.smaller_batch(stage, 256 * 4)
+    assert "with learning rate 6.3e-05" in budget.smaller_batch(stage, 256 * 4)
     maps = Stage("transfer", "transfer", "maps", steps=9, batch_tokens=8192, learning_rate=2.5e-2)
     assert with_batch(maps, 512).learning_rate == 2.5e-2
     assert "rate" not in budget.smaller_batch(maps, 512)
@@ -136,7 +136,7 @@ def test_steps_of_a_stage(fields, steps):
     assert steps_of(made, 100_000) == steps
 
 
-def test_the_time_of_writing():
+def test_the_time_of_generation():
     speed = WritingSpeed(0.02, 0.01, 64)
     batch = 512 * (0.02 + 0.64)
     assert speed.seconds(64 * 512, 512) == pytest.approx(batch)
@@ -149,8 +149,8 @@ def test_the_time_of_writing():
     assert speed.tokens(0.0, 512) == 0
 
 
-def test_the_least_that_a_teacher_writes_counts():
-    """However short the time is, there is some text; it is the training then that has too little time."""
+def test_the_teacher_always_generates_a_minimum():
+    """However short the time is, the teacher generates some text; then training has too little time."""
     found = arrange(work(1), LAPTOP, 60, 0.0)
     assert found.teacher_tokens == 16 * 512
     assert not found.enough
@@ -160,7 +160,7 @@ def test_the_least_that_a_teacher_writes_counts():
 
 
 class Clock:
-    """Time that passes only when work is done."""
+    """A clock that advances only with work."""
 
     def __init__(self):
         self.now = 0.0
@@ -170,7 +170,7 @@ class Clock:
 
 
 class Counted:
-    """A task whose batches are as large as they are asked for."""
+    """A task with batches of any requested size."""
 
     def example(self, rows, length):
         return {"labels": torch.zeros(rows, length, dtype=torch.long)}
@@ -182,13 +182,13 @@ class Counted:
 @pytest.mark.parametrize(
     ("token", "sizes"),
     [
-        (1.0, [(1, 128)]),  # so slow that it is not even repeated
+        (1.0, [(1, 128)]),  # too slow to be repeated
         (0.01, [(1, 128)] * 2),
         (1e-3, [(1, 128), (1, 128), (1, 512)]),
         (1e-9, [(1, 128), (1, 128), (1, 512), (4, 512), (16, 512)]),
     ],
 )
-def test_a_slice_is_as_large_as_it_must_be(monkeypatch, token, sizes):
+def test_slices_grow_until_they_take_long_enough(monkeypatch, token, sizes):
     clock, seen = Clock(), []
     monkeypatch.setattr("t2r.training.timing.time.perf_counter", clock)
 
@@ -219,7 +219,7 @@ def test_timing_the_optimizer_changes_no_weight(optimizer):
     assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
 
 
-def test_a_run_knows_how_long_it_has_worked(tmp_path, monkeypatch):
+def test_a_run_records_its_working_time(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr("t2r.training.run.time.monotonic", clock)
     run = Run(tmp_path / "run", {}, began=-10.0)
@@ -234,7 +234,7 @@ def test_a_run_knows_how_long_it_has_worked(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("objective", "train"), [("transfer", "maps"), ("distill", "all"), ("distill", "lora")])
-def test_timing_leaves_the_model_as_it_was(objective, train, compiled):
+def test_timing_does_not_change_the_model(objective, train, compiled):
     base = tiny("llama", torch.float32)
     teacher = copy.deepcopy(base).requires_grad_(False)
     student = t2r.swap(base, feature_map="t2r", decay=True)
@@ -245,7 +245,7 @@ def test_timing_leaves_the_model_as_it_was(objective, train, compiled):
     before = {name: (x.clone(), x.requires_grad) for name, x in student.named_parameters()}
     names = [name for name, _ in student.named_modules()]
     random = torch.get_rng_state()
-    torch.compiler.set_stance("force_eager")  # the way, without the wait
+    torch.compiler.set_stance("force_eager")  # tests the code path without compiling
     try:
         settings = Settings(progress=False, compiled=compiled)
         speeds = time_all(student, teacher, Recipe("toy", (stage,)), task, settings, None)

@@ -1,4 +1,4 @@
-"""Training by a replayed CUDA graph gives the losses and weights of training without one."""
+"""Training with a replayed CUDA graph gives the same losses and weights as eager training."""
 
 import copy
 
@@ -38,8 +38,8 @@ def test_without_a_gpu_nothing_is_captured():
     assert not trainer.captures(tiny("gpt2"), settings)
 
 
-def test_a_step_waits_for_its_warm_up():
-    """On a CPU the work runs as it is until the capture is due."""
+def test_a_step_is_captured_after_its_warm_up():
+    """On a CPU the work runs eagerly until the capture is due."""
     calls = []
     weight = torch.nn.Parameter(torch.ones(2))
 
@@ -55,10 +55,13 @@ def test_a_step_waits_for_its_warm_up():
     torch.testing.assert_close(weight.grad, torch.full((2,), float(WARM_UP)))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "qwen3"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "mistral", "gemma2", "gemma3_text", "qwen3", "gpt2", "opt", "gpt_neox", "phi3", "adaptive_lm"],
+)
 @torch.no_grad()
-def test_without_masks_logits_are_the_same(model_type):
-    """Sliding windows and capped scores too, in stock models, in kept layers and under exact attention."""
+def test_logits_without_masks_are_the_same(model_type):
+    """Also with sliding windows and capped scores, in unmodified models, in softmax layers and with exact attention."""
     ids = torch.randint(3, VOCABULARY, (2, 24))
     stock = tiny(model_type, torch.float64)
     swapped = t2r.swap(copy.deepcopy(stock), feature_map="hedgehog", softmax_layers=[1])
@@ -70,8 +73,8 @@ def test_without_masks_logits_are_the_same(model_type):
         torch.testing.assert_close(swapped(ids).logits, stock(ids).logits)
 
 
-def test_layers_look_at_no_values_while_a_step_is_captured():
-    """Every value that a step looks at would end the capture."""
+def test_layers_do_not_synchronize_during_capture():
+    """Reading a value on the host would end the capture."""
     base = tiny("llama").requires_grad_(False)
     model = t2r.swap(copy.deepcopy(base), feature_map="t2r", decay=True, rotary=False)
     for part in (model, base):
@@ -83,14 +86,14 @@ def test_layers_look_at_no_values_while_a_step_is_captured():
         learner = Learner(model, stage, Rows(), base if objective == "distill" else None).train()
         batch = {"input_ids": ids, "labels": ids}
         count = torch.tensor(2 * LENGTH)
-        learner(dict(batch), count)  # verifies the parts of the model, once
+        learner(dict(batch), count)  # verifies the model's head, once
         with Looks() as looks:
             learner(dict(batch), count)[0].backward()
         assert not looks.seen, objective
 
 
 class Looks(TorchDispatchMode):
-    """Records operations that need a value on the host."""
+    """Records operations that require a value on the host."""
 
     def __enter__(self):
         self.seen = []
@@ -106,7 +109,7 @@ class Looks(TorchDispatchMode):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("objective", ["transfer", "distill", "task"])
-def test_captured_training_is_training(tmp_path, monkeypatch, caplog, objective, accumulation):
+def test_captured_training_matches_eager_training(tmp_path, monkeypatch, caplog, objective, accumulation):
     options = {"feature_map": "t2r", "activation": "softmax", "key_weights": True, "decay": True, "rotary": False}
     base = tiny("llama").cuda().requires_grad_(False)
     model = t2r.swap(copy.deepcopy(base), shared=False, grouped=False, seed=3, **options)

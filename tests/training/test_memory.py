@@ -1,4 +1,4 @@
-"""The table of memory, against a model that is really trained."""
+"""Memory estimates, compared with a real model."""
 
 import copy
 from pathlib import Path
@@ -40,14 +40,14 @@ def models():
 
 
 def kept(trained, student, teacher, stage, checkpointing):
-    """Bytes that autograd keeps after a forward pass over 256 tokens, without weights."""
+    """Return the bytes that autograd keeps after a forward pass over 256 tokens, without weights."""
     own = {p.untyped_storage().data_ptr() for model in (trained, teacher) for p in model.parameters()}
     storages = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage  # held, so that no other gets its address
+            storages[storage.data_ptr()] = storage  # kept alive, so that its address is not reused
         return tensor
 
     task = LanguageModeling(None, [])
@@ -61,14 +61,14 @@ def kept(trained, student, teacher, stage, checkpointing):
 
 
 @pytest.mark.parametrize("method", ["maps", "lora", "all"])
-def test_activations_are_about_what_is_kept(method):
+def test_activation_estimates_match_a_real_model(method):
     student, teacher = models()
     stage = STAGES[method]
     trained = with_lora(student, stage, 0) if method == "lora" else student
     measured = kept(trained, student, teacher, stage, False)
     assert activation_bytes(TINY, method, 256) == pytest.approx(measured, rel=0.2)
     if method != "maps":
-        # Between the passes there is the input of each layer; the formula also has the layer that is computed again.
+        # Between the passes only the inputs of the layers are kept; the formula includes one recomputed layer.
         again = 256 * 4 * (10 * TINY.hidden + 4 * TINY.intermediate + 128 * TINY.heads)
         less = kept(trained, student, teacher, stage, True)
         assert less < measured / 4
@@ -77,7 +77,7 @@ def test_activations_are_about_what_is_kept(method):
 
 @pytest.mark.parametrize("method", ["maps", "lora", "all"])
 @pytest.mark.parametrize("optimizer", ["adamw", "nag"])
-def test_weights_gradients_and_optimizer_are_counted(method, optimizer):
+def test_bytes_of_weights_gradients_and_optimizer(method, optimizer):
     student, teacher = models()
     kind = STAGES[method]
     stage = Stage("a", kind.objective, kind.train, steps=1, optimizer=optimizer)
@@ -93,7 +93,7 @@ def test_weights_gradients_and_optimizer_are_counted(method, optimizer):
     assert held_bytes(trained, stage, teacher) == sum(x.nbytes for x in everything)
 
 
-def test_what_learns_is_about_what_the_formula_says():
+def test_trained_parameters_match_the_formula():
     student, _ = models()
     size = Size(**{**vars(TINY), "parameters": sum(p.numel() for p in models()[1].parameters())})
     for method, stage in STAGES.items():

@@ -1,4 +1,4 @@
-"""The optimizer that turns steps of matrices: what it does to whom, and that it goes on where it was."""
+"""The Muon optimizer: its updates, the parameters it applies to, and resuming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEACHER = Path(__file__).parents[2] / "examples" / "teacher"
 
 @pytest.mark.parametrize("shape", [(6, 6), (3, 9), (9, 3), (4, 5, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_has_the_same_length_in_every_direction(shape, dtype):
+def test_updates_are_orthogonal(shape, dtype):
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64) * 1e-6
     u, _, v = torch.linalg.svd(x, full_matrices=False)
@@ -38,7 +38,7 @@ def test_a_step_has_the_same_length_in_every_direction(shape, dtype):
     assert likeness.min() > 0.97
 
 
-def test_nothing_to_learn_is_no_step():
+def test_a_zero_gradient_makes_no_step():
     assert torch.equal(orthogonal(torch.zeros(2, 3, 3)), torch.zeros(2, 3, 3))
 
 
@@ -58,7 +58,7 @@ def groups(train, objective):
     return model, make_optimizer(model, stage)
 
 
-def test_it_takes_matrices_and_leaves_tables_to_adam():
+def test_muon_updates_matrices_but_not_embeddings():
     model, optimizer = groups("all", "distill")
     names = {p: name for name, p in model.named_parameters()}
     turned = {names[p] for group in optimizer.param_groups if group["orthogonal"] for p in group["params"]}
@@ -72,13 +72,13 @@ def test_it_takes_matrices_and_leaves_tables_to_adam():
     assert any("key_weight" in name for name in rest)  # one row for each head
     assert {"transformer.wte.weight", "transformer.wpe.weight"} <= rest
     rates = {(group["orthogonal"], round(group["lr"], 9)) for group in optimizer.param_groups}
-    pace = recurrent_sites(model)[0].feature_map.head_dim ** 0.25  # of queries' maps, and keys' are so much slower
+    pace = recurrent_sites(model)[0].feature_map.head_dim ** 0.25  # queries learn faster by it, keys slower
     maps = {(True, round(1e-2 * pace, 9)), (True, round(1e-2 / pace, 9)), (False, round(1e-2 / pace, 9)), (False, 1e-2)}
     assert rates == maps | {(True, 1e-3), (False, 1e-3)}
 
 
-def test_maps_of_heads_are_turned_each_for_itself():
-    """What one head's gradient is does not matter to another's step, and entries move by the rate."""
+def test_the_map_of_each_head_is_orthogonalized_separately():
+    """The update of a head does not depend on the gradients of others, and entries change by the learning rate."""
     model, optimizer = groups("maps", "transfer")
     feature_map = recurrent_sites(model)[0].feature_map
     weight = feature_map.key_map.weight
@@ -93,7 +93,7 @@ def test_maps_of_heads_are_turned_each_for_itself():
     assert weight.grad is not None
 
 
-def test_the_rest_is_adam():
+def test_other_parameters_use_adamw():
     torch.manual_seed(0)
     ours, theirs = nn.Linear(4, 4), nn.Linear(4, 4)
     theirs.load_state_dict(ours.state_dict())
@@ -112,7 +112,7 @@ def test_the_rest_is_adam():
     assert not torch.equal(ours.weight, theirs.weight)
 
 
-def test_it_goes_on_where_it_was():
+def test_the_optimizer_state_can_be_resumed():
     torch.manual_seed(0)
     inputs = torch.randn(8, 5, 4)
 
@@ -138,9 +138,9 @@ def test_it_goes_on_where_it_was():
     assert torch.equal(whole.bias, halved.bias)
 
 
-def test_it_fits_maps_of_small_heads_in_fewer_steps():
-    """The reason why it is here: the demo's teacher, each optimizer at the best of the rates that were tried (3e-2 to
-    7e-2, and 3e-2 to 1.2e-1)."""
+def test_muon_needs_fewer_steps_for_maps_of_small_heads():
+    """Compares both optimizers on the demo's teacher, each at the best of several learning rates (3e-2 to 7e-2, and
+    3e-2 to 1.2e-1)."""
     example("teacher/model.safetensors")
     base = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
     with lzma.open(TEACHER.parent / "novels" / "valid.txt.xz", "rt", encoding="utf-8") as file:
@@ -149,7 +149,7 @@ def test_it_fits_maps_of_small_heads_in_fewer_steps():
 
 
 def transferred(base, ids, optimizer, rate, count=60, rows=2, length=128):
-    """The error of attention outputs on unseen text after a short transfer, at a rate that falls as it does there."""
+    """Return the error of attention outputs on unseen text after a short transfer with the demo's schedule."""
     options = load_recipe("distill-lm").swap | {"feature_size": 32}
     model = t2r.swap(copy.deepcopy(base), **options)
     common = {"betas": [0.8, 0.95], "schedule": "linear", "block_size": length, "batch_tokens": rows * length}

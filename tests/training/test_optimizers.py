@@ -1,4 +1,4 @@
-"""Weight decay spares what it would harm."""
+"""Parameter groups of the optimizers."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from t2r.training.recipe import Stage
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "muon", "nag"])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "adaptive_lm"])
-def test_weight_decay_spares_norms_biases_embeddings_and_rates_of_decay(model_type, optimizer):
+def test_weight_decay_excludes_norms_biases_embeddings_and_decay_rates(model_type, optimizer):
     model = t2r.swap(tiny(model_type), feature_map="t2r", decay=True, key_weights=True, shared=False)
     stage = Stage("only", "task", steps=1, optimizer=optimizer, weight_decay=0.1, momentum=0.9)
     choose_trained(model, stage)
@@ -29,7 +29,7 @@ def test_weight_decay_spares_norms_biases_embeddings_and_rates_of_decay(model_ty
     assert any("feature_map.key_map.weight" in name for name in set(decays) - spared)
 
 
-def test_without_weight_decay_groups_are_by_rate_alone():
+def test_without_weight_decay_groups_differ_by_learning_rate_only():
     model = t2r.swap(tiny("gpt2"), feature_map="elu")
     stage = Stage("only", "task", steps=1)
     choose_trained(model, stage)

@@ -1,4 +1,4 @@
-"""Recipes: the paper's settings value for value, the rates of its schedule, overrides, and what is refused."""
+"""Recipes and presets: the paper's settings, schedules, overrides, and errors."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from t2r.training.preset import load_preset, shipped_presets
 from t2r.training.recipe import OBJECTIVES, OPTIMIZERS, TRAINED, Stage, load_recipe, shipped_recipes
 from t2r.training.schedule import KINDS, Schedule
 
-# Typed from the paper's appendix (language modeling, conversion), not from the recipe.
+# Copied from the paper's appendix (language modeling, conversion), not from the recipe.
 PAPER = {
     "objective": "task",
     "train": "all",
@@ -38,7 +38,7 @@ PAPER_SWAP = {"feature_map": "t2r", "feature_size": 32, "init": "paper"}
 
 
 def fairseq_cosine(step, *, lr, warmup, init, floor, period, mult, shrink):
-    """fairseq's `cosine`, as its `step_update` has it."""
+    """fairseq's `cosine` schedule, like its `step_update`."""
     if step < warmup:
         return init + step * (lr - init) / warmup
     now = step - warmup
@@ -70,13 +70,13 @@ SCRATCH_SETTINGS = SETTINGS | {"lr": 1.0, "warmup": 16_000, "floor": 1e-4, "peri
 @pytest.mark.parametrize(
     ("name", "paper", "swap"), [("paper-lm", PAPER, PAPER_SWAP), ("paper-lm-scratch", SCRATCH, {})]
 )
-def test_recipes_of_the_paper_are_the_paper(name, paper, swap):
+def test_paper_recipes_match_the_paper(name, paper, swap):
     recipe = load_recipe(name)
     (stage,) = recipe.stages
     effective = dataclasses.asdict(stage)
     assert {name: effective[name] for name in paper} == paper
     assert recipe.swap == swap
-    # Whatever else a stage has does not apply to this one, or is as good as absent.
+    # The other options do not apply to this stage, or have no effect.
     rest = set(effective) - set(paper)
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
@@ -155,7 +155,7 @@ def test_inverse_square_root_rates_of_the_paper(step):
         (143_000, 0.375),
     ],
 )
-def test_paper_rates(step, rate):
+def test_learning_rates_of_the_paper(step, rate):
     (stage,) = load_recipe("paper-lm").stages
     ours = stage.make_schedule(stage.steps).at(step)
     assert ours == pytest.approx(fairseq_cosine(step, **SETTINGS), rel=1e-9)
@@ -179,7 +179,7 @@ def test_paper_rates(step, rate):
         (286_000, 0.75),
     ],
 )
-def test_paper_rates_from_scratch(step, rate):
+def test_learning_rates_of_the_paper_from_scratch(step, rate):
     (stage,) = load_recipe("paper-lm-scratch").stages
     ours = stage.make_schedule(stage.steps).at(step)
     assert ours == pytest.approx(fairseq_cosine(step, **SCRATCH_SETTINGS), rel=1e-9)
@@ -187,8 +187,8 @@ def test_paper_rates_from_scratch(step, rate):
         assert ours == pytest.approx(rate, rel=1e-9)
 
 
-# Typed from the paper (section on language modeling, and the appendix's table) and, for what it leaves at fairseq's
-# defaults of `transformer_lm_wiki103`, from Baevski and Auli.
+# Copied from the paper (section on language modeling, and the appendix's table) and, for fairseq's defaults of
+# `transformer_lm_wiki103`, from Baevski and Auli.
 PAPER_MODEL = {
     "model_type": "adaptive_lm",
     "num_hidden_layers": 32,
@@ -211,7 +211,7 @@ PAPER_MODEL = {
 }
 
 
-def test_adaptive_lm_paper_is_the_paper():
+def test_adaptive_lm_paper_matches_the_paper():
     preset = load_preset("adaptive-lm-paper")
     assert preset.plan() == load_recipe("paper-lm-scratch")
     assert preset.tokenizer == {"kind": "word"}
@@ -227,7 +227,7 @@ def test_adaptive_lm_paper_is_the_paper():
 
 
 @pytest.mark.parametrize("mult", [1, 1.5, 2])
-def test_restarts_are_fairseqs(mult):
+def test_restarts_match_fairseq(mult):
     settings = {"lr": 1.0, "warmup": 3, "init": 0.1, "floor": 0.01, "period": 7, "mult": mult, "shrink": 0.5}
     schedule = Schedule("cosine_restarts", 1.0, 100, 3, 0.1, 0.01, period=7, period_mult=mult, shrink=0.5)
     for step in range(60):
@@ -274,14 +274,14 @@ def test_the_default_transfers_and_then_distills():
     ]
 
 
-def test_blocks_shrink_to_the_positions_that_there_are(caplog):
+def test_block_size_is_limited_to_the_positions(caplog):
     recipe = load_recipe("distill-lm", ["transfer.block_size=256"])
     assert recipe.for_positions(None) == recipe == recipe.for_positions(512)
     assert not caplog.messages
     first, second = recipe.for_positions(300).stages
     assert first == recipe.stages[0]
     assert (second.block_size, second.batch_tokens) == (300, 16384 // 300 * 300)
-    assert caplog.messages == ["stage distill: blocks of 512 tokens shrink to the 300 positions that the model has"]
+    assert caplog.messages == ["stage distill: block_size 512 is reduced to the model's 300 positions"]
     (small,) = load_recipe("paper-lm", ["batch_tokens=512"]).for_positions(384).stages
     assert (small.block_size, small.batch_tokens) == (384, 384)
 
@@ -298,7 +298,7 @@ def test_overrides():
         ],
     )
     first, second = recipe.stages
-    assert (first.steps, first.tokens) == (10, None)  # a budget replaces the one that was there
+    assert (first.steps, first.tokens) == (10, None)  # a budget replaces the existing one
     assert (second.minutes, second.tokens) == (2.5, None)
     assert first.learning_rate == second.learning_rate == 0.001
     assert (first.clip_norm, second.clip_norm) == (1.0, None)
@@ -311,26 +311,26 @@ def test_overrides():
     [
         ("steps", "write stage.field=value"),
         ("=3", "write stage.field=value"),
-        ("finish.steps=3", "no stage 'finish'; there are transfer, distill"),
-        ("transfer.stepz=3", "no option stepz; there are name, objective"),
+        ("finish.steps=3", "no stage 'finish'; the stages are transfer, distill"),
+        ("transfer.stepz=3", "unknown option stepz; the options are name, objective"),
         ("transfer.steps=many", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 'many'"),
         ("transfer.steps=1.5", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 1.5"),
         ("transfer.steps=true", "got True"),
         ("transfer.steps=.inf", "got inf"),
         ("transfer.steps=0", "steps must be a whole number, at least 1"),
         ("transfer.steps=null", "exactly one of"),
-        ("transfer.steps=[", "not YAML"),
+        ("transfer.steps=[", "not valid YAML"),
         ("transfer.learning_rate=fast", "learning_rate must be a number, above 0; got 'fast'"),
         ("transfer.learning_rate=0", "learning_rate must be a number, above 0; got 0.0"),
         ("transfer.learning_rate=null", "learning_rate must be a number, above 0; got None"),
         ("transfer.block_size=0", "block_size must be a whole number, at least 2"),
-        ("transfer.block_size=500", "not a whole number of 500-token blocks"),
-        ("transfer.train=all", "it trains maps only"),
+        ("transfer.block_size=500", "is not a multiple of block_size 500"),
+        ("transfer.train=all", "transfer requires train: maps"),
         ("distill.train=some", "train must be one of maps, attention, all, lora; got 'some'"),
         ("distill.objective=win", "objective must be one of task, transfer, distill; got 'win'"),
         ("distill.optimizer=sgd", "optimizer must be one of adamw, adam, muon, nag; got 'sgd'"),
         ("distill.schedule=step", "schedule must be one of constant, linear"),
-        ("distill.schedule=cosine_restarts", "stage 'distill': schedule cosine_restarts needs a period"),
+        ("distill.schedule=cosine_restarts", "stage 'distill': schedule cosine_restarts requires a period"),
         ("distill.period_mult=0.5", "period_mult must be a number, at least 1; got 0.5"),
         ("distill.betas=0.9", "betas must be a list of 2 numbers, at least 0 and below 1"),
         ("distill.betas=[0.9]", "betas must be a list of 2 numbers, at least 0 and below 1"),
@@ -344,13 +344,13 @@ def test_overrides():
         ("distill.momentum=5", "momentum must be a number, at least 0 and below 1; got 5.0"),
         ("distill.period=0", "period must be a whole number, at least 1"),
         ("distill.kl_weight=-1", "kl_weight must be a number, at least 0; got -1.0"),
-        ("distill.kl_weight=0", "nothing to learn"),
+        ("distill.kl_weight=0", "nothing to minimize"),
         ("distill.minutes=.inf", "minutes must be a number, above 0 and at most 525,600; got inf"),
         ("distill.steps=1e30", "steps must be a whole number, at least 1 and at most 1,000,000,000; got 1000"),
         ("distill.learning_rate=.nan", "got nan"),
         ("distill.steps=2024-01-01", "got datetime.date(2024, 1, 1)"),
-        ("distill.steps=2024-99-99", "is not YAML"),
-        ("distill.name=../x", "a name is made of"),
+        ("distill.steps=2024-99-99", "is not valid YAML"),
+        ("distill.name=../x", "a name may contain only"),
         ("distill.name=transfer", "two stages have the same name"),
     ],
 )
@@ -366,26 +366,29 @@ STAGE = "{name: a, objective: task, steps: 3}"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("stages: [", "is not YAML"),
+        ("stages: [", "is not valid YAML"),
         ("", "has no list of stages"),
         ("- 3", "has no list of stages"),
         ("stages: {a: 1}", "has no list of stages"),
         ("stages: []", "has no list of stages"),
-        ("stages: [a]", "a stage needs a name and an objective"),
-        ("stages: [{name: a}]", "a stage needs a name and an objective"),
+        ("stages: [a]", "a stage requires a name and an objective"),
+        ("stages: [{name: a}]", "a stage requires a name and an objective"),
         (f"stages: [{STAGE}]\nstage: 3", "no field stage"),
         (f"stages: [{STAGE}]\n3: 4\nb: 5", "no field 3, b"),
-        ("stages: [{name: a, objective: task, steps: 3, 4: 5, c: 6}]", "stage 'a': no option 4, c"),
-        (f"stages: [{STAGE}]\nswap: {{1: 2}}", "swap: no option 1"),
+        ("stages: [{name: a, objective: task, steps: 3, 4: 5, c: 6}]", "stage 'a': unknown option 4, c"),
+        (f"stages: [{STAGE}]\nswap: {{1: 2}}", "swap: unknown option 1"),
         (f"stages: [{STAGE}]\nswap: {{seed: 2024-01-01}}", "swap: seed must be a whole number"),
-        ("[" * 100_000, "is not YAML"),
-        ("day: 2024-99-99", "is not YAML"),
-        ("stages: [{name: a, objective: task, steps: 3, lr: 1}]", "stage 'a': no option lr; there are"),
+        ("[" * 100_000, "is not valid YAML"),
+        ("day: 2024-99-99", "is not valid YAML"),
+        ("stages: [{name: a, objective: task, steps: 3, lr: 1}]", "stage 'a': unknown option lr; the options are"),
         ("stages: [{name: a, objective: task}]", "exactly one of steps, tokens, epochs, minutes; got none"),
         ("stages: [{name: a, objective: task, steps: 3, epochs: 1}]", "got ['steps', 'epochs']"),
         (f"stages: [{STAGE}, {STAGE}]", "two stages have the same name"),
-        (f"stages: [{STAGE}]\nswap: [t2r]", "swap is made of the options"),
-        (f"stages: [{STAGE}]\nswap: {{feature_sise: 3}}", "swap: no option feature_sise; there are feature_map"),
+        (f"stages: [{STAGE}]\nswap: [t2r]", "swap must be a mapping of the options"),
+        (
+            f"stages: [{STAGE}]\nswap: {{feature_sise: 3}}",
+            "swap: unknown option feature_sise; the options are feature_map",
+        ),
     ],
 )
 def test_recipes_that_are_refused(tmp_path, text, words):
@@ -397,7 +400,7 @@ def test_recipes_that_are_refused(tmp_path, text, words):
 
 
 def test_the_page_about_recipes(tmp_path):
-    """It has every field and every choice, and its example is a recipe."""
+    """The page documents every field and choice, and its example is a valid recipe."""
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     told = set(re.findall(r"`([\w-]+)`", page))
     assert page == up_to_date(page), "run: python -m t2r.reporting.options docs/recipes.md"
@@ -418,7 +421,7 @@ def test_where_recipes_are_found(tmp_path):
     assert recipe.stages[0].learning_rate == 0.001
     with pytest.raises(T2RError, match=r"no recipe 'paper'.*distill-lm, distill-mt, paper-lm"):
         load_recipe("paper")
-    with pytest.raises(T2RError, match="there is no recipe file"):
+    with pytest.raises(T2RError, match=r"recipe file .* does not exist"):
         load_recipe(tmp_path / "none.yaml")
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(T2RError, match="cannot be read"):
@@ -452,10 +455,10 @@ def test_where_presets_are_found(tmp_path):
     file.write_text(yaml.safe_dump(preset.to_dict(), sort_keys=False))
     assert load_preset(file) == preset
     assert preset.plan(["steps=7"]).stages[0].steps == 7
-    assert preset.plan().stages[0].steps == 300  # an override is not remembered
-    with pytest.raises(T2RError, match=r"no preset 'gpt2'.*gpt2-tiny.*or the folder of a model"):
+    assert preset.plan().stages[0].steps == 300  # an override is not kept
+    with pytest.raises(T2RError, match=r"no preset 'gpt2'.*gpt2-tiny.*or a model folder"):
         load_preset("gpt2")
-    with pytest.raises(T2RError, match="there is no preset file"):
+    with pytest.raises(T2RError, match=r"preset file .* does not exist"):
         load_preset(tmp_path / "none.yaml")
 
 
@@ -466,22 +469,22 @@ TOKENIZER = "tokenizer: {kind: bpe, vocab_size: 300}\n"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[", "is not YAML"),
-        ("3", "describes no model"),
-        (TOKENIZER, "describes no model"),
-        (MODEL, "`tokenizer` needs a kind"),
-        (MODEL + "tokenizer: bpe", "`tokenizer` needs a kind"),
+        ("[", "is not valid YAML"),
+        ("3", "has no model"),
+        (TOKENIZER, "has no model"),
+        (MODEL, "`tokenizer` requires a kind"),
+        (MODEL + "tokenizer: bpe", "`tokenizer` requires a kind"),
         (MODEL + TOKENIZER + "learning_rate: 3", "no field learning_rate"),
         (MODEL + "tokenizer: {kind: bpe, vocab_size: 300, size: 3}", "a tokenizer has no field size"),
-        (MODEL + "tokenizer: {kind: bpe, vocab_size: many}", "'many' is not a whole number"),
+        (MODEL + "tokenizer: {kind: bpe, vocab_size: many}", "vocab_size must be an integer; got 'many'"),
         (MODEL + "tokenizer: {kind: letters}", "no tokenizer of kind 'letters'"),
-        (MODEL + "tokenizer: {kind: bpe}", "a bpe tokenizer needs a vocab_size"),
-        (MODEL + TOKENIZER + "recipe: 3", "`recipe` is the name of one, or its stages"),
-        (MODEL + TOKENIZER + "swap: {feature_sise: 3}", "swap: no option feature_sise"),
-        ("model: {model_type: gpt7}\n" + TOKENIZER, "transformers knows no model_type 'gpt7'"),
-        ("model: {n_embd: 3}\n" + TOKENIZER, "transformers knows no model_type"),
-        ("model: {model_type: vit}\n" + TOKENIZER, "vit is not a plain language model"),
-        ("model: {model_type: bart}\n" + TOKENIZER, "bart is not a plain language model"),
+        (MODEL + "tokenizer: {kind: bpe}", "a bpe tokenizer requires a vocab_size"),
+        (MODEL + TOKENIZER + "recipe: 3", "`recipe` must be the name of a recipe or its contents"),
+        (MODEL + TOKENIZER + "swap: {feature_sise: 3}", "swap: unknown option feature_sise"),
+        ("model: {model_type: gpt7}\n" + TOKENIZER, "transformers has no model_type 'gpt7'"),
+        ("model: {n_embd: 3}\n" + TOKENIZER, "transformers has no model_type"),
+        ("model: {model_type: vit}\n" + TOKENIZER, "vit is not a causal language model"),
+        ("model: {model_type: bart}\n" + TOKENIZER, "bart is not a causal language model"),
         ("model: {model_type: gpt2, n_layers: 3}\n" + TOKENIZER, "gpt2 has no field n_layers"),
     ],
 )
@@ -498,8 +501,8 @@ def test_presets_that_are_refused(tmp_path, text, words):
         ("n_layr=3", "gpt2 has no field n_layr"),
         ("n_layer", "write field=value"),
         ("=3", "write field=value"),
-        ("model_type=bart", "write field=value, of a field"),
-        ("n_layer=[", "not YAML"),
+        ("model_type=bart", "write field=value, with a field"),
+        ("n_layer=[", "not valid YAML"),
         ("n_layer=many", "n_layer"),
         ("vocab_size=5", "vocab_size 5 is less than the tokenizer's 7"),
     ],
@@ -510,7 +513,7 @@ def test_models_that_are_refused(override, words):
     assert words in str(error.value)
 
 
-def test_a_recipe_survives_its_file(tmp_path):
+def test_a_saved_recipe_loads_as_the_same(tmp_path):
     import yaml
 
     recipe = load_recipe("paper-lm", ["finetune.steps=7"])

@@ -1,4 +1,4 @@
-"""The run folder: where it is, who may work in it, and what happens when files in it are damaged."""
+"""The run folder: its path, its lock, and recovery from damaged files."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def test_a_second_process_is_refused_until_the_first_dies(tmp_path):
         assert run.facts["begun"] is True
 
 
-def test_the_lock_of_a_run_that_did_not_begin_leaves_nothing(tmp_path):
+def test_the_lock_of_a_run_that_did_not_start_leaves_no_files(tmp_path):
     with Run(tmp_path / "out.run", {}) as run:
         assert run.folder.is_dir()
     assert not run.folder.exists()
@@ -64,7 +64,7 @@ def test_the_lock_of_a_run_that_did_not_begin_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"plan": {', b"\xff\xfe\x00", b"[]", b"{}"])
-def test_a_damaged_record_has_a_copy(tmp_path, caplog, damage):
+def test_a_damaged_run_file_has_a_backup(tmp_path, caplog, damage):
     run = Run(tmp_path / "run", {"seed": 1})
     run.remember("a", lambda: 1)
     run.remember("b", lambda: 2)
@@ -79,7 +79,7 @@ def test_a_damaged_record_has_a_copy(tmp_path, caplog, damage):
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "gone", "unsealed", "list"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, how):
+def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog, how):
     for step in (2, 4):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, how):
     assert is_whole(tmp_path / "checkpoint-2")
 
 
-def test_what_is_sealed_lists_its_files(tmp_path):
+def test_a_sealed_checkpoint_lists_its_files(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a").write_bytes(b"1")
     seal(tmp_path)
@@ -112,7 +112,7 @@ def test_what_is_sealed_lists_its_files(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "rubbish"])
-def test_a_damaged_stage_is_not_finished(tmp_path, caplog, how):
+def test_a_damaged_stage_is_trained_again(tmp_path, caplog, how):
     model = tiny("gpt2")
     run = Run(tmp_path / "run", {})
     run.remember("only.log", lambda: [])
@@ -123,6 +123,6 @@ def test_a_damaged_stage_is_not_finished(tmp_path, caplog, how):
     path.write_bytes({"cut": whole[:-9], "flipped": whole[:-1] + bytes([whole[-1] ^ 1]), "rubbish": b"\x00"}[how])
     run = Run(tmp_path / "run", {})
     assert not run.restore("only", model)
-    assert "the stage only is trained again" in caplog.text
+    assert "stage only is trained again" in caplog.text
     assert not path.exists()
     assert "only.log" not in Run(tmp_path / "run", {}).facts

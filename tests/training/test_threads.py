@@ -1,4 +1,4 @@
-"""The number of threads follows what is measured."""
+"""Tuning of the number of threads."""
 
 import pytest
 import torch
@@ -13,18 +13,18 @@ def _threads():
     torch.set_num_threads(before)
 
 
-def test_numbers_are_halved():
+def test_candidates_are_halved():
     assert candidates(1) == [1]
     assert candidates(2) == [2, 1]
     assert candidates(12) == [12, 6, 3, 1]
 
 
 IDLE, BUSY = {2: 0.55, 1: 0.74}, {2: 2.19, 1: 1.11}
-"""Seconds of a step by the number of threads, on two cores, and beside another process."""
+"""Seconds of a step by number of threads, on two idle cores, and beside another process."""
 
 
 @pytest.mark.parametrize(("machine", "best"), [(IDLE, 2), (BUSY, 1)])
-def test_the_fastest_is_chosen(machine, best, caplog):
+def test_the_fastest_number_of_threads_is_chosen(machine, best, caplog):
     torch.set_num_threads(2)
     with caplog.at_level("INFO", "t2r"):
         assert choose(lambda: machine[torch.get_num_threads()]) == best == torch.get_num_threads()
@@ -38,7 +38,7 @@ def test_few_threads_are_not_tried_where_fewer_are_much_slower():
     assert tried == [8, 4]
 
 
-def test_only_a_process_alone_on_a_cpu_has_a_choice(monkeypatch):
+def test_threads_are_tuned_only_for_a_single_process_on_a_cpu(monkeypatch):
     torch.set_num_threads(2)
     assert can_choose(torch.device("cpu"))
     assert not can_choose(torch.device("cuda"))
@@ -49,7 +49,7 @@ def test_only_a_process_alone_on_a_cpu_has_a_choice(monkeypatch):
     assert not can_choose(torch.device("cpu"))
 
 
-def test_the_choice_follows_the_machine():
+def test_threads_are_tuned_again_when_steps_change():
     torch.set_num_threads(2)
     callback, used = Threads(2), []
 
@@ -59,7 +59,7 @@ def test_the_choice_follows_the_machine():
             callback.add(machine[used[-1]])
 
     steps(IDLE, 3 * STEADY)
-    assert set(used) == {2}  # nothing changed, nothing is tried
+    assert set(used) == {2}  # without a change nothing is tried
     steps(BUSY, STEADY + 2 * TRIED)
     assert torch.get_num_threads() == 1
     used.clear()

@@ -1,4 +1,4 @@
-"""Objectives against plain autograd; then stages on tiny models: what learns, how it accumulates, when it stops."""
+"""Objectives compared with plain autograd, and stages on tiny models."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ LENGTH = 16
 
 
 class Rows(torch.utils.data.Dataset):
-    """Random tokens; `prompts` of each block's labels are not to be learned from."""
+    """Random tokens. The first `prompts` labels of each block are not scored."""
 
     def __init__(self, count=8, prompts=lambda index: 0, documents=False):
         generator = torch.Generator().manual_seed(1)
@@ -57,7 +57,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class OfRows(LanguageModeling):
-    """Language modeling on rows that are there already."""
+    """Language modeling on given rows."""
 
     def __init__(self, rows):
         super().__init__(None, [])
@@ -116,7 +116,7 @@ def plain(student, teacher, labels, head, teacher_head, kl_weight, task_weight, 
 @pytest.mark.parametrize("form", ["bias", "no bias", "logits"])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize(("kl", "task", "temperature"), [(1.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.7, 0.3, 2.0)])
-def test_distillation_is_plain_kl_and_cross_entropy(monkeypatch, form, chunk, kl, task, temperature):
+def test_distillation_loss_matches_kl_and_cross_entropy(monkeypatch, form, chunk, kl, task, temperature):
     tokens, hidden, vocabulary = 11, 6, 13
     monkeypatch.setitem(AT_ONCE, "cpu", chunk * vocabulary)
     torch.manual_seed(0)
@@ -171,7 +171,7 @@ def test_label_smoothing_is_that_of_torch(monkeypatch, head, kl):
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_no_tokens_are_no_loss():
+def test_the_loss_of_no_tokens_is_zero():
     student = torch.randn(0, 7, requires_grad=True)
     loss, *_ = distillation_loss(student, torch.randn(0, 7), torch.zeros(0, dtype=torch.long), task_weight=1.0)
     assert loss == 0
@@ -179,7 +179,7 @@ def test_no_tokens_are_no_loss():
     assert student.grad.shape == (0, 7)
 
 
-def test_nothing_to_learn_from_is_no_loss():
+def test_the_loss_without_labels_is_zero():
     student = torch.randn(5, 7, requires_grad=True)
     loss, *_ = distillation_loss(student, torch.randn(5, 7), torch.full((5,), -100), task_weight=1.0)
     loss.backward()
@@ -198,7 +198,7 @@ def test_a_frozen_head_gets_no_gradient():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest number of elements that any operation inside gives back."""
+    """Records the largest number of elements that any operation returns."""
 
     largest = 0
 
@@ -240,8 +240,8 @@ def test_full_logits_of_an_adaptive_softmax_are_never_formed(monkeypatch, task_w
 
 @pytest.mark.parametrize("model_type", ["gpt2", "adaptive_lm", "granite"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_distill_stage_is_plain_kl(tmp_path, model_type, documents, monkeypatch):
-    """Through the whole trainer, with linear heads, adaptive ones and logits as they come, packed documents or not."""
+def test_a_distill_stage_matches_plain_kl(tmp_path, model_type, documents, monkeypatch):
+    """With the whole trainer: linear heads, adaptive heads and plain logits, with and without packed documents."""
     monkeypatch.setitem(AT_ONCE, "cpu", 7 * VOCABULARY)
     student, teacher = pair(model_type)
     rows = Rows(prompts=lambda i: 3 * i % 5, documents=documents)
@@ -266,7 +266,7 @@ def test_distill_stage_is_plain_kl(tmp_path, model_type, documents, monkeypatch)
     ("model_type", "documents"), [("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True)]
 )
 @pytest.mark.parametrize("forgets", [{}, {"decay": True, "rotary": False}], ids=["keeps", "forgets"])
-def test_transfer_passes_the_exact_output_on(model_type, documents, forgets):
+def test_transfer_passes_softmax_attention_on(model_type, documents, forgets):
     student, teacher = pair(model_type, torch.float64, softmax_layers=[1], **forgets)
     choose_trained(student, stage("transfer"))
     batch = torch.utils.data.default_collate([Rows(documents=documents)[i] for i in range(3)])
@@ -274,7 +274,7 @@ def test_transfer_passes_the_exact_output_on(model_type, documents, forgets):
     with transferring(student) as errors:
         logits = student(**batch, use_cache=False).logits
     torch.testing.assert_close(logits, teacher(**batch, use_cache=False).logits)
-    assert len(errors) == 2  # the kept layer is not compared with itself
+    assert len(errors) == 2  # none for the softmax layer
     assert all(error > 0 for error in errors)
     sum(errors).backward()
     maps = {p for site in recurrent_sites(student) for p in site.feature_map.parameters()}
@@ -283,8 +283,8 @@ def test_transfer_passes_the_exact_output_on(model_type, documents, forgets):
 
 
 @pytest.mark.parametrize("objective", ["transfer", "distill"])
-def test_compiled_stages_learn_the_same(tmp_path, monkeypatch, objective):
-    """Layers, the comparison of sites and the loss, each compiled once for all its callers."""
+def test_compiled_stages_match_eager_ones(tmp_path, monkeypatch, objective):
+    """Layers, the error of sites and the loss are each compiled once."""
     logs, compiled = {}, torch.compile
     functions = []
     monkeypatch.setattr(torch, "compile", lambda f, **options: functions.append(f.__name__) or compiled(f, **options))
@@ -296,14 +296,14 @@ def test_compiled_stages_learn_the_same(tmp_path, monkeypatch, objective):
         student, logs[how] = train(tmp_path / str(how), student, what, teacher, compiled=how)
     assert logs[True] == pytest.approx(logs[False], rel=1e-4)
     assert logs[True][-1] < logs[True][0]
-    ours = [name for name in functions if name != "_call_impl"]  # which is a layer
+    ours = [name for name in functions if name != "_call_impl"]  # a layer
     assert ours == {"transfer": ["site_error"], "distill": ["loss_and_gradient"]}[objective]
-    assert len(functions) - len(ours) == {"transfer": 0, "distill": 6}[objective]  # the teacher's too
+    assert len(functions) - len(ours) == {"transfer": 0, "distill": 6}[objective]  # including the teacher's
     objectives.fused.cache_clear()
 
 
-def test_a_transfer_has_the_teacher_whole():
-    """No layer left out and nothing dropped in what is to be matched; the maps draw as they do in training."""
+def test_a_transfer_matches_the_teacher_in_evaluation_mode():
+    """The targets have no dropout and no layer dropout; the maps are in training mode."""
     student, teacher = pair("adaptive_lm", torch.float64, feature_map="rfa")
     student.config.layerdrop, student.config.dropout = 0.9, 0.5
     for module in student.modules():
@@ -320,9 +320,9 @@ def test_a_transfer_has_the_teacher_whole():
     assert all(module.training for module in student.modules())
 
 
-def test_transfer_loss_is_zero_where_nothing_is_left_to_learn(monkeypatch):
+def test_transfer_loss_is_zero_for_an_exact_recurrence(monkeypatch):
     student, _ = pair("llama", torch.float64)
-    for site in recurrent_sites(student):  # a recurrence that happens to be exact
+    for site in recurrent_sites(student):  # a recurrence that is exact
         monkeypatch.setattr(site, "imitate", lambda inputs: softmax_attention(*inputs))
     with transferring(student) as errors:
         student(input_ids=Rows().ids[:2], use_cache=False)
@@ -330,7 +330,7 @@ def test_transfer_loss_is_zero_where_nothing_is_left_to_learn(monkeypatch):
     assert sum(errors) == 0
 
 
-def test_sensitivity_ranks_layers_by_what_they_cost():
+def test_sensitivity_ranks_layers_by_their_increase_in_loss():
     student, _ = pair()
     rows = Rows(20)
     scan = most_sensitive(student, OfRows(rows), LENGTH, count=6)
@@ -349,7 +349,7 @@ def test_sensitivity_ranks_layers_by_what_they_cost():
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 @pytest.mark.parametrize("trained", ["maps", "attention", "all", "lora"])
-def test_what_is_trained_changes_and_the_rest_does_not(tmp_path, model_type, trained):
+def test_only_trained_parameters_change(tmp_path, model_type, trained):
     student, teacher = pair(model_type)
     before = weights(student)
     kind = type(student)
@@ -366,7 +366,7 @@ def test_what_is_trained_changes_and_the_rest_does_not(tmp_path, model_type, tra
     assert all(p.requires_grad for p in student.parameters())
 
 
-def test_frozen_maps_stay(tmp_path):
+def test_frozen_maps_do_not_change(tmp_path):
     for trained in ("all", "lora"):
         student, _ = pair(freeze_feature_map=True)
         before = weights(student)
@@ -377,7 +377,7 @@ def test_frozen_maps_stay(tmp_path):
         train(tmp_path, pair(freeze_feature_map=True)[0], stage(train="maps"))
 
 
-def test_learned_positions_learn(tmp_path):
+def test_learned_positions_are_trained(tmp_path):
     student, _ = pair("opt")
     before = weights(student)
     student, _ = train(tmp_path, student, stage(steps=1))
@@ -395,8 +395,8 @@ def test_each_objective_lowers_its_loss(tmp_path, model_type, objective):
 
 
 @pytest.mark.parametrize("objective", ["task", "transfer", "distill"])
-def test_accumulation_is_one_large_batch(tmp_path, objective):
-    """Also where blocks have different numbers of tokens to learn from, and one has none."""
+def test_accumulation_equals_one_large_batch(tmp_path, objective):
+    """Also if blocks have different numbers of scored tokens, and one has none."""
     found = []
     rows = Rows(prompts=lambda index: LENGTH if index == 2 else 3 * index % LENGTH)
     for device_tokens in (None, LENGTH):
@@ -411,7 +411,7 @@ def test_accumulation_is_one_large_batch(tmp_path, objective):
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def test_noise_exchanges_tokens_for_others_of_the_batch():
+def test_noise_replaces_tokens_by_others_of_the_batch():
     ids = torch.arange(1000, 3000).view(4, 500)
     torch.manual_seed(0)
     noisy = exchanged(ids, 0.3)
@@ -422,8 +422,8 @@ def test_noise_exchanges_tokens_for_others_of_the_batch():
 
 
 @pytest.mark.parametrize("objective", ["task", "transfer", "distill"])
-def test_noise_is_in_what_is_read_not_in_the_labels(tmp_path, monkeypatch, objective):
-    """Teacher and student read the same, and the text to be predicted is the text."""
+def test_noise_changes_the_inputs_but_not_the_labels(tmp_path, monkeypatch, objective):
+    """Teacher and student get the same inputs, and the labels are the original text."""
     monkeypatch.setattr(language_modeling, "exchanged", lambda ids, share: ids.flip(1))
     read, labels = [], []
     loss = learner.distillation_loss
@@ -437,7 +437,7 @@ def test_noise_is_in_what_is_read_not_in_the_labels(tmp_path, monkeypatch, objec
         model.register_forward_pre_hook(lambda m, a, o: read.append(o.get("input_ids", *a)), with_kwargs=True)
     train(tmp_path, student, what, teacher if objective == "distill" else None, rows=rows)
     whole = {tuple(row) for row in rows.ids.tolist()}
-    read = [ids for ids in read if ids.shape == (4, LENGTH)]  # not the probe of the head
+    read = [ids for ids in read if ids.shape == (4, LENGTH)]  # without the verification of the head
     assert len(read) == (2 if objective == "distill" else 1)
     assert all({tuple(row) for row in ids.flip(1).tolist()} == whole for ids in read)
     if objective != "transfer":
@@ -445,8 +445,8 @@ def test_noise_is_in_what_is_read_not_in_the_labels(tmp_path, monkeypatch, objec
 
 
 @pytest.mark.parametrize("begins", [1, 2, 3])
-def test_noise_begins_with_a_reading(tmp_path, monkeypatch, begins):
-    """Four blocks, two in a batch, three epochs: a row is disturbed from its n-th reading on, and not before."""
+def test_noise_starts_with_a_given_reading(tmp_path, monkeypatch, begins):
+    """Four blocks, two in a batch, three epochs: a row has noise from its n-th reading on, and not before."""
     monkeypatch.setattr(
         language_modeling, "exchanged", lambda ids, share: torch.where(torch.as_tensor(share) > 0, ids.flip(1), ids)
     )
@@ -464,8 +464,8 @@ def test_noise_begins_with_a_reading(tmp_path, monkeypatch, begins):
     assert all(noisy == [reading >= begins for reading in (1, 2, 3)] for noisy in seen.values())
 
 
-def test_a_stage_reads_its_order(tmp_path):
-    """Every row once in an epoch, each epoch in another order, the same for the same seed."""
+def test_a_stage_reads_its_data_in_order(tmp_path):
+    """Every row is read once per epoch, in another order in each epoch, and in the same order for the same seed."""
 
     def reading(folder, seed):
         read, (student, _) = [], pair()
@@ -483,7 +483,7 @@ def test_a_stage_reads_its_order(tmp_path):
     assert one != other
 
 
-def test_noise_is_a_share():
+def test_noise_must_be_a_fraction():
     for share in (-0.1, 1.0):
         with pytest.raises(T2RError, match="noise must be a number, at least 0 and below 1"):
             stage(noise=share)
@@ -495,11 +495,11 @@ def test_batch_shapes(monkeypatch):
     assert batch_shape(stage(batch_tokens=24 * LENGTH, device_tokens=1)) == (1, 24)
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert batch_shape(stage(batch_tokens=24 * LENGTH, device_tokens=4 * LENGTH)) == (3, 2)
-    with pytest.raises(T2RError, match="cannot be shared evenly by 4"):
+    with pytest.raises(T2RError, match="cannot be divided evenly among 4"):
         batch_shape(stage(batch_tokens=6 * LENGTH))
 
 
-def test_a_block_without_labels_is_no_nan(tmp_path):
+def test_a_block_without_labels_gives_no_nan(tmp_path):
     student, _ = pair()
     before = weights(student)
     student, losses = train(tmp_path, student, stage(steps=2), rows=Rows(prompts=lambda _: LENGTH))
@@ -507,8 +507,8 @@ def test_a_block_without_labels_is_no_nan(tmp_path):
     assert not changed(before, student)
 
 
-def test_nag_is_fairseqs(tmp_path):
-    """Over a changing rate, with the velocity rescaled as fairseq does, and two rates."""
+def test_nag_matches_fairseq(tmp_path):
+    """With a changing learning rate, fairseq's rescaled velocity, and two parameter groups."""
     what = stage(
         optimizer="nag",
         momentum=0.9,
@@ -545,7 +545,7 @@ def test_nag_is_fairseqs(tmp_path):
         torch.testing.assert_close(parameter.detach(), by_hand[name])
 
 
-def test_rates_and_clipping_of_a_stage(tmp_path):
+def test_learning_rates_and_clipping_of_a_stage(tmp_path):
     run = Run(tmp_path / "run", {})
     what = stage(
         schedule="cosine", steps=8, warmup_steps=3, warmup_init=1e-4, clip_norm=0.1, optimizer="nag", momentum=0.5
@@ -553,7 +553,7 @@ def test_rates_and_clipping_of_a_stage(tmp_path):
     run_stage(run, pair()[0], what, OfRows(Rows()), None, Settings(progress=False))
     schedule = what.make_schedule(8)
     rates = [entry["learning_rate"] for entry in run.facts["only.log"]]
-    # transformers logs the rate of the step to come in some versions, and of the step done in others
+    # Some versions of transformers log the learning rate of the next step, others that of the last one.
     assert rates in ([pytest.approx(schedule.at(i + k)) for i in range(8)] for k in (0, 1))
 
 
@@ -569,13 +569,13 @@ def test_budgets(tmp_path, budget, steps):
 
 
 def ticking(monkeypatch, seconds):
-    """A clock for stages by the clock: a step takes so many seconds."""
+    """Replace the clock of stages with a time budget: a step takes this many seconds."""
     now = itertools.count(0, seconds)
     monkeypatch.setattr(deadline, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
 
 
-def test_calibration_changes_nothing(tmp_path, monkeypatch):
-    """Where steps take as long as was timed, training by the clock is what it is for so many steps."""
+def test_training_by_time_equals_training_by_steps(tmp_path, monkeypatch):
+    """If steps take as long as timed, a time budget gives the same weights as a number of steps."""
     monkeypatch.setattr(stages, "time_stage", lambda *args, real=timing.time_stage: real(*args) and Cost(0.0, 20.0))
     monkeypatch.setattr(budget, "WANTED_STEPS", 1)
     ticking(monkeypatch, 20)
@@ -586,8 +586,8 @@ def test_calibration_changes_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(10, 6), (20, 3), (5, 12), (25, 2), (100, 1), (0.1, 48)])
-def test_the_schedule_follows_the_clock(tmp_path, monkeypatch, seconds, steps):
-    """Six steps of ten seconds are planned. However long they take, the rate falls with the time."""
+def test_the_schedule_follows_the_elapsed_time(tmp_path, monkeypatch, seconds, steps):
+    """Six steps of ten seconds are planned. However long they take, the learning rate follows the time."""
     monkeypatch.setattr(stages, "time_stage", lambda *args: Cost(0.0, 10.0))
     monkeypatch.setattr(budget, "WANTED_STEPS", 1)
     ticking(monkeypatch, seconds)
@@ -599,11 +599,12 @@ def test_the_schedule_follows_the_clock(tmp_path, monkeypatch, seconds, steps):
     expected = [schedule.at(min(6, entry["step"] * seconds / 10)) for entry in log]
     before = [schedule.at((entry["step"] - 1) * seconds / 10) for entry in log]
     rates = [entry["learning_rate"] for entry in log]
-    assert rates == pytest.approx(expected) or rates == pytest.approx(before)  # of the step to come, or the one done
+    assert rates == pytest.approx(expected) or rates == pytest.approx(before)  # of the next step, or of the last one
 
 
-def test_a_stage_by_the_clock_goes_on_to_the_same_weights(tmp_path, monkeypatch):
-    """Ten steps of ten seconds are planned, each takes 14. Killed after step 4, it has the time that was left then."""
+def test_a_resumed_stage_with_a_time_budget_gets_the_same_weights(tmp_path, monkeypatch):
+    """Ten steps of ten seconds are planned, each takes 14. Killed after step 4, the stage resumes with the rest of its
+    time."""
     monkeypatch.setattr(stages, "time_stage", lambda *args: Cost(0.0, 10.0))
     what = stage("distill", minutes=100 / 60, schedule="linear", noise=0.2)
 
@@ -628,11 +629,11 @@ def test_a_stage_by_the_clock_goes_on_to_the_same_weights(tmp_path, monkeypatch)
         assert torch.equal(x, y), name
 
 
-# --- What goes wrong ------------------------------------------------------------------------------------------
+# --- Failures -------------------------------------------------------------------------------------------------
 
 
 class Failing(StageTrainer):
-    """Its loss goes wrong from step 3 on."""
+    """A trainer whose loss is wrong from step 3 on."""
 
     factor = math.nan
 
@@ -646,7 +647,7 @@ def test_nan_stops_and_names_the_last_good_checkpoint(tmp_path, save_steps, ever
     trainer = Failing(
         student, stage(), 8, OfRows(Rows()), tmp_path, None, Settings(save_steps=save_steps, progress=False)
     )
-    trainer.args.logging_steps = every  # a checkpoint may come before the next line of the log
+    trainer.args.logging_steps = every  # a checkpoint may come before the next log
     with pytest.raises(T2RError) as error:
         trainer.train()
     checkpoint = last_checkpoint(tmp_path)
@@ -663,7 +664,7 @@ def test_divergence_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(Failing, "factor", 10.0)
     settings = Settings(save_steps=2, progress=False)
     trainer = Failing(pair()[0], stage(learning_rate=1e-9), 20, OfRows(Rows()), tmp_path, None, settings)
-    with pytest.raises(T2RError, match=r"by step 6: it diverges; lower .* is .*checkpoint-4"):
+    with pytest.raises(T2RError, match=r"training diverges: .* by step 6; lower .* is .*checkpoint-4"):
         trainer.train()
 
 
@@ -683,7 +684,7 @@ class Killed(BaseException):
 
 
 class Dying(StageTrainer):
-    """Ends after so many checkpoints, or in the middle of one."""
+    """Raises after a number of checkpoints, or in the middle of one."""
 
     left = 1
 
@@ -696,9 +697,9 @@ class Dying(StageTrainer):
 
 @pytest.mark.parametrize("trained", ["all", "lora"])
 @pytest.mark.parametrize("saved", [1, 3])
-def test_a_stage_goes_on_to_the_same_weights(tmp_path, monkeypatch, trained, saved):
-    """With dropout and noise, so that the random state matters. Six steps, a checkpoint after 2, 4 and 6; the last one
-    is after all is done but not yet recorded."""
+def test_a_resumed_stage_gets_the_same_weights(tmp_path, monkeypatch, trained, saved):
+    """With dropout and noise, so that the random state matters. Six steps, with checkpoints after 2, 4 and 6; the last
+    one is written when training is done but not yet recorded."""
     module = stages
 
     def fresh():
@@ -725,14 +726,14 @@ def test_a_stage_goes_on_to_the_same_weights(tmp_path, monkeypatch, trained, sav
     for (name, x), y in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(x, y), name
     assert again == losses
-    # It is finished: a third call only reads.
+    # The stage is finished: a third call only loads it.
     student, teacher = fresh()
     read, _ = train(tmp_path / "cut", student, what, teacher, **save)
     assert all(torch.equal(x, y) for x, y in zip(whole.parameters(), read.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("where", ["optimizer", "weights"])
-def test_a_full_disk_is_one_line_and_the_run_goes_on(tmp_path, monkeypatch, where):
+def test_a_full_disk_is_one_error_and_the_run_can_be_resumed(tmp_path, monkeypatch, where):
     from t2r.training import run as module
 
     whole, _ = train(tmp_path / "whole", pair()[0], stage(), save_steps=1)
@@ -751,7 +752,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(tmp_path, monkeypatch, wher
                 raise OSError(28, "No space left on device")
 
             patch.setattr(module, "save_file", full)
-        with pytest.raises(T2RError, match=r"cannot be written .*: free some space and repeat the command"):
+        with pytest.raises(T2RError, match=r"cannot be written .*: free some disk space and repeat the command"):
             train(tmp_path / "full", pair()[0], stage(), save_steps=1)
     assert last_checkpoint(tmp_path / "full" / "run" / "only.checkpoints").name == (
         "checkpoint-2" if where == "optimizer" else "checkpoint-4"
@@ -763,7 +764,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(tmp_path, monkeypatch, wher
 
 def test_weights_of_another_model_are_refused(tmp_path):
     save_weights(pair("gpt2")[0], tmp_path / "w.safetensors")
-    with pytest.raises(T2RError, match="is not of this model"):
+    with pytest.raises(T2RError, match="has the weights of another model"):
         load_weights(pair("llama")[0], tmp_path / "w.safetensors")
     model = pair("gpt2")[0]
     with torch.no_grad():
@@ -773,7 +774,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     assert model.lm_head.weight.abs().sum() > 0
 
 
-# --- How a stage is run -----------------------------------------------------------------------------------------
+# --- Settings of a stage ----------------------------------------------------------------------------------------
 
 
 def test_a_failed_stage_leaves_nothing_compiled(tmp_path, monkeypatch):
@@ -792,7 +793,7 @@ def test_a_failed_stage_leaves_nothing_compiled(tmp_path, monkeypatch):
     assert all(p.requires_grad for p in student.parameters())
 
 
-def test_layers_are_computed_again_under_gradient_checkpointing(tmp_path):
+def test_gradient_checkpointing_recomputes_layers(tmp_path):
     for objective, times in (("transfer", 1), ("distill", 2), ("task", 2)):
         student, teacher = pair()
         calls = []
@@ -806,7 +807,7 @@ def test_a_model_without_gradient_checkpointing_is_refused(tmp_path):
     student, _ = pair()
     type(student).supports_gradient_checkpointing = False
     try:
-        with pytest.raises(T2RError, match="gpt2 has no gradient checkpointing"):
+        with pytest.raises(T2RError, match="gpt2 does not support gradient checkpointing"):
             train(tmp_path, student, stage(), gradient_checkpointing=True)
     finally:
         del type(student).supports_gradient_checkpointing
@@ -821,8 +822,8 @@ def test_checkpoints_follow_the_clock(tmp_path, monkeypatch, seconds, saves):
     assert saved == [f"checkpoint-{i + 1}" for i in range(saves)]
 
 
-def test_a_checkpoint_has_only_what_changes(tmp_path, monkeypatch):
-    """Of a transfer the maps, and not the trunk."""
+def test_a_checkpoint_has_only_trained_parameters_and_buffers(tmp_path, monkeypatch):
+    """A checkpoint of a transfer has only the maps."""
     found = {}
     monkeypatch.setattr(trainers, "seal", lambda folder: found.update(load_file(folder / trainers.LEARNED)))
     student, _ = pair(feature_map="rfa")

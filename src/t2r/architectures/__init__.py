@@ -1,7 +1,7 @@
-"""Models of our own, and checkpoints of others.
+"""Model architectures that transformers does not have, and import of fairseq checkpoints.
 
-`adaptive_lm` is the paper's language model, which transformers lacks, as an ordinary Hugging Face model. It knows
-nothing of recurrence: its adapter makes it an RNN, as with every other family. `fairseq` reads fairseq's checkpoints.
+`adaptive_lm` is the language model of the paper as a transformers model. It is a plain transformer, which its adapter
+makes recurrent, as for every other family. `fairseq` imports fairseq checkpoints.
 """
 
 from t2r.architectures.adaptive_lm.configuration import AdaptiveLMConfig

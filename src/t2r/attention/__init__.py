@@ -1,1 +1,1 @@
-"""Attention that is an RNN: the sites, exact softmax beside them, masks, and the state as a cache."""
+"""Recurrent attention: sites, exact softmax attention, masks, and the recurrent state as a cache."""

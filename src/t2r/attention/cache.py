@@ -1,4 +1,4 @@
-"""The recurrent state as a Hugging Face cache, and as a thing one can hold: save it, fork it, resume it, rewind it."""
+"""The recurrent state as a transformers cache, which can be saved, loaded, forked, stacked and cropped."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ __all__ = [
 ]
 
 FORMAT = 2
-"""The number of the format of saved states. The fingerprint of format 1 did not know `rotary`."""
+"""The format of saved states. In format 1, the fingerprint did not include `rotary`."""
 
 
 class StateMixin:
-    """What one can do with the memory of a model, beyond generating from it. Shared by the two caches below."""
+    """Operations on the state of a model, shared by `T2RCache` and `T2REncoderDecoderCache`."""
 
     padding: Padding | None = None
-    """Which of the positions of each row are padding; None: none."""
+    """The padding of each row, or None without padding."""
     unseen: int = 0
-    """How many of the tokens it has read are not among those that `generate` was given (see `continue_from`)."""
+    """Number of processed tokens that are not in the input of `generate` (see `continue_from`)."""
     model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
-    """A weak reference to the model that fills it."""
+    """A weak reference to the model of this cache."""
 
     def parts(self) -> dict[str, list[Any]]:
-        """The layers, by what they attend to."""
+        """Return the layers of self attention and, for an encoder-decoder, of cross attention."""
         raise NotImplementedError
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -73,38 +73,38 @@ class StateMixin:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of everything it holds."""
+        """The size of all tensors in bytes."""
         return sum(layer_bytes(layer) for layers in self.parts().values() for layer in layers)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether every layer is recurrent, so that its size does not depend on what it has read."""
+        """Whether all layers are recurrent, so that the size does not depend on the sequence length."""
         return all(isinstance(layer, RecurrentLayer) for layers in self.parts().values() for layer in layers)
 
     @property
     def rows(self) -> int:
-        """How many sequences it remembers."""
+        """The number of sequences in the batch."""
         tensors = next(iter(layer_tensors(next(iter(self.parts().values()))[0]).values()), None)
         return 0 if tensors is None else tensors.shape[0]
 
     def attention_mask(self, new_tokens: int = 0) -> Tensor:
-        """The padding mask over what it has read and so many tokens more."""
+        """Return the padding mask over the processed tokens and `new_tokens` more."""
         length = self.get_seq_length() + new_tokens
         return torch.ones(self.rows, length, dtype=torch.long) if self.padding is None else self.padding.mask(length)
 
     def copied(self) -> Self:
-        """The same with tensors of its own, which no gradient flows through."""
+        """Return a copy with cloned and detached tensors."""
         held = [x for layers in self.parts().values() for layer in layers for x in held_tensors(layer)]
         return copy.deepcopy(self, {id(x): x.detach().clone() for x in held})
 
     def fork(self, copies: int = 1) -> Self:
-        """A copy of its own, each row `copies` times: many continuations of one past."""
+        """Return an independent copy with each row repeated `copies` times, to continue one state in several ways."""
         new = self.copied()
         new.batch_repeat_interleave(copies)  # type: ignore[attr-defined]
         return new
 
     def take(self, row: int) -> Self:
-        """One sequence out of the batch, without the padding that it needed there."""
+        """Return a copy of one row of the batch, without its padding."""
         new = self.copied()
         new.batch_select_indices(torch.tensor([row]))  # type: ignore[attr-defined]
         if self.padding is None:
@@ -121,15 +121,17 @@ class StateMixin:
 
     @classmethod
     def stack(cls, caches: Sequence[Self]) -> Self:
-        """One batch of several memories, of different lengths too: the shorter ones count as padded on the left."""
+        """Combine several caches into one batch. Shorter sequences count as padded on the left.
+
+        Raises T2RError if the caches cannot be combined."""
         if not caches:
-            raise T2RError("there is nothing to stack")
+            raise T2RError("stack requires at least one cache")
         new, lengths = caches[0].copied(), [cache.get_seq_length() for cache in caches]
         longest = max(lengths)
         if "cross" in new.parts() and longest != min(lengths):
             raise T2RError(
-                f"these decoders have written {min(lengths)} to {longest} tokens: an encoder-decoder counts positions "
-                "for the batch as a whole, so stack its states at equal lengths"
+                f"states of an encoder-decoder must be stacked at equal lengths, because its positions are those of "
+                f"the whole batch; these decoders have generated {min(lengths)} to {longest} tokens"
             )
         counts = []
         for cache, length in zip(caches, lengths, strict=True):
@@ -138,7 +140,8 @@ class StateMixin:
                 own = cache.padding.tokens.cpu()
                 if bool((cache.padding.start.cpu() != 0).any()) and not cache.is_recurrent:
                     raise T2RError(
-                        "states padded on the right cannot be stacked where softmax layers were kept: take() rows"
+                        "states padded on the right cannot be stacked if the model has softmax layers: take() each "
+                        "row and stack the rows"
                     )
             counts.append(own + longest - length)
         count = torch.cat(counts)
@@ -149,10 +152,12 @@ class StateMixin:
         return new
 
     def save(self, path: str | Path) -> None:
-        """Write it to a safetensors file, with the fingerprint of the model that it belongs to."""
+        """Save to a safetensors file, with the fingerprint of the model. Raises T2RError if it cannot be written."""
         model = self.model()
         if model is None:
-            raise T2RError("this cache does not know its model: make it with model.make_cache(), or generate with it")
+            raise T2RError(
+                "this cache has no model: create it with model.make_cache(), or pass it to model.generate() first"
+            )
         tensors, lengths = {}, {}
         for name, layers in self.parts().items():
             for i, layer in enumerate(layers):
@@ -171,7 +176,7 @@ class StateMixin:
 
 
 class T2RCache(DynamicCache, StateMixin):
-    """The cache of a swapped model: recurrent layers, and growing ones where softmax attention was kept."""
+    """The cache of a swapped model: recurrent states, and keys and values of softmax layers."""
 
     def __init__(self, layers: list[Any], model: nn.Module | None = None) -> None:
         Cache.__init__(self, layers=layers)
@@ -182,16 +187,16 @@ class T2RCache(DynamicCache, StateMixin):
         return {"self": self.layers}
 
     def crop(self, tokens_to_remove: int) -> None:
-        # With an early exit, the layers behind it have read nothing.
+        # With an early exit, the layers after it are empty.
         layers: list[Any] = self.layers
         filled = [layer for layer in layers if layer.is_initialized] or layers
-        for layer in filled:  # all or none
+        for layer in filled:  # check all layers before any is cropped
             if isinstance(layer, RecurrentLayer):
                 layer.check_crop(tokens_to_remove)
         for layer in filled:
             layer.crop(tokens_to_remove)
 
-    # What rearranges the batch rearranges its padding.
+    # Operations that rearrange the batch also rearrange its padding.
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -207,7 +212,7 @@ class T2RCache(DynamicCache, StateMixin):
 
 
 class T2REncoderDecoderCache(EncoderDecoderCache, StateMixin):
-    """The same for an encoder-decoder: what the decoder has written, and the source that it reads."""
+    """The cache of a swapped encoder-decoder: one cache for self attention and one for cross attention."""
 
     def __init__(self, own: T2RCache, cross: T2RCache, model: nn.Module | None = None) -> None:
         EncoderDecoderCache.__init__(self, own, cross)
@@ -219,10 +224,12 @@ class T2REncoderDecoderCache(EncoderDecoderCache, StateMixin):
 
 
 def load_state(path: str | Path, model: Any) -> Any:
-    """Read a saved cache for this model, onto its device. A state of another model or format is refused."""
+    """Load a saved cache for this model, on its device.
+
+    Raises T2RError if the file is damaged, or was saved by another model or a newer format."""
     header = read_header(path)
     if header["fingerprint"] != fingerprint(model, header["format"]):
-        raise T2RError(f"{path} is the state of another model (or of this one with other weights)")
+        raise T2RError(f"{path} is the state of another model (or of this model with other weights)")
     cache, rows = model.make_cache(), header["rows"]
     with safe_open(path, framework="pt", device=str(model.device)) as file:
         names = set(file.keys())
@@ -235,7 +242,7 @@ def load_state(path: str | Path, model: Any) -> Any:
                     check_layer(layer, held, length, rows)
                     fill_layer(layer, held, length)
                 except (KeyError, TypeError, ValueError) as error:
-                    raise T2RError(f"{path} is damaged: layer {i} of its {part} attention is not whole") from error
+                    raise T2RError(f"{path} is damaged: layer {i} of its {part} attention is invalid") from error
         if "padding" in names:
             count = file.get_tensor("padding")
             start = file.get_tensor("padding_start") if "padding_start" in names else torch.zeros_like(count)
@@ -244,21 +251,23 @@ def load_state(path: str | Path, model: Any) -> Any:
             if not all(x.shape == (rows,) and not x.is_floating_point() for x in cache.padding) or bool(
                 ((count < 0) | (start < 0) | (start + count > length)).any()
             ):
-                raise T2RError(f"{path} is damaged: its padding does not fit {rows} sequences of {length} tokens")
+                raise T2RError(f"{path} is damaged: its padding does not match {rows} sequences of {length} tokens")
     if isinstance(cache, T2REncoderDecoderCache):
         cache.is_updated = {i: layer.get_seq_length() > 0 for i, layer in enumerate(cache.parts()["cross"])}
     return cache
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
-    """What a saved state says of itself: its format, its model's fingerprint, its lengths."""
+    """Return the header of a saved state: its format, number of rows, lengths, and the fingerprint of its model.
+
+    Raises T2RError if the file is not a saved state."""
     if not Path(path).is_file():
         raise T2RError(f"there is no file {path}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise T2RError(f"{path} is not a saved state, or was cut off ({error})") from error
+        raise T2RError(f"{path} is not a saved state, or is truncated ({error})") from error
     if "t2r_state" not in metadata:
         raise T2RError(f"{path} is a safetensors file, but not a saved state")
     try:
@@ -269,16 +278,18 @@ def read_header(path: str | Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise T2RError(f"{path} is not a saved state: its header is damaged") from error
     if header["format"] > FORMAT:
-        raise T2RError(f"{path} has state format {header['format']}; this t2r reads up to {FORMAT}: upgrade t2r")
+        raise T2RError(
+            f"{path} has state format {header['format']}; this version of t2r supports up to {FORMAT}: upgrade t2r"
+        )
     return header
 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module, format: int = FORMAT) -> str:
-    """Tells models apart: the names and shapes of all their tensors, and a few values of each."""
+    """Return a hash that identifies a model, from the names, shapes and a few values of all tensors."""
     digest = hashlib.sha256()
     config: Any = getattr(model, "t2r_config", None)
-    if config is not None:  # options that leave no trace in the names and shapes of tensors
+    if config is not None:  # options that do not affect the names and shapes of tensors
         if format == 1:
             options = f"{config.feature_map} {config.activation} {(config.softmax_every, config.softmax_layers)}"
         else:
@@ -295,10 +306,10 @@ def fingerprint(model: nn.Module, format: int = FORMAT) -> str:
 
 
 def adopt(cache: Cache | None, layer_idx: int, recurrent: bool, cross: bool = False) -> Any:
-    """The layer of this cache that a site of attention writes to, of the kind that it needs.
+    """Return the cache layer of a site, of the kind that it needs.
 
-    Whoever made the cache (generate, a user, the base model's own forward) may have made it for softmax attention: a
-    layer that is still empty is exchanged for a recurrent one, once.
+    Caches created by `generate`, by users or by the base model may have layers for softmax attention. An empty layer
+    of the wrong kind is replaced. Raises T2RError if the layer is not empty or not supported.
     """
     if cache is None:
         return None
@@ -312,20 +323,20 @@ def adopt(cache: Cache | None, layer_idx: int, recurrent: bool, cross: bool = Fa
         return layer
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RecurrentLayer):
         raise T2RError(
-            f"a recurrent model cannot use a {type(cache).__name__} of {type(layer).__name__}s: "
+            f"a recurrent model cannot use a {type(cache).__name__} with layers of type {type(layer).__name__}: "
             "leave cache_implementation unset"
         )
     if layer.is_initialized:
         raise T2RError(
-            "this cache was filled by a model with other attention (softmax where this one is recurrent, or the "
-            "reverse): start from an empty one"
+            "this cache was filled by a model with other attention (softmax attention where this model is recurrent, "
+            "or the reverse): start from an empty cache"
         )
     layers[layer_idx] = RecurrentLayer() if recurrent else DynamicLayer()
     return layers[layer_idx]
 
 
 def cache_bytes(cache: Cache) -> int:
-    """The bytes held by any cache, recurrent states and keys and values alike."""
+    """Return the size of a cache in bytes, for recurrent states and for keys and values."""
     if isinstance(cache, EncoderDecoderCache):
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     return sum(layer_bytes(layer) for layer in cache.layers)

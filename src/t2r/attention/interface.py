@@ -1,8 +1,7 @@
-"""Recurrent attention by transformers' attention interface, for families with rotary positions.
+"""Recurrent attention through the attention interface of transformers, for families with rotary positions.
 
-The stock module's forward stays as it is: projections, rotation, normalized queries and grouped heads are its own. It
-passes its keyword arguments on to the attention function, and the cache layer and the mode of the call travel there
-among them.
+The forward of the stock module is unchanged and computes projections, rotation and normalization. It passes its keyword
+arguments on to the attention function. The cache layer and the mode of the call are among them.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from t2r.attention.softmax import SoftmaxWindow, softmax_attention
 from t2r.errors import T2RError
 
 NAME = "t2r"
-"""The name of the attention implementation of every swapped model."""
+"""The name of the attention implementation of swapped models."""
 UNMASKED = "t2r_unmasked"
-"""The same for texts without padding or packed documents. transformers makes no mask for it, so that nobody looks for
-padding in a call that is captured as a CUDA graph. It serves models that are not swapped as well."""
+"""The attention implementation for inputs without padding or packed documents. transformers creates no mask for it, so
+that a call captured as a CUDA graph does not inspect the mask. Models that are not swapped can use it too."""
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
-"""What stock modules call the normalization of queries and keys."""
+"""Names of the normalization of queries and keys in stock modules."""
 
 
 class Call(NamedTuple):
-    """What one call of a site hands to the attention function, beside queries, keys and values."""
+    """What a site passes to the attention function in one call, besides queries, keys and values."""
 
     layer: Any
-    """The cache layer to read and advance; None without a cache."""
+    """The cache layer to read and advance, or None without a cache."""
     mode: Mode | None
     rotation: tuple[Tensor, Tensor] | None
-    """Cosines and sines that queries and keys have yet to be rotated by, before exact attention."""
+    """Cosines and sines of a rotation that exact attention has yet to apply to queries and keys."""
 
 
 class InterfaceAttention(Mergeable):
-    """A stock module that reaches `attention_forward` through transformers' attention interface."""
+    """A stock module that calls `attention_forward` through the attention interface of transformers."""
 
     cache_arguments = ("past_key_values", "layer_past")
     q_proj: nn.Linear
@@ -51,10 +50,10 @@ class InterfaceAttention(Mergeable):
     head_dim: int
     config: Any
     rotary: bool = True
-    """Whether the map sees queries and keys after their rotation. Without it the stock forward gets a rotation by
-    angles of zero, so that it works for every way to rotate."""
+    """Whether the feature map is applied to rotated queries and keys. If False, the stock forward receives a rotation
+    by angles of zero, which works for every implementation of the rotation."""
     direct: bool = False
-    """Nothing stands between projections and map, so that the recurrence needs no stock forward."""
+    """Whether the feature map follows the projections directly, so that the recurrence can skip the stock forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((kwargs[name] for name in self.cache_arguments if kwargs.get(name) is not None), None)
@@ -63,7 +62,7 @@ class InterfaceAttention(Mergeable):
         if self.merged is not None or (self.direct and mode is None):
             return self.forward_directly(*args, layer=layer, **kwargs)
         rotation = kwargs.get("position_embeddings")
-        # An observer sees what the map would see: rotated or not. Exact attention is always rotated.
+        # An observer receives the inputs of the feature map, rotated or not. Exact attention always uses rotation.
         if self.rotary or (mode is not None and mode.observer is None):
             rotation = None
         if rotation is not None:
@@ -76,17 +75,17 @@ class InterfaceAttention(Mergeable):
     def merge_obstacle(self) -> str | None:
         if self.rotary:
             return (
-                "between its projections and the map its queries and keys are rotated by position or normalized; "
-                "a model swapped with rotary=False has no rotation there"
+                "its queries and keys are rotated by position or normalized between the projections and the feature "
+                "map; swap with rotary=False to remove the rotation"
             )
         parts = vars(self)["_modules"]
         if any(parts.get(name) is not None for name in NORMS):
-            return "between its projections and the map its queries and keys are normalized"
+            return "its queries and keys are normalized between the projections and the feature map"
         if getattr(self.config, "clip_qkv", None) is not None:
-            return "between its projections and the map its queries and keys are clipped"
+            return "its queries and keys are clipped between the projections and the feature map"
         named = [parts.get(name) for name in ("q_proj", "k_proj", "v_proj")] + [self.output_projection]
         if not all(isinstance(part, nn.Linear) for part in named):
-            return "its queries, keys and values do not have a linear projection each, of a name that is known"
+            return "it does not have separate linear projections of queries, keys and values with known names"
         return None
 
     @property
@@ -113,7 +112,7 @@ class InterfaceAttention(Mergeable):
         t2r_documents: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """What the stock forward computes with a rotation by zero, without rotating; or the merged form."""
+        """Compute the stock forward without its rotation, or the forward of merged projections."""
         mask = t2r_documents if attention_mask is None else attention_mask
         if self.merged is not None:
             out = self.attend_merged(hidden_states, mask, layer)
@@ -141,17 +140,17 @@ def attention_forward(
     t2r_window: SoftmaxWindow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of a swapped model: recurrent sites, layers that kept softmax attention, and encoders.
+    """The attention function of a swapped model, for recurrent sites, softmax layers and encoders.
 
-    `t2r_window`, a keyword argument of the model's forward, limits what softmax attention sees in this call.
-    transformers builds one mask per model, and ours is two-dimensional (see `make_mask`), so every attention of the
-    model comes here."""
+    `t2r_window`, a keyword argument of the model's forward, limits softmax attention in this call to a window. All
+    attention modules of the model use this function, because transformers creates one mask per model, and the mask of
+    t2r is two-dimensional (see `make_mask`)."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(module, InterfaceAttention):
         if t2r_call is None:
             raise T2RError(
-                f"{type(module).__name__} does not hand the keyword arguments of its call to the attention function, "
-                "so its recurrent state cannot be found: this model cannot be swapped, or its forward was replaced"
+                f"{type(module).__name__} does not pass its keyword arguments to the attention function, so its "
+                "recurrent state is not available: this model cannot be swapped, or its forward was replaced"
             )
         if t2r_call.mode is None:
             out = module.attend(query, key, value, attention_mask, t2r_call.layer, scaling)
@@ -172,7 +171,7 @@ def attention_forward(
 
 
 def rotate(module: nn.Module, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the stock module's own function, in the dimensions that it rotates."""
+    """Rotate queries and keys with the function of the stock module, in the dimensions that it rotates."""
     apply = rotation_function(module)
     size = cos.shape[-1]
     if size == q.shape[-1]:
@@ -182,12 +181,12 @@ def rotate(module: nn.Module, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) ->
 
 
 def rotation_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The stock module's `apply_rotary_pos_emb`, from the file that defines its class."""
+    """Return `apply_rotary_pos_emb` of the stock module, from the Python module that defines its class."""
     for kind in type(module).__mro__:
         found = getattr(sys.modules.get(kind.__module__), "apply_rotary_pos_emb", None)
         if found is not None:
             return found
-    raise T2RError(f"{type(module).__name__} does not say how it rotates queries and keys: leave rotary=True")
+    raise T2RError(f"no apply_rotary_pos_emb was found for {type(module).__name__}: use rotary=True")
 
 
 AttentionInterface.register(NAME, attention_forward)

@@ -1,4 +1,4 @@
-"""The layers of a cache: the recurrent state of one site, and what it shares with layers of keys and values."""
+"""Cache layers: the recurrent state of a site, and functions for layers of both kinds."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from t2r.ops import State, absorb, linear_attention, step
 
 
 class Added(NamedTuple):
-    """What one forward added to a state, kept so that some of it can be taken back."""
+    """What one forward added to a state, recorded so that `crop` can remove tokens."""
 
     k: Tensor
     v: Tensor
     mask: Tensor | None
-    decay: Tensor | None = None  # of the map, not of a row of the batch
+    decay: Tensor | None = None  # of the feature map: it has no batch dimension
 
 
 class RecurrentLayer(CacheLayerMixin):
-    """One layer's memory of everything it has read: a `State` of fixed size, and how many tokens made it.
+    """The recurrent state of a layer: a `State` of fixed size, and the number of tokens processed.
 
-    For causal attention it advances with every token; for cross attention it is filled once, from the source.
-    A state cannot be unread; but after `activate_past_recording` the layer keeps what was added since the last
-    `crop`, and can go back that far. That is all that assisted decoding asks of it.
+    For causal attention, the state advances with every token. For cross attention, it is computed once from the source.
+    Tokens cannot be removed from a state. After `activate_past_recording`, the layer records what was added since the
+    last `crop` and can be cropped that far, as assisted decoding requires.
     """
 
     is_sliding = False
     only_real_tokens = False
-    """None of the tokens to come is padding, whatever the mask says."""
+    """If True, masks are ignored: none of the following tokens is padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class RecurrentLayer(CacheLayerMixin):
         decay: Tensor | None,
         signed: bool,
     ) -> Tensor:
-        """Read one token or many: their outputs, given all that came before. The state is advanced."""
+        """Process one or more tokens: return their outputs and advance the state."""
         state, time = self.state, phi_k.shape[2]
         if state is not None and state.s.device != phi_q.device:
             state = state.map(lambda x: x.to(phi_q.device))
@@ -66,17 +66,17 @@ class RecurrentLayer(CacheLayerMixin):
         return out
 
     def may_overwrite(self, state: State) -> bool:
-        """Whether a step may update the state in place: nothing is allocated then, and a compiled step stays valid.
+        """Return whether a step may update the state in place, which avoids allocations and recompilation.
 
-        Gradients and recorded steps need the state before. A state made in inference mode can be changed only there."""
+        Gradients and recording need the previous state. A state created in inference mode can only be updated there."""
         if torch.is_grad_enabled() or self.record_past:
             return False
-        if torch.compiler.is_compiling():  # which cannot ask about inference mode
+        if torch.compiler.is_compiling():  # inference mode cannot be queried while compiling
             return True
         return torch.is_inference_mode_enabled() or not state.s.is_inference()
 
     def store(self, state: State, tokens: int, added: Added | None = None) -> None:
-        """Keep the state after `tokens` more."""
+        """Store the new state after `tokens` more tokens."""
         if self.record_past and added is not None:
             if not self.recorded:
                 self.before = self.state
@@ -84,16 +84,16 @@ class RecurrentLayer(CacheLayerMixin):
         self.state, self.length, self.is_initialized = state, self.length + tokens, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate: the state appears with the first tokens that are read."""
+        """Do nothing: the state is created with the first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stock attention modules call this before the attention function, which is what advances the state:
-        keys and values pass through."""
+        """Return keys and values unchanged. Stock modules call this before the attention function, which advances
+        the state."""
         return key_states, value_states
 
     @property
     def position(self) -> Tensor | None:
-        """Where the next token of each row stands in a mask of fixed size `[rows]`; None: at its end."""
+        """The position of the next token of each row in a mask of fixed size, `[rows]`. None means at its end."""
         return None
 
     def get_seq_length(self) -> Any:
@@ -120,14 +120,13 @@ class RecurrentLayer(CacheLayerMixin):
         known = sum(added.k.shape[2] for added in self.recorded)
         if not 0 <= -tokens_to_remove <= known:
             raise T2RError(
-                f"cannot crop by {tokens_to_remove}: a recurrent state goes back only over what it recorded "
+                f"cannot crop by {tokens_to_remove}: only recorded tokens can be removed from a recurrent state "
                 f"({known} tokens since the last crop). Call cache.activate_past_recording() first, and pass the "
-                "number of tokens to remove as a negative one"
+                "number of tokens to remove as a negative number"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens (transformers counts them as a negative number), and forget
-        how to go back further."""
+        """Remove the last `-tokens_to_remove` tokens (transformers passes a negative number) and clear the record."""
         self.check_crop(tokens_to_remove)
         remove = -tokens_to_remove
         if remove:
@@ -159,10 +158,10 @@ class RecurrentLayer(CacheLayerMixin):
         self.each_row(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """The state moves to the queries' device when it is used."""
+        """Do nothing: the state moves to the device of the queries when it is used."""
 
     def each_row(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Rearrange the batch, and with it what could be taken back."""
+        """Apply a function to the batch dimension of the state and of the recorded tokens."""
         self.state = None if self.state is None else self.state.map(function)
         self.before = None if self.before is None else self.before.map(function)
         self.recorded = [
@@ -175,7 +174,7 @@ class RecurrentLayer(CacheLayerMixin):
 
 
 def layer_tensors(layer: Any) -> dict[str, Tensor]:
-    """What a layer holds, by name."""
+    """Return the tensors of a layer by name: a state, or keys and values."""
     if isinstance(layer, RecurrentLayer):
         held = {} if layer.state is None else layer.state._asdict()
     else:
@@ -184,7 +183,7 @@ def layer_tensors(layer: Any) -> dict[str, Tensor]:
 
 
 def held_tensors(layer: Any) -> list[Tensor]:
-    """Every tensor of a layer: what it knows, and what it could go back to."""
+    """Return all tensors of a layer, including recorded ones."""
     held = list(layer_tensors(layer).values())
     if isinstance(layer, RecurrentLayer):
         for kept in (layer.before or (), *layer.recorded):
@@ -197,7 +196,7 @@ def layer_bytes(layer: Any) -> int:
 
 
 def fill_layer(layer: Any, held: dict[str, Tensor], length: int) -> None:
-    """The reverse of `layer_tensors`, into an empty layer."""
+    """Fill an empty layer with the tensors of `layer_tensors`."""
     if not held:
         return
     if isinstance(layer, RecurrentLayer):
@@ -210,13 +209,13 @@ def fill_layer(layer: Any, held: dict[str, Tensor], length: int) -> None:
 
 
 def check_layer(layer: Any, held: dict[str, Tensor], length: Any, rows: int) -> None:
-    """Raise ValueError unless such a layer can hold these tensors after `length` tokens of `rows` sequences."""
+    """Raise ValueError unless these tensors are valid for this layer after `length` tokens of `rows` sequences."""
     if type(length) is not int or length < 0 or (length > 0) != bool(held):
         raise ValueError("a length without tensors, or tensors without a length")
     if not held:
         return
     if any(x.dim() < 2 or x.shape[0] != rows or not x.is_floating_point() for x in held.values()):
-        raise ValueError("not a batch of rows")
+        raise ValueError("tensors of another batch size or dtype")
     if isinstance(layer, RecurrentLayer):
         state = State(**held)
         accumulators = {torch.float32, torch.float64}
@@ -227,11 +226,11 @@ def check_layer(layer: Any, held: dict[str, Tensor], length: Any, rows: int) -> 
 
 
 def stack_layers(layer: Any, others: list[Any], align: bool) -> None:
-    """Make `layer` hold the rows of all the others, keys and values aligned at their end."""
+    """Fill `layer` with the rows of all `others`. Keys and values are aligned at their end."""
     if isinstance(layer, RecurrentLayer):
         states = [other.state for other in others]
         if any(state is None for state in states):
-            raise T2RError("a cache that has read nothing cannot be stacked")
+            raise T2RError("an empty cache cannot be stacked")
         layer.state = State(*(None if xs[0] is None else torch.cat(xs) for xs in zip(*states, strict=True)))  # type: ignore[arg-type]
         layer.length = max(other.length for other in others)
         layer.recorded, layer.before = [], None
@@ -240,7 +239,7 @@ def stack_layers(layer: Any, others: list[Any], align: bool) -> None:
     if any(other.get_seq_length() != longest for other in others):
         refuse_window(layer)
         if not align:
-            raise T2RError("sources of different lengths cannot be stacked where cross attention is softmax")
+            raise T2RError("sources of different lengths cannot be stacked if cross attention is softmax attention")
     width = max(other.keys.shape[2] for other in others)
     for name in ("keys", "values"):
         held = [getattr(other, name) for other in others]
@@ -249,4 +248,4 @@ def stack_layers(layer: Any, others: list[Any], align: bool) -> None:
 
 def refuse_window(layer: Any) -> None:
     if getattr(layer, "is_sliding", False):
-        raise T2RError("a layer that kept its sliding window cannot be realigned: stack states of equal length")
+        raise T2RError("a softmax layer with a sliding window cannot be realigned: stack states of equal length")

@@ -1,7 +1,7 @@
-"""What a recurrence must know of the other positions: which are padding, and where a new document begins.
+"""Masks of a recurrence: which positions are padding, and where documents begin.
 
-So a mask here is None, or `[batch, keys]`: boolean (true: a real token), or the number of the document that each
-position belongs to.
+A mask is None or has shape `[batch, keys]`. It is boolean (true for real tokens), or holds the document number of each
+position.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def make_mask(
     device: torch.device | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What transformers builds once per forward and gives to every layer."""
+    """Create the mask. transformers calls this once per forward and passes the result to every layer."""
     if use_vmap:
         raise T2RError(
-            "this model combines its causal mask with one of its own (a prefix that sees itself, image tokens): "
-            "a recurrence reads from left to right and cannot do that"
+            "this model combines its causal mask with another one (a bidirectional prefix, image tokens): "
+            "recurrent layers are causal and do not support that"
         )
     if isinstance(q_offset, Tensor) and q_length == 1:
         return fixed_mask(q_offset, kv_length, attention_mask)
     if attention_mask is not None:
-        # Looking at the values costs a wait for the device: worth it for a whole text, not for one token.
+        # Inspecting the values synchronizes with the device, which is too slow for single tokens.
         if q_length > 1 and values_are_known() and bool(attention_mask.all()):
             return None
         return attention_mask
     if mask_function is None or q_length != kv_length or q_length == 1:
         return None
-    # Position ids that restart are known to transformers' mask function alone: ask it whether each position may
-    # look at the one before it.
+    # Only the mask function of transformers knows about restarting position ids. A document begins where a position
+    # may not attend to the previous one.
     rows = torch.arange(batch_size, device=device)[:, None]
     columns = torch.arange(1, q_length, device=device)[None, :]
     begins = ~mask_function(rows, 0, columns, columns - 1)
@@ -53,33 +53,34 @@ def make_mask(
 
 
 def values_are_known() -> bool:
-    """Whether a decision may depend on the values of a tensor: not while a call is compiled, nor while it is captured
-    as a CUDA graph."""
+    """Return whether tensor values may be inspected. They may not during compilation or CUDA graph capture."""
     if torch.compiler.is_compiling():
         return False
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def fixed_mask(position: Tensor, size: int, mask: Tensor | None) -> Tensor | None:
-    """The mask of one token over the buffers of a static cache, all of one shape however much was read; `position` is
-    how many tokens came before. A static cache of recurrent layers alone has a size of 1: the token itself."""
+    """Return the mask of one token over the buffers of a static cache. Its shape does not depend on the length so far.
+
+    `position` is the number of previous tokens. A static cache with recurrent layers only has size 1."""
     if size == 1:
-        # A slice would keep the stride of the growing mask, and a compiled step would be compiled again for each token.
+        # A slice would keep the stride of the growing mask, and a compiled step would recompile for each token.
         return None if mask is None else mask[:, -1:].contiguous()
     seen = torch.arange(size, device=position.device)[None] <= position
     return seen if mask is None else seen & pad(mask.bool(), (0, size - mask.shape[1]))
 
 
 class Padding(NamedTuple):
-    """Which positions of each row are padding: so many tokens from `start` on, `[batch]` each."""
+    """The padding of each row: `tokens` padding tokens beginning at `start`, `[batch]` each."""
 
     start: Tensor
     tokens: Tensor
 
     @classmethod
     def of(cls, mask: Tensor) -> Padding:
-        """From a padding mask `[batch, tokens]`. Nothing waits for the device: a row with padding in several places,
-        which this cannot say, starts at -1 and is refused when it is asked for."""
+        """Convert a padding mask `[batch, tokens]`, without device synchronization.
+
+        Rows with padding in several places cannot be represented. Their start is -1, and `check` refuses them."""
         hidden = mask == 0
         count = hidden.sum(dim=1)
         first = hidden.int().argmax(dim=1)
@@ -91,7 +92,7 @@ class Padding(NamedTuple):
         return Padding(function(self.start), function(self.tokens))
 
     def mask(self, length: int) -> Tensor:
-        """The padding mask over so many positions."""
+        """Return the padding mask over `length` positions."""
         self.check()
         column = torch.arange(length, device=self.start.device)
         hidden = (column >= self.start[:, None]) & (column < (self.start + self.tokens)[:, None])
@@ -99,14 +100,15 @@ class Padding(NamedTuple):
 
     def check(self) -> None:
         if bool((self.start < 0).any()):
-            raise T2RError("a state with padding in several places of a row cannot be taken apart or continued")
+            raise T2RError("a state with padding in several places of a row cannot be split, saved or continued")
 
 
 def padding_and_starts(
     mask: Tensor | None, time: int, position: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Split a mask into what `t2r.ops` asks for, for the last `time` positions; for one token of a mask of fixed size,
-    for its `position [batch]`."""
+    """Convert a mask to the `mask` and `starts` of `t2r.ops`, for the last `time` positions.
+
+    For a single token and a mask of fixed size, `position [batch]` selects the position."""
     refuse_full_mask(mask)
     if mask is None:
         return None, None
@@ -121,10 +123,10 @@ def padding_and_starts(
 
 
 def documents_from_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
-    """The number of the document of each token, from position ids that restart; None where they do not.
+    """Return the document number of each token from restarting position ids, or None if they do not restart.
 
-    For families whose mask does not know the position ids (OPT). Looking at the values waits for the device: call it
-    once per forward."""
+    For families whose mask does not depend on position ids (OPT). It synchronizes with the device, so call it once per
+    forward."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return None
     if values_are_known() and not bool((position_ids.diff(dim=1) != 1).any()):
@@ -137,12 +139,12 @@ def number_documents(position_ids: Tensor, batch: int) -> Tensor:
 
 
 def refuse_full_mask(mask: Any) -> None:
-    if isinstance(mask, dict):  # one for each kind of layer, as `generate` prepares them for a static cache
+    if isinstance(mask, dict):  # one per layer type, as `generate` prepares them for a static cache
         for part in mask.values():
             refuse_full_mask(part)
         return
     if mask is not None and mask.dim() != 2:
         raise T2RError(
-            f"a {mask.dim()}-D attention mask says more than which tokens are padding; a recurrence reads from left "
-            "to right and takes a padding mask [batch, tokens] only (for packed documents: position_ids that restart)"
+            f"a {mask.dim()}-D attention mask is not supported by recurrent layers: pass a padding mask "
+            "[batch, tokens] (for packed documents: position_ids that restart)"
         )

@@ -1,4 +1,4 @@
-"""Sites whose feature map can be folded into the projections of queries and keys."""
+"""Sites whose feature map can be merged into the projections of queries and keys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Affine(NamedTuple):
 
 
 class MergedProjections(nn.Module):
-    """The queries' and keys' projections with the map's affine part and the query scale folded in, as in the paper:
-    q and k are never formed."""
+    """Projections of queries and keys that include the affine part of the feature map and the query scale.
+
+    As in the paper, they compute features directly from hidden states, without q and k."""
 
     def __init__(self, hidden: int, source: int, feature_map: AffineMap) -> None:
         super().__init__()
@@ -35,41 +36,41 @@ class MergedProjections(nn.Module):
 
 
 class Mergeable(Recurrence):
-    """A site that knows its projections, so that `t2r.merge` can fold the map into them."""
+    """A site that gives access to its projections, so that `t2r.merge` can merge the feature map into them."""
 
     scaling: float
 
     @property
     def merged(self) -> MergedProjections | None:
-        """After a merge: features straight from the hidden states, beside the values' projection."""
+        """The merged projections, or None before a merge."""
         merged: Any = self._modules.get("merged_projections")
         return merged
 
     @property
     def merge_obstacle(self) -> str | None:
-        """Why this site cannot be merged; None: it can."""
+        """The reason why this site cannot be merged, or None if it can."""
         return None
 
     def values(self, hidden_states: Tensor) -> Tensor:
-        """`[batch, heads, time, head_dim]`: the values alone, after a merge."""
+        """Compute the values only, `[batch, heads, time, head_dim]`. Used after a merge."""
         raise NotImplementedError
 
     def query_key_projections(self) -> tuple[Affine, Affine]:
-        """Weight `[heads * head_dim, hidden]` and bias of the queries' and the keys' projection."""
+        """Return weight `[heads * head_dim, hidden]` and bias of the query projection and of the key projection."""
         raise NotImplementedError
 
     def drop_query_key_projections(self) -> None:
-        """Keep the values' projection only."""
+        """Remove the projections of queries and keys."""
         raise NotImplementedError
 
     def attend_merged(self, x: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
-        """Causal self attention from merged projections: `[batch, heads, time, head_dim]`."""
+        """Compute causal self attention from merged projections, `[batch, heads, time, head_dim]`."""
         assert self.merged is not None
         phi_q, phi_k = self.merged.queries(x, self.feature_map), self.merged.keys(x, self.feature_map)
         return self.advance(phi_q, phi_k, self.values(x), mask, layer)
 
     def become_merged(self) -> None:
-        """Make room for merged projections, in place of those of queries and keys and of the map's own weights."""
+        """Replace the projections of queries and keys, and the affine part of the map, by new merged projections."""
         assert isinstance(self.feature_map, AffineMap)
         (q, _), (k, _) = self.query_key_projections()
         with torch.device(q.device):

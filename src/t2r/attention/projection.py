@@ -1,7 +1,6 @@
-"""Recurrent attention on a module's own projections, for families without rotary positions.
+"""Recurrent attention with its own forward, for families without rotary positions.
 
-The forward is ours. It keeps a fixed-size state of the source for cross attention, and the feature map can be merged
-into the projections.
+Cross attention keeps a state of fixed size for the source, and the feature map can be merged into the projections.
 """
 
 from __future__ import annotations
@@ -21,29 +20,30 @@ from t2r.attention.softmax import softmax_attention
 
 
 class ProjectionAttention(Mergeable):
-    """A module whose projections are ours. A family says where they are; the rest is here."""
+    """A site that computes its projections itself. Adapters implement the projections."""
 
     softmax_dropout: float = 0.0
-    """The attention dropout of a site that keeps softmax attention."""
+    """The attention dropout of a softmax layer."""
 
     def keep_softmax(self, dropout: float) -> None:
-        """Make this site softmax attention for good, without a feature map. For families whose stock attention cannot
-        be kept, because it forgets causality where there is a cache (FSMT)."""
+        """Make this site a softmax layer without a feature map.
+
+        For families whose stock attention cannot be kept, for example because it is not causal with a cache (FSMT)."""
         self.keeps_softmax, self.softmax_dropout = True, dropout
 
     def queries(self, hidden_states: Tensor) -> Tensor:
-        """`[batch, heads, time, head_dim]`, not scaled."""
+        """Compute unscaled queries, `[batch, heads, time, head_dim]`."""
         raise NotImplementedError
 
     def keys_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All three for self attention; a family with one fused projection does it at once."""
+        """Compute queries, keys and values for self attention. Families with a fused projection override this."""
         return self.queries(hidden_states), *self.keys_values(hidden_states)
 
     def output(self, attended: Tensor) -> Tensor:
-        """From `[batch, time, heads * head_dim]` to the residual stream."""
+        """Project `[batch, time, heads * head_dim]` to the hidden size."""
         raise NotImplementedError
 
     def forward(
@@ -58,7 +58,7 @@ class ProjectionAttention(Mergeable):
         t2r_documents: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if encoder_hidden_states is not None:  # GPT-2's names for a source and its mask
+        if encoder_hidden_states is not None:  # GPT-2's names for the source and its mask
             key_value_states, attention_mask = encoder_hidden_states, encoder_attention_mask
         cross = key_value_states is not None
         layer = adopt(past_key_values, self.layer_idx, recurrent=not self.exact, cross=cross)
@@ -82,7 +82,7 @@ class ProjectionAttention(Mergeable):
         return self.attend_exactly(q, k, v, mask, causal=True, position_bias=position_bias)
 
     def attend_source(self, x: Tensor, source: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
-        """Cross attention: the source is read once, into a state that every later query looks at."""
+        """Compute cross attention. The source is processed once, into a state that all later queries read."""
         filled = layer is not None and layer.get_seq_length() > 0
         if self.exact:
             q = self.queries(x)

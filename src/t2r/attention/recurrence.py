@@ -1,9 +1,8 @@
-"""A site of attention that is an RNN, and the mode in which a call computes it.
+"""Recurrent attention sites, and the mode that selects recurrent or exact attention.
 
-A site is a stock attention module whose class was exchanged for one that inherits `Recurrence` and the stock class.
-It computes normalized linear attention over features. Inside `exact_attention` it computes the softmax attention that
-it replaced, with the same weights. The mode belongs to the calling thread: nothing about a call is kept on a module,
-so one model can serve many threads.
+A site is a stock attention module whose class was changed to one that inherits `Recurrence` and the stock class. It
+computes normalized linear attention over features. Inside `exact_attention` it computes the original softmax attention
+with the same weights. The mode is stored per thread and not on the module, so one model can serve many threads.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from t2r.feature_maps import FeatureMap, repeat_heads
 
 
 class Inputs(NamedTuple):
-    """What an attention is computed from: queries and keys as the map sees them."""
+    """Inputs of an attention site. Queries and keys are those that the feature map receives."""
 
     q: Tensor
     k: Tensor
@@ -34,12 +33,12 @@ class Inputs(NamedTuple):
 
 
 class Recurrence(nn.Module):
-    """A site of attention: normalized linear attention over features."""
+    """An attention site that computes normalized linear attention over features."""
 
     feature_map: FeatureMap
     layer_idx: int
     keeps_softmax: bool = False
-    """The site computes softmax attention for good, and has no feature map (see `ProjectionAttention.keep_softmax`)."""
+    """Whether the site always computes softmax attention and has no map (see `ProjectionAttention.keep_softmax`)."""
 
     @property
     def exact(self) -> bool:
@@ -47,12 +46,12 @@ class Recurrence(nn.Module):
         return self.keeps_softmax or mode_of(self) is not None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float) -> Tensor:
-        """Causal attention over the new tokens and the state of all before: `[batch, heads, time, head_dim]`."""
+        """Compute causal attention of new tokens, from the state of the cache: `[batch, heads, time, head_dim]`."""
         phi_q, phi_k = self.feature_map(q * scaling, k)
         return self.advance(phi_q, phi_k, v, mask, layer)
 
     def advance(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
-        """Outputs of one token or many. With a cache layer, its state comes before them and is advanced."""
+        """Compute the outputs of one or more tokens. With a cache layer, start from its state and advance it."""
         v = self.spread(v)
         recurrent = isinstance(layer, RecurrentLayer)
         if recurrent and layer.only_real_tokens:
@@ -70,7 +69,7 @@ class Recurrence(nn.Module):
         return out
 
     def imitate(self, inputs: Inputs) -> Tensor:
-        """The outputs of the recurrence for these inputs, without a cache."""
+        """Compute the outputs of the recurrence for these inputs, without a cache."""
         q, k, v, mask, scaling, causal = inputs
         phi_q, phi_k = self.feature_map(q * scaling, k)
         padding, starts = padding_and_starts(mask, k.shape[2])
@@ -79,12 +78,12 @@ class Recurrence(nn.Module):
         return out
 
     def spread(self, v: Tensor) -> Tensor:
-        """Values for every key head of the map: with un-grouped keys, one per query head."""
+        """Repeat values for every key head of the feature map. With un-grouped keys, this is one per query head."""
         return repeat_heads(v, self.feature_map.key_heads)
 
 
 def recurrent_sites(model: nn.Module) -> list[Recurrence]:
-    """Every recurrent site of a model, from the bottom up."""
+    """Return all recurrent sites of a model, from the first layer to the last."""
     return [m for m in model.modules() if isinstance(m, Recurrence) and hasattr(m, "feature_map")]
 
 
@@ -105,7 +104,7 @@ _thread = threading.local()
 
 
 def mode_of(site: Recurrence) -> Mode | None:
-    """The innermost mode of this thread that concerns the site; None: the recurrence."""
+    """Return the innermost mode of this thread that includes the site, or None for the recurrence."""
     mode: Mode | None = getattr(_thread, "mode", None)
     while mode is not None and id(site) not in mode.sites:
         mode = mode.outer
@@ -116,17 +115,20 @@ def mode_of(site: Recurrence) -> Mode | None:
 def exact_attention(
     model: nn.Module, *, recurrent_layers: Collection[int] = (), observer: Observer | None = None
 ) -> Iterator[None]:
-    """Inside the `with` block, and in this thread, every recurrent site computes exact softmax attention.
+    """Compute exact softmax attention in all recurrent sites, inside the `with` block and in this thread.
 
-    It shows that the weights are still those of the base model, and is the target of the transfer stage.
+    The equivalence check compares it with the base model, and the transfer stage uses its outputs as targets.
 
     Args:
         recurrent_layers: layers that stay recurrent.
-        observer: called at each site with the site, the inputs that the recurrence would have, and the exact output.
+        observer: called at each site with the site, the inputs of the recurrence, and the exact output.
+
+    Raises:
+        T2RError: the model is merged.
     """
     sites = [site for site in recurrent_sites(model) if site.layer_idx not in recurrent_layers]
     if any(getattr(site, "merged", None) is not None for site in sites):
-        raise T2RError("a merged model has no queries and keys: it cannot compute softmax attention")
+        raise T2RError("a merged model cannot compute softmax attention, because it has no queries and keys")
     before: Mode | None = getattr(_thread, "mode", None)
     _thread.mode = Mode(frozenset(map(id, sites)), observer, before)
     try:

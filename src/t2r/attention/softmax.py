@@ -1,4 +1,4 @@
-"""Exact softmax attention: for the layers that keep it, for encoders, and to prove the surgery."""
+"""Exact softmax attention, for softmax layers, encoders, and the equivalence check."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from t2r.feature_maps import repeat_heads
 
 @dataclass
 class SoftmaxWindow:
-    """Limits causal softmax attention: a position sees the last `tokens` positions, itself included, and the first
-    `sinks` of the sequence. Positions keep the numbers that they have in the whole sequence, so rotary embeddings are
-    those of the full model. `applied` tells the caller that an attention has received it."""
+    """A window for causal softmax attention.
+
+    Each position attends to the last `tokens` positions, including itself, and to the first `sinks` positions of the
+    sequence. Position ids do not change. `applied` is set when an attention uses the window."""
 
     tokens: int
     sinks: int = 0
     applied: bool = False
 
     def allowed(self, distance: Tensor, key: Tensor) -> Tensor:
-        """Whether a key may be seen, by its distance from the query and its position in the sequence."""
+        """Return whether a key is in the window, from its distance to the query and its position."""
         return (distance >= 0) & ((distance < self.tokens) | (key < self.sinks))
 
 
@@ -41,15 +42,15 @@ def softmax_attention(
     position_bias: Tensor | None = None,
     window: SoftmaxWindow | None = None,
 ) -> Tensor:
-    """Exact attention. The mask is ours (see `make_mask`), so causality and windows are added here.
+    """Compute exact softmax attention. The queries are the last positions of the keys.
 
-    The queries are the last of the positions that the keys stand for."""
+    The mask is that of `make_mask`, so causality and windows are applied here."""
     refuse_full_mask(mask)
     queries, keys = q.shape[2], k.shape[2]
     gqa = q.shape[1] != k.shape[1]
     windows = sliding_window is not None or window is not None
     if mask is None and not windows and softcap is None and position_bias is None and queries == keys:
-        # Nothing but causality: the fused kernels know that by themselves.
+        # Fused kernels support plain causal attention without a mask.
         return scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal and queries > 1, scale=scaling, enable_gqa=gqa
         )
@@ -71,7 +72,7 @@ def softmax_attention(
             seen = mask[:, -queries:, None] == mask[:, None, :]
         allowed = seen if allowed is None else allowed & seen
         if causal and (queries > 1 or queries == keys):
-            # A padded position sees itself, or its row would be empty; its output is never used.
+            # A padded position attends to itself, because its row must not be empty. Its output is not used.
             own = torch.arange(keys - queries, keys, device=q.device)[:, None] == torch.arange(keys, device=q.device)
             allowed = allowed | own
     if allowed is not None:
@@ -87,10 +88,10 @@ def softmax_attention(
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling: float, dropout: float, softcap: float
 ) -> Tensor:
-    """Exact attention with scores that never exceed a cap (Gemma 2), which no fused kernel of PyTorch's can do."""
+    """Compute exact attention with capped scores (Gemma 2), which the fused kernels of PyTorch do not support."""
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scaling / softcap)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.float32)  # whatever the model's dtype, as Gemma does
+    weights = scores.softmax(-1, dtype=torch.float32)  # float32 for every model dtype, as in Gemma
     return drop(weights.to(q.dtype), dropout) @ v

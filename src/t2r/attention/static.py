@@ -1,11 +1,11 @@
-"""A cache that is allocated once, for a number of rows, and keeps its addresses.
+"""A cache with a fixed number of rows, allocated once at fixed addresses.
 
-A decoding step on it can be compiled once and captured as a CUDA graph: every tensor is updated in place, the lengths
-are a tensor, and nothing waits for the device. Rows are independent: a row is reset, filled from a prefill or a saved
-state, and advanced with the others.
+A decoding step on it can be compiled once and captured as a CUDA graph. All tensors are updated in place, lengths are a
+tensor, and there is no device synchronization. Rows are independent: each can be reset and filled from a prefill or a
+saved state, and all advance together.
 
-    cache = model.make_static_cache(rows=16, max_length=2048)      # max_length: only where softmax layers were kept
-    cache.put(3, prefilled)                                        # the one sequence of `prefilled` becomes row 3
+    cache = model.make_static_cache(rows=16, max_length=2048)      # max_length: only with softmax layers
+    cache.put(3, prefilled)                                        # copy the sequence of `prefilled` to row 3
     model(tokens, past_key_values=cache, **cache.step_inputs())    # one token for every row
 """
 
@@ -24,10 +24,10 @@ from t2r.ops import State, linear_attention, step
 
 
 class StaticRecurrentLayer(RecurrentLayer):
-    """A recurrent layer whose state is allocated from the start.
+    """A recurrent layer whose state is allocated at creation.
 
-    `lengths [rows]` is shared by the layers of a cache; the layer that `counts` advances it. A layer of cross attention
-    has none: its state is filled once, from the source."""
+    `lengths [rows]` is shared by the layers of a cache, and the layer with `counts` advances it. It is None for cross
+    attention, whose state is computed once from the source."""
 
     is_compileable = True
 
@@ -78,7 +78,7 @@ class StaticRecurrentLayer(RecurrentLayer):
         return self.length if self.lengths is None else self.lengths.max()
 
     def put(self, row: int, other: Any, other_row: int = 0, real: Tensor | None = None) -> None:
-        """Copy one row of another layer's state."""
+        """Copy one row of the state of another layer."""
         for own, new in zip(self.state, other.state, strict=True):
             if own is not None:
                 own[row].copy_(new[other_row])
@@ -96,11 +96,11 @@ class StaticRecurrentLayer(RecurrentLayer):
                 own.copy_(own.index_select(0, beam_idx))
 
     def activate_past_recording(self) -> None:
-        raise T2RError("a static cache cannot take tokens back: assisted decoding needs the default cache")
+        raise T2RError("a static cache cannot remove tokens: use the default cache for assisted decoding")
 
 
 class StaticSoftmaxLayer(CacheLayerMixin):
-    """Keys and values of a layer that kept softmax attention, in a buffer of fixed length."""
+    """Keys and values of a softmax layer, in buffers of fixed length."""
 
     is_compileable = True
     is_sliding = False
@@ -111,13 +111,14 @@ class StaticSoftmaxLayer(CacheLayerMixin):
         self.values: Tensor = values
         self.lengths, self.counts = lengths, counts
         self.is_initialized = True
-        self.filled = False  # whether anything was read: known without asking the device
+        self.filled = False  # whether any token was processed, known without device synchronization
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Everything is allocated from the start."""
+        """Do nothing: the buffers are allocated at creation."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values to attend to. For one token they are the whole buffers, which the mask tells the end of."""
+        """Add keys and values, and return those to attend to. For one token, these are the whole buffers, and the mask
+        marks their valid part."""
         time, new = key_states.shape[2], (key_states, value_states)
         if time == 1:
             for own, x in zip((self.keys, self.values), new, strict=True):
@@ -126,7 +127,7 @@ class StaticSoftmaxLayer(CacheLayerMixin):
         else:
             start = int(self.lengths.max()) if self.filled else 0
             if start + time > self.keys.shape[2]:
-                raise T2RError(f"{start + time} tokens do not fit a static cache of {self.keys.shape[2]}")
+                raise T2RError(f"{start + time} tokens do not fit in a static cache of {self.keys.shape[2]} tokens")
             for own, x in zip((self.keys, self.values), new, strict=True):
                 own[:, :, start : start + time] = x
             held = self.keys[:, :, : start + time], self.values[:, :, : start + time]
@@ -147,13 +148,13 @@ class StaticSoftmaxLayer(CacheLayerMixin):
         return int(self.keys.shape[2])
 
     def put(self, row: int, other: Any, other_row: int = 0, real: Tensor | None = None) -> None:
-        """Copy the keys and values of one row of another layer; of the positions that are `real`, if given."""
+        """Copy the keys and values of one row of another layer. If `real` is given, copy only these positions."""
         keys, values = other.keys[other_row], other.values[other_row]
         if real is not None:
             keys, values = keys[:, real.to(keys.device)], values[:, real.to(values.device)]
         length = keys.shape[1]
         if length > self.keys.shape[2]:
-            raise T2RError(f"{length} tokens do not fit a static cache of {self.keys.shape[2]}")
+            raise T2RError(f"{length} tokens do not fit in a static cache of {self.keys.shape[2]} tokens")
         self.keys[row, :, :length].copy_(keys)
         self.values[row, :, :length].copy_(values)
         self.filled = True
@@ -168,7 +169,7 @@ class StaticSoftmaxLayer(CacheLayerMixin):
 
 
 class StaticT2RCache(T2RCache):
-    """A `T2RCache` of fixed size for a number of rows."""
+    """A `T2RCache` of fixed size with a fixed number of rows."""
 
     layers: list[Any]
 
@@ -188,10 +189,10 @@ class StaticT2RCache(T2RCache):
         return query_length, 0
 
     def only_steps(self, by_row: bool) -> None:
-        """From now on single tokens are read, none of them padding.
+        """Declare that all further inputs are single tokens without padding.
 
-        With `by_row`, `get_seq_length` says how many tokens each row has read `[rows, 1]`, for models that take their
-        positions from it; otherwise the most of any row."""
+        With `by_row`, `get_seq_length` returns the length of each row `[rows, 1]`, for models that derive positions
+        from it. Otherwise it returns the largest length."""
         self.counts_by_row = by_row
         for layer in self.layers:
             layer.only_real_tokens = True
@@ -200,10 +201,10 @@ class StaticT2RCache(T2RCache):
         return self.lengths[:, None] if self.counts_by_row else super().get_seq_length(layer_idx)
 
     def step_inputs(self) -> dict[str, Tensor]:
-        """For the forward of one token for every row: their positions and the mask, of a shape that never changes.
+        """Return position ids and mask for a forward of one token per row. Their shapes never change.
 
-        Rows may have read different numbers of tokens. Without a mask some models would look at the tokens, to warn of
-        padding, which waits for the device."""
+        Rows may have different lengths. Without a mask, some models inspect the tokens to warn about padding, which
+        synchronizes with the device."""
         size = 1 if self.kept is None else self.kept.get_max_length()
         column = torch.arange(size, device=self.lengths.device)
         return {
@@ -212,7 +213,7 @@ class StaticT2RCache(T2RCache):
         }
 
     def put(self, row: int, other: T2RCache, other_row: int = 0) -> None:
-        """Copy one sequence of another cache (a prefill, a saved state) into a row, without its padding."""
+        """Copy one sequence of another cache (a prefill or a saved state) to a row, without its padding."""
         length, real = other.get_seq_length(), None
         if other.padding is not None:
             real = other.attention_mask()[other_row].bool()
@@ -222,7 +223,7 @@ class StaticT2RCache(T2RCache):
         self.lengths[row] = length
 
     def take(self, row: int) -> Any:
-        """One sequence as a cache of its own, which grows as any other."""
+        """Return one row as a separate default cache."""
         model: Any = self.model()
         new, length = model.make_cache(), int(self.lengths[row])
         for own, layer in zip(self.layers, new.layers, strict=True):
@@ -233,11 +234,11 @@ class StaticT2RCache(T2RCache):
         return new
 
     def tensors(self) -> list[Tensor]:
-        """Everything that a step updates, beside the lengths."""
+        """Return all tensors that a step updates, except the lengths."""
         return [x for layer in self.layers for x in layer_tensors(layer).values()]
 
     def reset(self, rows: Any = slice(None)) -> None:
-        """Forget all rows, or those of an index."""
+        """Reset all rows, or the indexed ones."""
         for layer in self.layers:
             layer.reset(rows)
         self.lengths[rows] = 0
@@ -248,4 +249,4 @@ class StaticT2RCache(T2RCache):
         self.lengths.copy_(self.lengths.index_select(0, beam_idx))
 
     def copied(self) -> Any:
-        raise T2RError("a static cache stays where it is: put its rows together in a cache of make_cache()")
+        raise T2RError("a static cache cannot be copied: use take() to get its rows as separate caches")

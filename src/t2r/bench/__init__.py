@@ -1,5 +1,5 @@
-"""Measurements of speed and memory: `bench.ops.run` of linear attention, `bench.decoding.run` of whole models."""
+"""Benchmarks of speed and memory: `ops` for linear attention, `decoding` and `training` for whole models."""
 
-from t2r.bench import decoding, figures, ops
+from t2r.bench import decoding, figures, ops, training
 
-__all__ = ["decoding", "figures", "ops"]
+__all__ = ["decoding", "figures", "ops", "training"]

@@ -1,11 +1,10 @@
-"""What one more token costs, and what must be kept for it, after ever longer texts: whole models side by side.
+"""Measures time and memory per generated token by context length, for several models.
 
-A model decodes in up to two ways. One is its own forward on one token with its own cache, which is what
-`model.generate()` runs. The other is a step at fixed addresses that is captured once and replayed: a converted model
-has `t2r.Engine`, a softmax model on a GPU the same with transformers' static cache, as long as the text and no longer.
+A model decodes in up to two ways. One is its own forward on one token with its own cache, as `model.generate()` does.
+The other is a step that is captured once, with fixed addresses, and replayed: `t2r.Engine` for a converted model; for a
+softmax model on a GPU, the same with transformers' static cache, which is only as long as the context.
 
-The text before is random tokens, which the model has really read: how long a step takes does not depend on what they
-say.
+The context is random tokens, which are read by the model: the time of a step does not depend on their values.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (512, 2048, 8192)
 READ = 512
-"""Tokens of the text before that are read at a time: more would need memory that no step needs."""
+"""Tokens of the context that are read at a time, so that reading needs little memory."""
 
 
 @dataclass(frozen=True)
@@ -45,35 +44,35 @@ class Settings:
     dtype: str
     device: str
     threads: int
-    """Of torch, on the CPU: two measurements compare only where this is the same."""
+    """CPU threads of torch. Only measurements with the same number can be compared."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One model after one length of text."""
+    """The measurements of one model at one context length."""
 
     model: str
     length: int
     milliseconds: float
-    """Of a step: a token for every sequence of the batch."""
+    """Time of a step: one token for every sequence of the batch."""
     tokens_per_second: float
-    """Of the whole batch."""
+    """Tokens of the whole batch."""
     cache_bytes: int
-    """Of the whole batch, before the step."""
+    """Bytes for the whole batch, before the step."""
     spread: float = 0.0
-    """Between the slowest and the fastest round, relative to the median."""
+    """Difference between the slowest and the fastest round, relative to the median."""
 
 
 @dataclass(frozen=True)
 class Report:
     settings: Settings
     points: list[Point]
-    """Length by length, and within a length in the order of the models."""
+    """Ordered by length, then by model."""
     crossovers: dict[str, float | None]
-    """From which length on a model is faster than the first one (see `crossover`), for each model but that."""
+    """The length from which each other model is faster than the first one (see `crossover`)."""
     extended: list[str]
-    """Models that have fewer positions than were needed, and repeated them: only time and memory are measured there,
-    what such a model would write after so long a text means nothing."""
+    """Models with fewer positions than required, whose position embeddings were repeated. Their times and memory are
+    valid, but their output would not be meaningful."""
 
     def of(self, model: str) -> list[Point]:
         return [point for point in self.points if point.model == model]
@@ -92,21 +91,21 @@ def run(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
-    """Measure the models, given by what to call them, after each of these lengths. The first is compared with.
+    """Measure models, given by name, at each context length. The first model is the reference.
 
-    Times are medians over `repeats` rounds of `steps` tokens; the models take turns, so that whatever else the machine
-    does falls on all alike.
+    Times are medians over `repeats` rounds of `steps` tokens. The models are measured in turn, so that other load on
+    the machine affects all of them.
 
     Args:
-        engine: a second row for each model, decoded by captured steps. A softmax model has one on a GPU only.
-        compiled: fuse captured steps by torch.compile.
-        window: a row for the first model with a window whose keys and values take as many bytes as the smallest
-            state of the others: the same memory, spent on softmax attention.
-        progress: called with a line about what is being done.
+        engine: also measure each model with captured steps; a softmax model on a GPU only.
+        compiled: compile captured steps with torch.compile.
+        window: also measure the first model with an attention window whose keys and values take as many bytes as the
+            smallest state of the others.
+        progress: called with a line for each step of the benchmark.
     """
     lengths = sorted(set(lengths))
     if not models or not lengths:
-        raise T2RError("name at least one model and one length to measure")
+        raise T2RError("give at least one model and one length")
     for name, number in (("length", lengths[0]), ("batch", batch), ("steps", steps), ("repeats", repeats)):
         if number < 1:
             raise T2RError(f"{name} must be at least 1, got {number}")
@@ -115,8 +114,8 @@ def run(
         refuse_seq2seq(model.config, name)
         if (model.dtype, model.device) != (first.dtype, first.device):
             raise T2RError(
-                f"{name} is {model.dtype} on {model.device}, and the first model {first.dtype} on {first.device}: "
-                "times compare only between models of one dtype on one device"
+                f"{name} is {model.dtype} on {model.device}, but the first model is {first.dtype} on {first.device}: "
+                "use one dtype and one device for all models"
             )
     tell = progress or (lambda line: None)
     ready = {name: with_positions(model, lengths[-1] + 1 + steps) for name, model in models.items()}
@@ -135,9 +134,9 @@ def run(
             for reader in readers:
                 tell(f"{reader.name}: reading {length:,} tokens")
                 reader.read_until(length)
-            tell(f"one more token after {length:,}")
+            tell(f"decoding after {length:,} tokens")
             rounds = [[reader.milliseconds(steps) for reader in readers] for _ in range(1 + repeats)]
-            times = zip(*rounds[1:], strict=True)  # the first also pays for what is set up once
+            times = zip(*rounds[1:], strict=True)  # the first round is a warm-up
             for reader, own in zip(readers, times, strict=True):
                 each = median(own)
                 spread = (max(own) - min(own)) / each
@@ -159,7 +158,7 @@ def run(
 
 
 class Reader:
-    """A model, and its cache of the text that it has read so far. A step is the model's own forward."""
+    """A model and its cache of the context so far. A step is the model's own forward."""
 
     def __init__(self, name: str, model: Any, batch: int, seed: int, window: int | None = None) -> None:
         self.name, self.model, self.batch, self.seed, self.window = name, model, batch, seed, window
@@ -173,21 +172,21 @@ class Reader:
         return ids.to(self.model.device)
 
     def read_until(self, length: int) -> None:
-        """Read on. With a window, what has left it is not there to be read: a step costs what it costs there."""
+        """Read random tokens up to this length. With a window, at most the window is read: a step costs the same."""
         length = length if self.window is None else min(length, self.window)
         while self.length < length:
             count = min(READ, length - self.length)
             read = self.model(input_ids=self.tokens(count), past_key_values=self.cache, use_cache=True)
             self.cache = getattr(read, "past_key_values", None)
             if self.cache is None:
-                raise T2RError(f"{self.name} has no cache: it reads the whole text again for every token")
+                raise T2RError(f"{self.name} has no cache, so its decoding cannot be measured")
             self.length += count
 
     def held_bytes(self) -> int:
         return cache_bytes(self.cache)
 
     def milliseconds(self, steps: int) -> float:
-        """Of a step, on average over so many. They go to a copy of the cache: its length stays as it is."""
+        """Return the mean time of a step over `steps` steps, which use a copy of the cache."""
         cache, tokens = copy.deepcopy(self.cache), self.tokens(1 + steps)
 
         def step(i: int) -> None:
@@ -196,7 +195,7 @@ class Reader:
         return self.timed(step, steps)
 
     def timed(self, step: Callable[[int], None], steps: int) -> float:
-        step(0)  # the first has also brought the copy to where it is used
+        step(0)  # warm-up: the copy of the cache is loaded
         self.wait()
         started = time.perf_counter()
         for i in range(1, 1 + steps):
@@ -210,7 +209,7 @@ class Reader:
 
 
 class EngineReader(Reader):
-    """A converted model by the captured step of `t2r.Engine`."""
+    """A converted model, decoded with the captured step of `t2r.Engine`."""
 
     def __init__(self, other: Reader, compiled: bool = False) -> None:
         super().__init__(f"{other.name}, engine", other.model, other.batch, other.seed)
@@ -220,7 +219,7 @@ class EngineReader(Reader):
     def milliseconds(self, steps: int) -> float:
         size = self.length + 1 + steps if self.model.kept_layers() else None
         if self.decode is None or self.decode.max_length != size:
-            self.decode = None  # its memory is free before the next is allocated
+            self.decode = None  # frees its memory before the next is allocated
             self.decode = DecodeStep(self.model, self.batch, size, compiled=self.compiled)
         for row in range(self.batch):
             self.decode.put(row, self.cache, row, 0, True)
@@ -229,7 +228,7 @@ class EngineReader(Reader):
 
 
 class CapturedReader(Reader):
-    """A softmax model by a captured step on transformers' static cache, which is as long as the text."""
+    """A softmax model, decoded with a captured step on transformers' static cache, as long as the context."""
 
     def __init__(self, other: Reader, compiled: bool = False) -> None:
         super().__init__(f"{other.name}, captured", other.model, other.batch, other.seed, other.window)
@@ -249,7 +248,7 @@ class CapturedReader(Reader):
         model = self.model
         self.static: Any = StaticCache(config=model.config, max_cache_len=size)
         self.token = self.tokens(1)
-        model(input_ids=self.token, past_key_values=self.static, use_cache=True)  # allocates it
+        model(input_ids=self.token, past_key_values=self.static, use_cache=True)  # allocates the cache
         self.fill()
         self.position = torch.full_like(self.token, self.length)
         column = torch.arange(size, device=model.device)
@@ -278,7 +277,7 @@ class CapturedReader(Reader):
             run()
 
     def fill(self) -> None:
-        """What was read, in the static buffers."""
+        """Copy the cache into the static buffers."""
         for own, read in zip(self.static.layers, self.cache.layers, strict=True):
             own.keys[:, :, : self.length].copy_(read.keys)
             own.values[:, :, : self.length].copy_(read.values)
@@ -288,7 +287,7 @@ class CapturedReader(Reader):
 
 
 def windowed(readers: Sequence[Reader], captured: bool, compiled: bool) -> list[Reader]:
-    """The first model with a window: its keys and values take as many bytes as the smallest state of the others."""
+    """Return readers of the first model with a window, of as many bytes as the smallest state of the others."""
     teacher = readers[0]
     for reader in readers:
         reader.read_until(1)
@@ -301,12 +300,12 @@ def windowed(readers: Sequence[Reader], captured: bool, compiled: bool) -> list[
 
 
 def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
-    """The model itself, if it has so many positions; otherwise a copy that repeats those that it has learned.
+    """Return the model if it has this many positions, otherwise a copy with its position embeddings repeated.
 
-    Such a copy is good for nothing but to be timed."""
+    The copy is only for timing: its output is not meaningful."""
     try:
         family = family_of(model)
-    except T2RError:  # a family that we do not know: its own forward will say
+    except T2RError:  # an unknown family: its forward raises if there are too few positions
         return model
     limit = family.max_positions(model)
     if limit is None or limit >= length:
@@ -318,7 +317,7 @@ def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     # Some families keep rows for padding before those of the positions.
     tables = [table for table in tables if 0 <= table.num_embeddings - limit <= 2]
     if not tables:
-        raise T2RError(f"this {family.model_type} model has {limit} positions, and it is not known where they are kept")
+        raise T2RError(f"this {family.model_type} model has {limit} positions, and their embeddings were not found")
     for table in tables:
         extra = table.num_embeddings - limit
         times = -(-length // limit)
@@ -330,9 +329,9 @@ def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
 
 
 def crossover(lengths: Sequence[int], reference: Sequence[float], times: Sequence[float]) -> float | None:
-    """The length from which on `times` is below `reference`: where the straight lines between measured points meet.
+    """Return the length from which `times` is below `reference`, by linear interpolation between measured points.
 
-    None: it is not below at the last of them. The first length: it is below everywhere, perhaps before it too."""
+    None: it is not below at the last length. The first length: it is below at all lengths."""
     behind = [own - other for own, other in zip(times, reference, strict=True)]
     last = max((i for i, gap in enumerate(behind) if gap >= 0), default=None)
     if last is None:
@@ -343,9 +342,9 @@ def crossover(lengths: Sequence[int], reference: Sequence[float], times: Sequenc
     return lengths[last] + share * (lengths[last + 1] - lengths[last])
 
 
-# --- For people ---------------------------------------------------------------------------------------------
+# --- Formatting ---------------------------------------------------------------------------------------------
 
-HEADER = ("after", "model", "ms per step", "tokens/s", "cache")
+HEADER = ("context", "model", "ms per step", "tokens/s", "cache")
 
 
 def tables(report: Report) -> list[Table | str]:
@@ -363,13 +362,12 @@ def title(report: Report) -> str:
     s = report.settings
     threads = f" ({s.threads} threads)" if s.device == "cpu" else ""
     return (
-        f"One more token: batch {s.batch}, {s.dtype} on {s.device}{threads}, "
-        f"median of {s.repeats} times {s.steps} steps"
+        f"Decoding: batch {s.batch}, {s.dtype} on {s.device}{threads}, median of {s.repeats} rounds of {s.steps} steps"
     )
 
 
 def cells(report: Report) -> list[tuple[str, ...]]:
-    """The rows under `HEADER`; a length stands at its first row only."""
+    """Return the rows under `HEADER`. A length is shown in its first row only."""
     first = report.points[0].model
     return [
         (
@@ -384,7 +382,7 @@ def cells(report: Report) -> list[tuple[str, ...]]:
 
 
 def notes(report: Report) -> list[str]:
-    """What the numbers say, a sentence each."""
+    """Return conclusions from the measurements, one sentence each."""
     lengths = sorted({point.length for point in report.points})
     reference = report.points[0].model
     lines = []
@@ -392,10 +390,10 @@ def notes(report: Report) -> list[str]:
         if length is None:
             lines.append(f"{name} is not faster than {reference} up to {lengths[-1]:,} tokens.")
         elif length == lengths[0]:
-            lines.append(f"{name} is faster than {reference} from {lengths[0]:,} tokens on, if not before.")
+            lines.append(f"{name} is faster than {reference} at all lengths measured, from {lengths[0]:,} tokens.")
         else:
             lines.append(f"{name} is faster than {reference} from about {length:,.0f} tokens on.")
     if report.extended:
         who = f"{', '.join(report.extended)} {'has' if len(report.extended) == 1 else 'have'}"
-        lines.append(f"{who} fewer positions than that, and repeated them here: only time and memory are measured.")
+        lines.append(f"{who} fewer positions than required. They were repeated: only time and memory are measured.")
     return lines

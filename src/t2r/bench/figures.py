@@ -1,4 +1,4 @@
-"""What decoding costs, as figures and tables of a page."""
+"""Figures and tables of the decoding benchmark."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from t2r.reporting.page import Page, lines
 
 
 def decoding_page(reports: Sequence[decoding.Report]) -> Page:
-    """A page of its own about what one more token costs."""
-    page = Page("What one more token costs")
+    """Return a page with the results of the decoding benchmark."""
+    page = Page("Cost per generated token")
     for report in reports:
         add_decoding(page, report)
     return page
 
 
 def add_decoding(page: Page, report: decoding.Report) -> None:
-    """Speed and memory against the length of the text, and the numbers."""
+    """Add figures of speed and memory by context length, and a table."""
     names = list(dict.fromkeys(point.model for point in report.points))
     lengths = {name: [point.length for point in report.of(name)] for name in names}
     speed = {name: (lengths[name], [point.tokens_per_second for point in report.of(name)]) for name in names}
@@ -26,8 +26,8 @@ def add_decoding(page: Page, report: decoding.Report) -> None:
     look: dict[str, Any] = {"log_x": True, "markers": True}
     page.figures(
         {
-            "Tokens a second, after so many tokens": lines(speed, "tokens before", "tokens/s", **look),
-            "What is kept from token to token": lines(memory, "tokens before", "MiB", log_y=True, **look),
+            "Speed by context length": lines(speed, "context length in tokens", "tokens/s", **look),
+            "State or KV cache by context length": lines(memory, "context length in tokens", "MiB", log_y=True, **look),
         }
     )
     page.table(decoding.HEADER, decoding.cells(report), decoding.title(report))

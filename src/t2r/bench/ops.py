@@ -1,7 +1,7 @@
-"""Linear attention against softmax attention: how long each takes, and what a training step needs in memory.
+"""Compares linear attention with softmax attention: time, and memory of a training step.
 
-Softmax attention here is torch's own causal scaled_dot_product_attention, on heads of the same size as the
-values of ours. It is quadratic in the length and ours is linear, so the ratio must fall as the length grows.
+Softmax attention is torch's causal scaled_dot_product_attention, with the same head size as the values. Its time is
+quadratic in the length, that of linear attention is linear, so the speedup grows with the length.
 """
 
 import json
@@ -47,14 +47,14 @@ class Settings:
     decay: bool
     repeats: int
     threads: int
-    """Of torch, on the CPU: two measurements compare only where this is the same."""
+    """CPU threads of torch. Only measurements with the same number can be compared."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one length takes with one backend: milliseconds, and the peak memory of forward and backward.
+    """Milliseconds and peak memory at one length with one backend.
 
-    On a GPU these are device times: the work is captured as a CUDA graph and replayed, for softmax attention too."""
+    On a GPU these are device times: the work is captured as a CUDA graph and replayed, also for softmax attention."""
 
     length: int
     backend: str
@@ -63,11 +63,11 @@ class Row:
     linear_training: float
     """Forward and backward."""
     memory_multiple: float
-    """Peak bytes beyond q, k, v and the gradient of out, held before, over the bytes of q, k, v and out."""
+    """Peak bytes beyond the inputs (q, k, v and the gradient of out), divided by the bytes of q, k, v and out."""
     forward_bytes: int
-    """What must be moved at least: q, k and v read once, out written once."""
+    """Minimum memory traffic of the forward pass: q, k and v read once, out written once."""
     training_bytes: int
-    """The same with the backward pass: q, k, v, out and its gradient read once, three gradients written once."""
+    """Minimum traffic with the backward pass: q, k, v, out and its gradient read once, three gradients written once."""
     softmax_training: float | None = None
     """On a GPU only: on a CPU it would take most of the benchmark's time."""
 
@@ -77,9 +77,9 @@ class Report:
     settings: Settings
     rows: list[Row]
     growth: float
-    """Time of forward and backward at the longer length of GROWTH over that at the shorter, with the first backend."""
+    """Time of forward and backward at the longer length of GROWTH divided by the shorter's, with the first backend."""
     bandwidth: float | None = None
-    """Bytes a second of a large copy on the same GPU, read and written."""
+    """Bytes per second of a large copy on the same GPU, read and written."""
 
 
 def run(
@@ -95,11 +95,11 @@ def run(
     decay: bool = False,
     repeats: int = 5,
 ) -> Report:
-    """Measure on this machine; times are medians over interleaved repeats.
+    """Measure on this machine. Times are medians over interleaved repeats.
 
     Args:
-        backend: names separated by commas are measured side by side.
-        decay: with rates of forgetting for every feature.
+        backend: one or several backends, separated by commas.
+        decay: use a decay rate for each feature.
     """
     for name, number in (("length", min(lengths)), ("batch", batch), ("heads", heads), ("repeats", repeats)):
         if number < 1:
@@ -156,7 +156,7 @@ def _softmax_inputs(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> object:
-    """Forward, and backward if there is a gradient. In half precision on a GPU it is flash attention, or it fails."""
+    """Run forward, and backward if there is a gradient. In half precision on a GPU, flash attention is required."""
     flash = q.is_cuda and q.dtype != torch.float32
     with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
         if grad is None:
@@ -167,7 +167,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> object:
 
 
 def _decay(settings: Settings) -> Tensor | None:
-    """Rates as a trained model has them: from one token's memory to that of thousands."""
+    """Return decay rates like those of a trained model, for a memory of one to thousands of tokens."""
     if not settings.decay:
         return None
     rates = torch.logspace(-4, 0, settings.heads * settings.feature_size, device=settings.device)
@@ -211,7 +211,7 @@ def _bandwidth(settings: Settings) -> float | None:
 
 
 def _inputs(length: int, settings: Settings) -> Inputs:
-    """q, k and v, and a gradient for the output. Features are positive, as feature maps make them."""
+    """Return q, k and v, and a gradient of the output. Features are positive, like those of feature maps."""
     device = choose_device(settings.device)
     generator = torch.Generator(device).manual_seed(0)
     shape = (settings.batch, settings.heads, length)
@@ -226,7 +226,7 @@ def _inputs(length: int, settings: Settings) -> Inputs:
 
 
 def _medians(functions: Sequence[Callable[[], object]], settings: Settings) -> list[float]:
-    """Median milliseconds of each. Taking turns lets whatever else the machine does fall on all alike."""
+    """Return the median milliseconds of each. Functions run in turn, so that other load affects all of them."""
     clock = _device_clock if _on_cuda(settings) else _wall_clock
     timed = [clock(function, settings) for function in functions]
     rounds = [[measure() for measure in timed] for _ in range(settings.repeats)]
@@ -239,22 +239,22 @@ def _wall_clock(function: Callable[[], object], settings: Settings) -> Callable[
         function()
         return (time.perf_counter() - start) * 1e3
 
-    milliseconds()  # a first call also pays for what is set up once
+    milliseconds()  # warm-up
     return milliseconds
 
 
 AT_LEAST_MS = 20.0
-"""A measurement on a GPU replays the graph until it takes about so long."""
+"""A measurement on a GPU replays the graph until it takes about this long."""
 
 
 def _device_clock(function: Callable[[], object], settings: Settings) -> Callable[[], float]:
-    """Device time of the captured work: neither Python nor the launches of single kernels are in it."""
+    """Time the captured work on the device, without Python and kernel launches."""
     device = torch.device(settings.device)
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):  # kernels are compiled and libraries set up outside the capture
+            for _ in range(3):  # compiles kernels and initializes libraries before the capture
                 function()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
@@ -278,11 +278,11 @@ def _device_clock(function: Callable[[], object], settings: Settings) -> Callabl
 
 
 def _peak_bytes(function: Callable[[], object], device: torch.device) -> int:
-    """The most memory that the function held at one time, over what was held before it.
+    """Return the peak memory of the function, beyond that allocated before.
 
-    On the CPU we add up every allocation and release that torch's allocator reports to the profiler. Unlike
-    the resident size of the process, this has no noise from pages that malloc keeps or libraries touch; and
-    unlike a dispatch mode, it also sees the temporaries inside an operator.
+    On a CPU, the allocations and releases that torch's allocator reports to the profiler are added up. Unlike the
+    resident size of the process, this is not affected by malloc or other libraries. Unlike a dispatch mode, it includes
+    temporaries inside an operator.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -307,7 +307,7 @@ def _peak_bytes(function: Callable[[], object], device: torch.device) -> int:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """The profiler announces itself on the process's own stderr, below Python, and has no switch for it."""
+    """Silence stderr of the process: the profiler prints messages from C++ that cannot be disabled."""
     kept = os.dup(2)
     try:
         with open(os.devnull, "w") as nowhere:
@@ -319,7 +319,7 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def tables(report: Report) -> "list[Table | str]":
-    """The report for people."""
+    """Return the report as a table and notes."""
     from rich.table import Table
 
     s = report.settings
@@ -328,9 +328,9 @@ def tables(report: Report) -> "list[Table | str]":
         title=f"batch {s.batch}, heads {s.heads}, feature size {s.feature_size}, head dim {s.head_dim}, "
         f"{s.dtype} on {where}, {'with' if s.decay else 'without'} decay, median of {s.repeats}"
     )
-    headings = ["length", "backend", "softmax forward", "forward", "softmax / ours", "training", "memory"]
+    headings = ["length", "backend", "softmax forward", "forward", "softmax / linear", "training", "memory"]
     if report.bandwidth is not None:
-        headings[5:6] = ["softmax training", "training", "softmax / ours", "bandwidth forward", "training"]
+        headings[5:6] = ["softmax training", "training", "softmax / linear", "bandwidth forward", "training"]
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in report.rows:
@@ -353,13 +353,13 @@ def tables(report: Report) -> "list[Table | str]":
             f"{row.memory_multiple:.2f}×",
         )
     notes = [
-        "Training is forward and backward; memory is its peak (ours), over the bytes of q, k, v and out.",
-        f"Training at {GROWTH[1]} over training at {GROWTH[0]}: {report.growth:.2f}× the time "
-        f"(linear is {GROWTH[1] / GROWTH[0]:.0f}, our bound {GROWTH_BOUND}).",
+        "Training is forward and backward. Memory is its peak for linear attention, relative to q, k, v and out.",
+        f"Training takes {report.growth:.2f}× as long at {GROWTH[1]} as at {GROWTH[0]} "
+        f"(linear: {GROWTH[1] / GROWTH[0]:.0f}, bound: {GROWTH_BOUND}).",
     ]
     if report.bandwidth is not None:
         notes.append(
-            "Times are of replayed CUDA graphs. Bandwidth is the share that reading every input and writing every "
-            f"output once would take of a copy's {report.bandwidth / 1e12:.2f} TB/s."
+            "Times are of replayed CUDA graphs. Bandwidth is for reading every input and writing every output once, "
+            f"relative to a copy ({report.bandwidth / 1e12:.2f} TB/s)."
         )
     return [table, *notes]

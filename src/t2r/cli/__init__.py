@@ -1,7 +1,7 @@
-"""The command line: each command parses, calls one function, and prints.
+"""The command line. Each command parses its arguments, calls one function, and prints the result.
 
-A module a command, each registered here by a line. Commands import what they call inside themselves, so that
-`t2r --help` answers before torch could load.
+Each command is a module, registered here by one line. Commands import heavy libraries inside the function, so that
+`t2r --help` does not import torch.
 """
 
 import os
@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # importing rich would take longer than all the rest of --help
+    rich_markup_mode=None,  # importing rich would take most of the time of --help
 )
 app.command(cls=ShowsRecipe)(convert.convert)
 app.command()(pretrain.pretrain)
@@ -35,20 +35,20 @@ app.command()(info.info)
 app.add_typer(bench.app, name="bench")
 
 INTERRUPTED = 130
-"""What a shell expects of a command ended by Ctrl-C."""
+"""The exit code of a command that was interrupted by Ctrl-C (128 + SIGINT)."""
 CLOSED = 141
-"""And of one whose output nobody reads any more."""
+"""The exit code of a command whose output pipe was closed (128 + SIGPIPE)."""
 
 
 def main() -> None:
-    """Run a command; a mistake of the user's is one line on stderr and exit code 2, without a traceback."""
+    """Run a command. A user error prints one line on stderr, without a traceback, and exits with code 2."""
     try:
         arguments = sys.argv[1:] or ["--help"]
         check_arguments(arguments)
         sys.exit(app(arguments, prog_name="t2r", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has had enough
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(CLOSED)
     except Exception as error:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Python holds bytes that are not UTF-8 as characters that are none; nothing can be done with them later."""
+    """Raise T2RError for an argument that is not UTF-8. Python decodes such bytes to surrogates, which fail later."""
     for number, word in enumerate(arguments, 1):
         try:
             word.encode()
@@ -68,11 +68,11 @@ def check_arguments(arguments: list[str]) -> None:
 
 
 def _mistake(error: Exception) -> str | None:
-    """What the user did wrong, or None if the error is not of that kind."""
+    """Return the message of a user error, or None for any other error."""
     if isinstance(error, T2RError):
         return " ".join(str(error).split())
-    # Typer's own complaints. They are known by their method, not by their class, because that is a class of
-    # click in older versions of typer and a private one in newer.
+    # Usage errors of typer are recognized by their method: their class is click's in older versions of typer and a
+    # private one in newer versions.
     if hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "t2r"
@@ -96,4 +96,4 @@ def root(
     ] = False,
 ) -> None:
     if debug:
-        os.environ["T2R_DEBUG"] = "1"  # so that main() sees it, and processes we start do too
+        os.environ["T2R_DEBUG"] = "1"  # read by main() and inherited by child processes

@@ -1,5 +1,6 @@
-"""What commands share: how options become flags, and how results are printed."""
+"""Shared by all commands: flags made from options, and printing of results."""
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -21,7 +22,9 @@ from t2r.storage import json_text
 
 
 def flag(option: Option, *names: str, help: str = "", default: str | None = None) -> Any:
-    """The flag of an option: its help, its default in words, and its check. `default`: where it is another here."""
+    """Return the flag of an option, with its help, default and check.
+
+    `help` and `default` replace the option's own where a command differs."""
     words = option.default_words if default is None else default
 
     def checked(value: Any) -> Any:
@@ -30,38 +33,45 @@ def flag(option: Option, *names: str, help: str = "", default: str | None = None
         return value
 
     told = f"{help or option.help} [default: {words}]" if words else help or option.help
-    callback = checked if option.length is None else None  # a list is text until it is parsed
+    callback = checked if option.length is None else None  # a list is checked after it is parsed
     return typer.Option(*names, help=told.replace("`", ""), show_default=False, callback=callback)
 
 
 RUN = options_of(RunOptions)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no notes on stderr.")]
-Model = Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")]
-Out = Annotated[str, typer.Argument(help="The folder to make.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds already.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress bars and no notes on stderr.")]
+Model = Annotated[str, typer.Argument(help="A folder, or a model name on the Hugging Face hub.")]
+Out = Annotated[str, typer.Argument(help="The output folder.")]
+RunOut = Annotated[
+    str, typer.Argument(help="The output folder. An unfinished run is kept in OUT.run and resumed from there.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing model in OUT.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository to run.")
+]
 Dtype = Annotated[str, flag(RUN["dtype"])]
 Device = Annotated[str, flag(RUN["device"])]
 Limit = Annotated[int | None, flag(RUN["limit"])]
-BatchSize = Annotated[int, flag(RUN["batch_size"])]
 
 # Of commands that train.
-Set = Annotated[list[str] | None, typer.Option("--set", help="Override the recipe: stage.field=value. Repeatable.")]
-Minutes = Annotated[float | None, flag(RUN["minutes"])]
-Documents = Annotated[bool, typer.Option(help="Keep documents apart inside a block.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override the recipe: stage.field=value, or field=value for all stages. Repeatable."),
+]
+Valid = Annotated[str | None, typer.Option(help="Text to measure perplexity on, before and after training.")]
+Documents = Annotated[bool, typer.Option(help="Attention does not cross document boundaries inside a block.")]
 ReportTo = Annotated[str, typer.Option(help="none, tensorboard (in OUT.logs) or wandb.")]
 Bf16 = Annotated[bool | None, flag(RUN["bf16"], "--bf16/--no-bf16")]
 Compile = Annotated[bool | None, flag(RUN["compile"], "--compile/--no-compile")]
 GradientCheckpointing = Annotated[bool, flag(RUN["gradient_checkpointing"])]
 SaveSteps = Annotated[int | None, flag(RUN["save_steps"])]
-Restart = Annotated[bool, typer.Option("--restart", help="Remove the unfinished run of OUT and begin anew.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Delete the unfinished run in OUT.run and start again.")]
 
 
 def takes(into: str, options: Iterable[Option]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options as flags. It finds those that the user gave in its argument `into`."""
+    """Add these options to a command as flags. Those that the user gave are passed in its argument `into`."""
     named = {option.name: option for option in options}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -88,19 +98,23 @@ def takes(into: str, options: Iterable[Option]) -> Callable[[Callable[..., None]
     return decorate
 
 
-swap_options = takes("options", options_of(SwapOptions).values())
-"""All the options of a swap, in the argument `options`."""
+def swap_options(**changes: dict[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add all options of a swap to a command, passed in its argument `options`.
+
+    `changes` replaces fields of an option, by its name, where a command differs."""
+    options = options_of(SwapOptions).values()
+    return takes("options", [dataclasses.replace(option, **changes.get(option.name, {})) for option in options])
 
 
 def parse_layers(text: str) -> list[int] | str:
-    """0-3,7 -> [0, 1, 2, 3, 7]; auto:3 is for `convert` to find out."""
+    """Parse layer numbers: 0-3,7 -> [0, 1, 2, 3, 7]. auto:3 is returned as it is, for `convert`."""
     if text.startswith("auto"):
         return text
     layers: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
         if found is None or int(found[2] or found[1]) < int(found[1]):
-            raise T2RError(f"softmax_layers: give numbers of layers, such as 1,5,9 or 0-3,7; got {text!r}")
+            raise T2RError(f"softmax_layers must be layer numbers, such as 1,5,9 or 0-3,7; got {text!r}")
         layers += range(int(found[1]), int(found[2] or found[1]) + 1)
     return layers
 
@@ -109,12 +123,12 @@ def parse_layers(text: str) -> list[int] | str:
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """Print JSON without NaN or Infinity, which JSON does not have: they become null."""
+    """Print JSON. NaN and infinities, which JSON does not have, become null."""
     print(json_text(value, indent), flush=True)
 
 
 def shows_progress(quiet: bool) -> bool:
-    """Progress is for a person who looks: never in a file or a pipe."""
+    """Return whether progress bars are shown: only in a terminal, never in a file or a pipe."""
     return not quiet and sys.stderr.isatty()
 
 
@@ -127,29 +141,29 @@ def show(parts: Iterable[object]) -> None:
 
 
 def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str, as_json: bool, quiet: bool) -> None:
-    """The results of training, printed by one of its processes."""
+    """Print the results of training. With several processes, only the first prints."""
     if not is_first_process():
         return
     if as_json:
         print_json(results)
     elif not quiet:
         table = summary(results)
-        nothing = "Nothing was measured: give --valid, or for a translation --valid-src and --valid-tgt."
+        nothing = "Nothing was measured: no --valid was given (for translation, --valid-src and --valid-tgt)."
         measured = table if table.rows else nothing
         show([measured, f"saved in {out}"])
 
 
 def is_first_process() -> bool:
-    """Whether this is the only process of a command, or the first of those that a launcher started."""
+    """Return whether this is the only process, or the first of those started by a launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def calm(quiet: bool, info: bool = False) -> Iterator[None]:
-    """Keep stderr clean: libraries log only errors, and show progress only in a terminal.
+    """Keep stderr clean: libraries log errors only, and show progress only in a terminal.
 
-    Notices of t2r are a line each, unless `quiet`; with `info` also what it is doing. Of several processes, the first
-    one tells them."""
+    Warnings of t2r are printed one per line unless `quiet`; with `info`, its info messages too. With several processes,
+    only the first prints them."""
     from transformers.utils import logging as of_transformers
 
     ours, hub = logging.getLogger("t2r"), logging.getLogger("huggingface_hub")

@@ -11,7 +11,6 @@ import typer
 
 from t2r.cli.common import (
     RUN,
-    BatchSize,
     Device,
     Dtype,
     Model,
@@ -36,19 +35,22 @@ def generate(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Prompts, or texts to translate. [default: the lines of --file or of a pipe; in a terminal, a chat]"
+            help="Prompts, or text to translate. [default: the lines of --file or of standard input; in a terminal, "
+            "start a chat]"
         ),
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages: use the model's chat template.")] = False,
-    batch_size: BatchSize = RUN["batch_size"].default,
+    file: Annotated[Path | None, typer.Option(help="A file of prompts, one per line.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Treat prompts as messages, formatted with the model's chat template.")
+    ] = False,
+    batch_size: Annotated[int, flag(RUN["batch_size"], help="Prompts per batch.")] = RUN["batch_size"].default,
     seed: Annotated[int | None, flag(RUN["seed"])] = None,
     load_state: Annotated[
-        Path | None, typer.Option(help="Continue from a saved state: prompts ask about what it has read.")
+        Path | None, typer.Option(help="Continue from a saved state instead of reading the document again.")
     ] = None,
     save_state: Annotated[
         Path | None,
-        typer.Option(help="Read the prompt (a whole --file or pipe) into a state and save it; nothing is generated."),
+        typer.Option(help="Read the whole input as one document and save the state to this file. Generates nothing."),
     ] = None,
     dtype: Dtype = RUN["dtype"].default,
     device: Device = RUN["device"].default,
@@ -56,15 +58,15 @@ def generate(
     trust_remote_code: TrustRemoteCode = False,
     quiet: Quiet = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object per prompt, with speed and bytes of state.")
+        bool, typer.Option("--json", help="Print one JSON object per prompt, with speed and state size.")
     ] = False,
 ) -> None:
-    """Complete prompts, or translate them with a translation model; swapped or not.
+    """Complete or translate prompts.
 
-    Only what is new is printed: as it comes for one prompt, a line each for several. In a terminal, without a prompt,
-    it is a chat.
+    The model may be swapped or not. Only generated text is printed: streamed for one prompt, one line each for several.
+    In a terminal, without a prompt, it starts a chat.
 
-    A long document can be read once, with --save-state, and asked many times, with --load-state.
+    To read a long document once and query it many times, save its state with --save-state and use --load-state.
     """
     texts = _prompts(prompts, file)
     if save_state is not None:
@@ -85,7 +87,7 @@ def generate(
             state = loaded.load_state(load_state)
         if save_state is not None:
             if texts is None:
-                raise T2RError("no document: give one as an argument, by --file, or through a pipe")
+                raise T2RError("no document: give one as an argument, with --file, or on standard input")
             with _progress(quiet or as_json) as on_tokens:
                 state = read_document(loaded, tokenizer, "\n".join(texts), state, on_tokens)
             state.save(save_state)
@@ -122,7 +124,7 @@ def generate(
 
 
 def _converse(model: Any, tokenizer: Any, state: Any, seed: int | None, options: dict[str, Any]) -> None:
-    """Read a line, answer it, and so on, until the input ends."""
+    """Chat: read a line and answer it, until the input ends."""
     from t2r.generation.chat import Conversation
 
     conversation = Conversation(model, tokenizer, state, seed=seed, **options)
@@ -145,12 +147,12 @@ def _say(facts: dict[str, Any], path: Path, as_json: bool) -> None:
     if as_json:
         print_json(facts, indent=None)
     else:
-        print(f"{facts['tokens']:,} tokens read; their state is {facts['bytes']:,} bytes, in {path}")
+        print(f"read {facts['tokens']:,} tokens; saved a state of {facts['bytes']:,} bytes in {path}")
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, for a person who looks."""
+    """Show a progress bar on stderr, in a terminal only."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -160,18 +162,18 @@ def _progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 
 def _check_place(path: Path) -> None:
-    """A state is saved after all is read: what can be known to be wrong with its place is said before."""
+    """Raise T2RError if a state cannot be saved here. The state is saved last, so this is checked first."""
     kind = kind_of(path)
     if kind in ("folder", "other"):
-        raise T2RError(f"{path} is a folder or a device: name a file to save the state in")
+        raise T2RError(f"{path} is a folder or a device: give a file to save the state in")
     if kind_of(path.absolute().parent) != "folder":
-        raise T2RError(f"there is no folder {path.absolute().parent} to save the state in")
+        raise T2RError(f"cannot save the state: the folder {path.absolute().parent} does not exist")
 
 
 def _prompts(arguments: list[str] | None, file: Path | None) -> list[str] | None:
-    """The prompts, wherever they come from; None for a chat."""
+    """Return the prompts from the arguments, the file or standard input. None: start a chat."""
     if arguments and file is not None:
-        raise T2RError("give prompts as arguments or by --file, not both")
+        raise T2RError("give prompts as arguments or with --file, not both")
     if arguments:
         prompts, where = arguments, "the arguments"
     elif file is not None:
@@ -182,20 +184,20 @@ def _prompts(arguments: list[str] | None, file: Path | None) -> list[str] | None
     elif sys.stdin is None or sys.stdin.isatty():
         return None
     else:
-        prompts, where = _standard_input().splitlines(), "the standard input"
+        prompts, where = _standard_input().splitlines(), "standard input"
     if not any(prompt.strip() for prompt in prompts):
-        raise T2RError(f"there is no prompt in {where}: one a line, not all of them blank")
+        raise T2RError(f"no prompt in {where}: give one per line, not all of them blank")
     return prompts
 
 
 def _standard_input() -> str:
-    """All of it, as UTF-8 whatever the locale says."""
+    """Read all of standard input as UTF-8, whatever the locale."""
     source = getattr(sys.stdin, "buffer", None)
-    if source is None:  # not a real one
+    if source is None:  # stdin was replaced by a text stream
         return sys.stdin.read()
     try:
         return source.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise T2RError(
-            f"the standard input is not UTF-8: 0x{error.object[error.start]:02x} at byte {error.start}"
+            f"standard input is not UTF-8: 0x{error.object[error.start]:02x} at byte {error.start}"
         ) from error

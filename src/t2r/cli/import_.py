@@ -9,24 +9,26 @@ from t2r.cli.common import AsJson, Out, Overwrite, Quiet, calm, print_json
 
 
 def import_(
-    checkpoint: Annotated[str, typer.Argument(help="A .pt file of fairseq.")],
+    checkpoint: Annotated[str, typer.Argument(help="A fairseq checkpoint (.pt).")],
     out: Out,
     dictionary: Annotated[
-        str, typer.Option("--dict", help="The dict.txt it was trained with; of the source, if it translates.")
+        str, typer.Option("--dict", help="The dict.txt of the checkpoint; for translation, of the source language.")
     ],
     target_dictionary: Annotated[
-        str | None, typer.Option("--target-dict", help="That of the target, if it is another.")
+        str | None, typer.Option("--target-dict", help="The dict.txt of the target language. [default: --dict]")
     ] = None,
     bpe_codes: Annotated[
-        str | None, typer.Option(help="Codes of subword-nmt or fastBPE, for a translation model to read raw text.")
+        str | None,
+        typer.Option(help="BPE codes of subword-nmt or fastBPE, which a translation model needs to read raw text."),
     ] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make an ordinary model of one that fairseq trained: transformer_lm with adaptive embeddings, or transformer.
+    """Import a fairseq checkpoint as a transformers model.
 
-    Nothing that is in the file is run, and what it holds beyond such a model is refused by name.
+    Supports transformer_lm with adaptive embeddings, and transformer for translation. No code in the checkpoint is
+    executed. Tensors and settings that are not supported raise an error that names them.
     """
     from t2r.pipelines.fairseq import import_fairseq
 

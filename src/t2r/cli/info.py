@@ -4,7 +4,7 @@ from t2r.cli.common import AsJson, print_json, show
 
 
 def info(as_json: AsJson = False) -> None:
-    """Show versions, devices, and which backends run here."""
+    """Show versions, devices and available backends."""
     from t2r.reporting import environment
 
     facts = environment.describe()

@@ -9,21 +9,22 @@ from t2r.cli.common import RUN, AsJson, Dtype, Model, Revision, TrustRemoteCode,
 from t2r.storage import kind_of
 
 
-@swap_options
+@swap_options()
 def inspect(
     model: Model,
     options: dict[str, Any],
     recipe: Annotated[
-        str | None, typer.Option(help="Show what convert would do with this recipe, such as distill-lm.")
+        str | None, typer.Option(help="Show what convert would do with this recipe, and use its swap options.")
     ] = None,
     revision: Revision = None,
     dtype: Dtype = RUN["dtype"].default,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is recurrent in a swapped model, or would be in another: layers, parameters, bytes.
+    """Show what a swap makes recurrent in a model.
 
-    No weights are loaded. Of a state file (see generate --save-state), show what it holds.
+    Lists layers, parameters and bytes of a swapped model, or of the model that a swap would make. No weights are
+    loaded. For a state file (see generate --save-state), shows its contents.
     """
     if kind_of(model) == "file":
         from t2r.generation.state import describe_state

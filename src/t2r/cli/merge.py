@@ -10,11 +10,16 @@ from t2r.cli.common import Model, Out, Overwrite, Quiet, calm
 def merge(
     source: Model,
     out: Out,
-    force: Annotated[bool, typer.Option("--force", help="Even if it costs more operations than it saves.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Merge even if it needs more operations per token than before.")
+    ] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fold the feature maps into the projections, exactly: for inference, q and k are never formed."""
+    """Fold the feature maps into the projections, for inference.
+
+    The result computes the same function. Queries and keys are no longer formed, only their features.
+    """
     from t2r.pipelines.merge import merge_folder
 
     with calm(quiet):

@@ -13,14 +13,16 @@ from t2r.cli.common import (
     Documents,
     GradientCheckpointing,
     Limit,
-    Minutes,
     Overwrite,
     Quiet,
     ReportTo,
     Restart,
+    RunOut,
     SaveSteps,
     Set,
+    Valid,
     calm,
+    flag,
     show_results,
     shows_progress,
     swap_options,
@@ -30,40 +32,53 @@ from t2r.cli.stages import STAGE, stage_overrides
 
 
 @takes("stage", STAGE)
-@swap_options
+@swap_options(
+    feature_map={
+        "help": "The feature map: t2r, elu, rfa, performer or hedgehog; softmax keeps softmax attention.",
+        "default": None,
+        "unset": "CONFIG's, or softmax; t2r if another option of the swap is given",
+    },
+    softmax_layers={"help": "Decoder layers, from 0, that keep their softmax attention, such as 0-3,7."},
+    seed={"help": "Seed of the weights, the data order and dropout."},
+)
 def pretrain(
     config: Annotated[
         str,
         typer.Argument(
             help="A preset (gpt2-tiny, gpt2-novels, adaptive-lm-small, adaptive-lm-medium, adaptive-lm-paper), a YAML "
-            "file like those, or the folder of a model, whose shape is taken."
+            "file in the same format, or a model folder, whose configuration is used."
         ),
     ],
-    out: Annotated[str, typer.Argument(help="The folder to make. OUT.run beside it holds an unfinished run.")],
+    out: RunOut,
     options: dict[str, Any],
     stage: dict[str, Any],
     train: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text files, globs, JSONL, datasets:NAME. wiki.txt:2 is read twice in an epoch, wiki.txt:60% is 60% "
-            "of what is read. Repeatable. [default: the texts that the recipe names]"
+            help="Training text: files, globs, JSONL, datasets:NAME. wiki.txt:2 reads a source twice per epoch; "
+            "wiki.txt:60% makes it 60% of the tokens. Repeatable. [default: the recipe's sources]"
         ),
     ] = None,
-    valid: Annotated[str | None, typer.Option(help="A text to measure perplexity on, before and after.")] = None,
+    valid: Valid = None,
     recipe: Annotated[
-        str | None, typer.Option(help="A shipped recipe, or a YAML file. [default: the preset's own]")
+        str | None,
+        typer.Option(help="The name of a shipped recipe, or a YAML file. [default: the preset's, or scratch-lm]"),
     ] = None,
     set_: Set = None,
     model_set: Annotated[
         list[str] | None,
-        typer.Option("--model-set", help="Override the model: field=value of its configuration. Repeatable."),
+        typer.Option("--model-set", help="Override the model configuration: field=value. Repeatable."),
     ] = None,
-    minutes: Minutes = None,
+    minutes: Annotated[
+        float | None,
+        flag(RUN["minutes"], help="Time for the whole run, in minutes: loading, training and evaluation."),
+    ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="The folder of a tokenizer. [default: one is trained, as the preset says]")
+        str | None,
+        typer.Option(help="A tokenizer folder. [default: the model folder's, or one trained as the preset says]"),
     ] = None,
     continued: Annotated[
-        bool, typer.Option("--continued", help="Start from the weights of CONFIG, the folder of a model.")
+        bool, typer.Option("--continued", help="Start from the weights in CONFIG, a model folder or hub name.")
     ] = False,
     documents: Documents = False,
     device: Device = RUN["device"].default,
@@ -78,17 +93,19 @@ def pretrain(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a language model from random initialization, and its tokenizer: for teachers and for baselines.
+    """Train a language model from random weights.
+
+    Trains a teacher or a baseline, and its tokenizer. The attention is softmax, unless --feature-map or another option
+    of the swap is given.
 
     \b
     t2r pretrain gpt2-tiny first --train corpus.txt                       seconds on a CPU
-    t2r pretrain adaptive-lm-small lm --train wiki.train.tokens           the paper's model, small
+    t2r pretrain adaptive-lm-small lm --train wiki.train.tokens           the paper's model, smaller
     t2r pretrain gpt2-tiny rnn --train corpus.txt --feature-map elu       recurrent from the start
     t2r pretrain gpt2-tiny wide --train corpus.txt --model-set n_embd=128 --set steps=1000
     t2r pretrain smollm2 more --continued --recipe scratch-lm --train corpus.txt --set steps=1000
 
-    The attention is the model's own softmax, unless --feature-map or another option of the swap says otherwise. Stop it
-    anywhere; the same command goes on where it was.
+    An interrupted run is resumed by the same command.
     """
     from t2r.pipelines.pretrain import pretrain as run
     from t2r.pipelines.pretrain import summary

@@ -11,25 +11,27 @@ from t2r.errors import T2RError
 
 
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="A shipped experiment (see --list), or a YAML file.")] = None,
-    data: Annotated[str | None, typer.Option(help="The folder with the texts that the experiment names.")] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="NAME=FOLDER: where a model of the experiment is. Repeatable.")
+    name: Annotated[
+        str | None, typer.Argument(help="The name of a shipped experiment (see --list), or a YAML file.")
     ] = None,
-    out: Annotated[str | None, typer.Option(help="The folder to work in. [default: runs/NAME]")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder with the texts that the experiment uses.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER: the folder of a model that the experiment uses. Repeatable.")
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="The working folder. [default: runs/NAME]")] = None,
     step: Annotated[list[str] | None, typer.Option(help="Run only this step. Repeatable. [default: all]")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the experiments, their models and their texts.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run an experiment: the commands behind a published table, on your machine and your data.
+    """Run the commands behind a published table.
 
     \b
     t2r reproduce --list
     t2r reproduce smollm2-pure --data texts --model smollm2=models/smollm2
     t2r reproduce ops-cpu --json
 
-    Each step's command is printed before it runs. Stop it anywhere; the same command goes on where it was. The record,
-    OUT/record.json, has the figures, the commands, the machine, the versions, and how long each step took.
+    Each command is printed before it runs. An interrupted experiment is resumed by the same command. OUT/record.json
+    records the results, the commands, the machine, the versions, and the time of each step.
     """
     from t2r.experiments import load_experiment, shipped_experiments
     from t2r.experiments import reproduce as run
@@ -47,20 +49,20 @@ def reproduce(
                 print(f"    --model {known}=FOLDER [default: {source}]")
             if texts := experiment.texts():
                 print(f"    --data FOLDER with {', '.join(texts)}")
-        print("\nTexts, each a file in the folder of --data, which may be compressed (.xz, .gz):")
+        print("\nTexts are files in the --data folder, optionally compressed (.xz, .gz):")
         for text in TEXTS.values():
             raw = f" (or {' or '.join(text.raw)}, which is detokenized)" if text.raw else ""
             print(f"    {text.files[0]}{raw}: {text.source}")
         return
     if name is None:
-        raise T2RError("name an experiment, or say --list")
+        raise T2RError("no experiment given: see --list")
     folders = {}
     for given in model or []:
         known, equals, folder = given.partition("=")
         if not equals or not known or not folder:
             raise T2RError(f"--model {given}: write NAME=FOLDER")
         folders[known] = folder
-    signal.signal(signal.SIGTERM, _interrupt)  # or the command that a step has started would go on without us
+    signal.signal(signal.SIGTERM, _interrupt)  # otherwise the command of the current step would keep running
     record = run(name, data_folder=data, models=folders, out=out, steps=step or [])
     if as_json:
         print_json(record)

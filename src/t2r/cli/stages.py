@@ -1,4 +1,4 @@
-"""Flags for the options of stages that are set most often."""
+"""Flags for the stage options that are set most often."""
 
 import dataclasses
 import re
@@ -12,29 +12,30 @@ from t2r.options import options_of
 from t2r.training.stage import Stage
 
 HELP = {
-    "steps": "Optimizer steps of each stage, in place of the recipe's budget.",
-    "learning_rate": "Learning rate at its peak, of stages that train more than the maps.",
+    "steps": "Optimizer steps of each stage, instead of the recipe's budget.",
+    "learning_rate": "Peak learning rate of stages that train more than the feature maps.",
 }
 NAMES = ("steps", "learning_rate", "batch_tokens", "block_size")
 STAGE = [
     dataclasses.replace(option, default=None, unset="the recipe's", help=HELP.get(option.name, option.help))
     for option in map(options_of(Stage).__getitem__, NAMES)
 ]
-"""The same for every stage: shorthand for --set."""
+"""Each sets one value for every stage: shorthand for --set."""
 
 
 class ShowsRecipe(TyperCommand):
-    """A command whose help shows the defaults of its default recipe, which is read only then."""
+    """A command whose help shows the defaults of its default recipe. The recipe is read only for the help."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         params: dict[str, Any] = {param.name: param for param in self.params if param.name is not None}
         for name, words in recipe_defaults(params["recipe"].default or "distill-lm").items():
-            params[name].help = re.sub(r"\[default: [^\]]*\]$", f"[default: {words}]", params[name].help)
+            if name in params:
+                params[name].help = re.sub(r"\[default: [^\]]*\]$", f"[default: {words}]", params[name].help)
         super().format_help(ctx, formatter)
 
 
 def recipe_defaults(name: str) -> dict[str, str]:
-    """The options that a recipe sets, in words."""
+    """Return the options that a recipe sets, formatted for the help."""
     from t2r.training.recipe import load_recipe
 
     recipe = load_recipe(name)
@@ -50,7 +51,7 @@ def recipe_defaults(name: str) -> dict[str, str]:
 
 
 def in_words(values: Mapping[str, Any]) -> dict[str, str]:
-    """Values as flags say them."""
+    """Format values as flags, such as no-shared for False."""
     return {
         name: f"{'' if value else 'no-'}{name.replace('_', '-')}" if isinstance(value, bool) else str(value)
         for name, value in values.items()
@@ -60,12 +61,12 @@ def in_words(values: Mapping[str, Any]) -> dict[str, str]:
 def stage_overrides(
     given: dict[str, Any], minutes: float | None, overrides: Sequence[str] | None, recipe: str | None = None
 ) -> list[str]:
-    """What the flags mean as overrides, before those of --set, which win.
+    """Return the flags as overrides, followed by those of --set, which take precedence.
 
-    With a `recipe`, the learning rate is that of its stages that train more than the maps: the maps alone learn with
-    rates a hundred times as high."""
+    With a `recipe`, the learning rate applies only to its stages that train more than the maps: stages that train maps
+    alone use learning rates a hundred times as high."""
     if "steps" in given and minutes is not None:
-        raise T2RError("--steps and --minutes both say how long: give one")
+        raise T2RError("--steps and --minutes both set the budget: give one of them")
     made = []
     for name, value in given.items():
         stages = [""]

@@ -19,7 +19,7 @@ from t2r.cli.common import (
 )
 
 
-@swap_options
+@swap_options()
 def swap(
     source: Model,
     out: Out,
@@ -31,7 +31,10 @@ def swap(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a transformer's attention recurrent, and save it: weights, tokenizer and all."""
+    """Replace softmax attention by linear attention.
+
+    Saves the swapped model and its tokenizer. The new feature maps are not trained: see convert.
+    """
     from t2r.pipelines.swap import swap_folder
     from t2r.reporting import inspection
 
@@ -48,4 +51,4 @@ def swap(
     if as_json:
         print_json(asdict(done))
     elif not quiet:
-        print("\n".join([*inspection.summary(done), f"saved in {out}: its maps are new, so train it next"]))
+        print("\n".join([*inspection.summary(done), f"saved in {out}; its feature maps are not trained yet"]))

@@ -1,4 +1,4 @@
-"""Text in, blocks of tokens out: corpora read, tokenised once, and cut into what training eats."""
+"""Text data: reading corpora, tokenizing them once, and splitting them into blocks for training."""
 
 from t2r.data.blocks import Blocks, check_block_size
 from t2r.data.corpus import TokenCorpus

@@ -1,4 +1,4 @@
-"""Blocks of tokens: what a step of training reads."""
+"""Blocks of tokens for training."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from t2r.data.corpus import JoinedCorpus, TokenCorpus
 from t2r.errors import T2RError
 
 BLOCK_SIZE = 512
-"""The paper's."""
+"""The default block size, as in the paper."""
 IGNORED = -100
-"""The label that transformers' losses leave out."""
+"""The label that the losses of transformers ignore."""
 
 
 def check_block_size(block_size: int, max_positions: int | None) -> None:
-    """Refuse blocks that the teacher cannot read. `max_positions` is None for one without a limit."""
+    """Raise T2RError if blocks are too short, or longer than `max_positions`. None: no limit."""
     if block_size < 2:
-        raise T2RError(f"block_size is {block_size}: predicting the next token needs at least 2")
+        raise T2RError(f"block_size is {block_size}: predicting the next token requires at least 2")
     if max_positions is not None and block_size > max_positions:
         raise T2RError(
             f"block_size is {block_size} but the teacher has only {max_positions} positions: "
@@ -27,14 +27,14 @@ def check_block_size(block_size: int, max_positions: int | None) -> None:
 
 
 class Blocks(Dataset[dict[str, Tensor]]):
-    """A corpus as blocks of contiguous tokens, each token in one block. A rest that fills no block is left.
+    """A corpus as consecutive blocks of tokens. A final incomplete block is dropped.
 
-    Items have `input_ids` and `labels`: the same, but -100 where there is nothing to learn (the prompts of a
-    conversation). The model shifts the labels, as transformers' models do.
+    Items have `input_ids` and `labels`. The labels are the input ids, with -100 for tokens without loss (the prompts of
+    a conversation). The model shifts the labels, as in transformers.
 
-    Documents run on within a block and over its edges, as in the paper. With `documents`, items also have
-    `position_ids` that start again with each document, as from transformers' DataCollatorWithFlattening: they
-    tell the model to forget, and a document's first token is not predicted from the one before.
+    Documents are concatenated and continue across blocks, as in the paper. With `documents`, items also have
+    `position_ids` that restart with each document, as from transformers' DataCollatorWithFlattening. The model then
+    resets its state at each document, and the first token of a document is not predicted.
     """
 
     def __init__(self, corpus: TokenCorpus | JoinedCorpus, block_size: int = BLOCK_SIZE, *, documents: bool = False):

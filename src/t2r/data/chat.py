@@ -1,4 +1,4 @@
-"""Conversations: rendered with the tokenizer's chat template, to be learned from the answers only."""
+"""Conversations, rendered with the tokenizer's chat template. The loss is on the assistant's answers only."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from t2r.errors import T2RError
 
 
 class Part(NamedTuple):
-    """A stretch of a document; parts follow each other in the order of the text."""
+    """A part of a document. Parts are yielded in the order of the text."""
 
     text: str
     loss: bool = True
-    """Whether to learn from it."""
+    """Whether the tokens contribute to the loss."""
     ends: bool = True
-    """Whether the document ends here."""
+    """Whether the document ends after this part."""
     closed: bool = False
-    """Whether the text has its own end mark (a chat template writes one), and needs no EOS token."""
+    """Whether the text has its own end marker, for example from a chat template, and needs no EOS token."""
 
 
 def conversation(messages: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[Part]:
-    """The parts of a conversation, with loss on what the assistant says and on the marks that end its turn.
+    """Yield the parts of a conversation, with loss on the assistant's answers and the markers that end its turns.
 
-    An answer is what the template adds to the prompt that a model is given when it is asked for the answer.
-    Prompt and answer are separate parts, as they are when the model generates.
+    An answer is the text that the template adds to the generation prompt. Prompt and answer are separate parts, so that
+    they are tokenized separately, as in generation.
     """
     if not tokenizer.chat_template:
         raise T2RError(f"{where}: the tokenizer has no chat template for `messages`: set one, or give `text`")
@@ -39,28 +39,28 @@ def conversation(messages: Any, tokenizer: PreTrainedTokenizerBase, where: str) 
     turns = [(upto(i, True), upto(i + 1)) for i, m in enumerate(messages) if m["role"] == "assistant"]
     whole = upto(len(messages))
     if not turns:
-        raise T2RError(f"{where}: a conversation without an assistant's answer has nothing to learn from")
+        raise T2RError(f"{where}: the conversation has no assistant message to train on")
     if not all(answered.startswith(prompt) for prompt, answered in turns):
-        raise T2RError(f"{where}: cannot tell the answers from the prompts in what the chat template renders")
+        raise T2RError(f"{where}: cannot separate answers from prompts in the output of the chat template")
 
     if all(whole.startswith(answered) for _, answered in turns):
         yield from _split(whole, turns)
     else:
-        # Templates of thinking models rewrite earlier turns as the conversation goes on. Then no one text
-        # shows every answer as it was given, so each becomes a document of its own, as the model sees it.
+        # Templates of reasoning models rewrite earlier turns in later ones. No single text then contains every answer
+        # as it was generated, so each answer becomes a document with its own prompt.
         for turn in turns:
             yield from _split(turn[1], [turn])
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], where: str, *, prompt: bool) -> str:
-    """A conversation as text; with `prompt`, up to where the model is to answer."""
+    """Render a conversation as text. With `prompt`, the generation prompt is appended."""
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except Exception as error:  # a template is a program, and fails in any way
+    except Exception as error:  # a template is a program that can raise any exception
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise T2RError(f"{where}: the chat template refuses this conversation: {reason}") from error
+        raise T2RError(f"{where}: the chat template rejects this conversation: {reason}") from error
     if not isinstance(rendered, str):
-        raise T2RError(f"{where}: the chat template gives no text")
+        raise T2RError(f"{where}: the chat template returns no text")
     return rendered
 
 

@@ -1,12 +1,12 @@
-"""A tokenised corpus on disk: a folder of flat arrays, and a header without which they are not believed.
+"""A tokenized corpus on disk: a folder of flat arrays and a header.
 
-    tokens.bin      every token of every document, in order
-    starts.bin      where each document starts
-    unscored.bin    where the stretches that are not to be learned from start and stop, in turns
-    header.json     the type and length of each array, and a checksum of the header itself
+    tokens.bin      the tokens of all documents, in order
+    starts.bin      the start of each document
+    unscored.bin    alternating starts and ends of the ranges without loss
+    header.json     the type and length of each array, and a checksum of the header
 
-The folder gets its name only when all of it is on the disk. So what a killed run leaves behind is never
-found, and what was cut off afterwards is told by its length.
+The folder is renamed to its final name after all files are on disk, so the output of an interrupted run is never used.
+Files that are truncated later are detected by their length.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from t2r.errors import T2RError
 
 FORMAT = 1
 ABANDONED = 24 * 3600
-"""Seconds without a write after which a temporary folder belongs to a run that was killed."""
+"""Seconds without a write after which a temporary folder is considered abandoned."""
 
 
 class TokenCorpus:
-    """The tokens of a corpus, memory-mapped. It pickles as its path, so that workers open it themselves."""
+    """A memory-mapped tokenized corpus. It is pickled as its path, so that workers open it themselves."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.header = read_header(self.folder)
         if self.header is None:
-            raise T2RError(f"{folder} is not a complete token cache: tokenise the corpus again")
+            raise T2RError(f"{folder} is not a complete token cache: tokenize the corpus again")
         self.tokens = self._array("tokens")
         self.starts = self._array("starts")
         self.unscored = self._array("unscored")
@@ -48,44 +48,44 @@ class TokenCorpus:
     def _array(self, name: str) -> NDArray[Any]:
         assert self.header is not None
         dtype = np.dtype(self.header["arrays"][name]["dtype"])
-        if not self.header["arrays"][name]["bytes"]:  # nothing cannot be mapped
+        if not self.header["arrays"][name]["bytes"]:  # empty files cannot be mapped
             return np.empty(0, dtype)
         return np.memmap(self.folder / f"{name}.bin", dtype, mode="r")
 
     def __len__(self) -> int:
-        """How many tokens."""
+        """The number of tokens."""
         return len(self.tokens)
 
     @property
     def key(self) -> str:
-        """A name that changes when the content does."""
+        """A name that changes with the content."""
         return self.folder.name
 
     @property
     def documents(self) -> int:
-        """How many documents."""
+        """The number of documents."""
         return len(self.starts)
 
     def check_vocabulary(self, size: int) -> None:
-        """Refuse tokens that a model with a vocabulary of this size does not have."""
+        """Raise T2RError if a token is outside a vocabulary of this size."""
         highest = int(self.tokens.max()) if len(self) else -1
         if highest >= size:
             raise T2RError(
-                f"the text has token {highest}, and the model's vocabulary ends at {size - 1}: this is not the model's "
-                "tokenizer"
+                f"the text has token {highest}, but the model's vocabulary ends at {size - 1}: the tokenizer does not "
+                "belong to the model"
             )
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """These tokens."""
+        """Return the tokens of a range."""
         return self.tokens[start:stop].astype(np.int64)
 
     def scored(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of these tokens are to be learned from."""
-        # Starts and stops take turns, so behind an odd number of them a token lies in a stretch.
+        """Return which tokens of a range contribute to the loss."""
+        # Starts and ends alternate, so a token after an odd number of them is inside a range without loss.
         return np.searchsorted(self.unscored, np.arange(start, stop), side="right") % 2 == 0
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Each token's distance from the start of its document, or from `start` if that is nearer."""
+        """Return the distance of each token from the start of its document or from `start`, whichever is nearer."""
         index = np.arange(start, stop)
         document = np.searchsorted(self.starts, index, side="right") - 1
         return index - np.maximum(self.starts[document], start)
@@ -95,24 +95,24 @@ class TokenCorpus:
 
 
 class JoinedCorpus:
-    """Corpora one after the other, read as one. Each document stays in its corpus."""
+    """A concatenation of corpora."""
 
     def __init__(self, corpora: Sequence[TokenCorpus]) -> None:
         self.corpora = list(corpora)
         self.ends = np.cumsum([len(corpus) for corpus in self.corpora])
 
     def __len__(self) -> int:
-        """How many tokens."""
+        """The number of tokens."""
         return int(self.ends[-1])
 
     @property
     def key(self) -> str:
-        """A name that changes when the content does."""
+        """A name that changes with the content."""
         names = [corpus.folder.name for corpus in self.corpora]
         return names[0] if len(names) == 1 else digest(names)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[TokenCorpus, int, int]]:
-        """The stretches of corpora that lie between these two tokens."""
+        """Yield the corpora and their ranges that make up this range."""
         index = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop and index < len(self.corpora):
             corpus, end = self.corpora[index], int(self.ends[index])
@@ -121,20 +121,20 @@ class JoinedCorpus:
             start, index = end, index + 1
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """These tokens."""
+        """Return the tokens of a range."""
         return np.concatenate([corpus.read(a, b) for corpus, a, b in self.pieces(start, stop)])
 
     def scored(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of these tokens are to be learned from."""
+        """Return which tokens of a range contribute to the loss."""
         return np.concatenate([corpus.scored(a, b) for corpus, a, b in self.pieces(start, stop)])
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Each token's distance from the start of its document, or from `start` if that is nearer."""
+        """Return the distance of each token from the start of its document or from `start`, whichever is nearer."""
         return np.concatenate([corpus.positions(a, b) for corpus, a, b in self.pieces(start, stop)])
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """The header of a cache, or None unless everything is there as it says."""
+    """Return the header of a cache, or None if the cache is missing, incomplete or damaged."""
     try:
         header = json.loads((folder / "header.json").read_text("utf-8"))
         checksum = header.pop("checksum")
@@ -146,30 +146,30 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 
 
 class CorpusWriter:
-    """Writes a cache beside its place, and moves it there on `commit`; without that, nothing remains."""
+    """Writes a cache to a temporary folder, which `commit` renames. Without `commit`, the folder is removed."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any]):
         self.folder = folder
         self.count = 0
         self._dtypes = {"tokens": dtype, "starts": np.dtype(np.int64), "unscored": np.dtype(np.int64)}
-        self._inside = False  # a document
+        self._inside = False  # whether a document is open
         self._scored = True
-        self._last: int | None = None  # token
+        self._last: int | None = None  # the last token
 
     def __enter__(self) -> CorpusWriter:
         parent = self.folder.parent
         parent.mkdir(parents=True, exist_ok=True)
-        for left in parent.glob(f"{'[0-9a-f]' * len(self.folder.name)}.*.tmp"):  # ours, and nobody else's
-            with suppress(FileNotFoundError):  # its run has just ended
+        for left in parent.glob(f"{'[0-9a-f]' * len(self.folder.name)}.*.tmp"):  # temporary folders of caches only
+            with suppress(FileNotFoundError):  # its process has just removed it
                 if time.time() - max(file.stat().st_mtime for file in (left, *left.iterdir())) > ABANDONED:
                     shutil.rmtree(left, ignore_errors=True)
-        # Each process writes its own, because several may start at the same time.
+        # Each process writes its own folder, because several may start at the same time.
         self._temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.", suffix=".tmp", dir=parent))
         self._files = {name: (self._temporary / f"{name}.bin").open("wb") for name in self._dtypes}
         return self
 
     def add(self, ids: Sequence[int], scored: bool = True) -> None:
-        """Append tokens to the document at hand, or begin one."""
+        """Append tokens to the current document, or start a document."""
         if not len(ids):
             return
         if not self._inside:
@@ -183,8 +183,9 @@ class CorpusWriter:
         self.count += len(ids)
 
     def end_document(self, eos: int | None, scored: bool) -> None:
-        """What follows is another document. One without any tokens is none, and gets no end; nor does one that has
-        its end already (where a line end is the EOS token, as in word-level text)."""
+        """End the current document with the EOS token, if one is given. Empty documents are skipped.
+
+        No EOS token is added if the document already ends with it, as in word-level text, where newlines are EOS."""
         if self._inside and eos is not None and self._last != eos:
             self.add([eos], scored)
         self._inside = False
@@ -193,7 +194,7 @@ class CorpusWriter:
         self._files[name].write(np.asarray(values, self._dtypes[name]).tobytes())
 
     def commit(self, about: dict[str, Any]) -> None:
-        """All is written: give it its name."""
+        """Write the header and rename the folder to its final name."""
         header: dict[str, Any] = {"format": FORMAT, **about, "arrays": {}}
         for name, file in self._files.items():
             header["arrays"][name] = {"dtype": self._dtypes[name].str, "bytes": file.tell()}
@@ -202,7 +203,7 @@ class CorpusWriter:
             file.close()
         text = json.dumps({**header, "checksum": digest(header)}, indent=1)
         (self._temporary / "header.json").write_text(text, "utf-8")
-        if read_header(self.folder) is None:  # or another process was faster
+        if read_header(self.folder) is None:  # otherwise another process has written it
             shutil.rmtree(self.folder, ignore_errors=True)
             try:
                 self._temporary.rename(self.folder)

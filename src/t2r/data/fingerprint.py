@@ -1,4 +1,4 @@
-"""What a cached file was made from. A cache is named by this, so one that is out of date is never found."""
+"""Fingerprints of inputs. Caches are named by the fingerprints of their inputs, so outdated caches are not used."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SMALL = 1 << 20
-"""Files up to this many bytes are known by what is in them, larger ones by when they were written."""
+"""Files up to this many bytes are identified by their content, larger ones by size and modification time."""
 
 
 def cache_folder(kind: str) -> Path:
-    """Where caches go unless told otherwise: `T2R_CACHE`, or `t2r` in the user's cache folder."""
+    """Return the default cache folder, in `T2R_CACHE` or in `t2r` in the user's cache folder."""
     if root := os.environ.get("T2R_CACHE"):
         return Path(root).expanduser() / kind
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "t2r" / kind
 
 
 def digest(value: Any) -> str:
-    """A short name for anything that JSON can write; the order of keys does not matter."""
+    """Return a hash of a JSON-serializable value that does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def of_file(path: Path) -> list[Any]:
-    """The file and its version: a clock can be too coarse for two quick edits, so small files are read."""
+    """Return the fingerprint of a file.
+
+    Small files are hashed, because modification times can be too coarse to distinguish quick edits."""
     stat = path.stat()
     if stat.st_size <= SMALL:
         return [str(path.absolute()), hashlib.sha256(path.read_bytes()).hexdigest()]
@@ -35,10 +37,10 @@ def of_file(path: Path) -> list[Any]:
 
 
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that decides which tokens a text becomes."""
+    """Return the fingerprint of everything that affects tokenization."""
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # How the last batch was padded or cut is a state of the object, and not a part of the tokenizer.
+        # Padding and truncation are those of the last call and do not belong to the tokenizer.
         del backend["padding"], backend["truncation"]
     else:
         backend = tokenizer.get_vocab()
@@ -47,7 +49,7 @@ def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def of_model(model: PreTrainedModel) -> str:
-    """Configuration, name, and a few weights of every tensor: a model that was trained on is another one."""
+    """Return the fingerprint of a model: its configuration, its name, and a few weights of every tensor."""
     config = model.config.to_dict()
     config.pop("transformers_version", None)
     weights = {}

@@ -1,11 +1,11 @@
-"""Mixtures: how often, or for which share of the tokens, each source of text is read.
+"""Mixtures of text sources, weighted by readings per epoch or by share of the tokens.
 
-    wiki.txt:2       read twice in an epoch
+    wiki.txt:2       read twice per epoch
     novels.txt:0.5   every second block, the others in the next epoch
-    wiki.txt:60%     60 % of the tokens that are read
+    wiki.txt:60%     60 % of the tokens read
 
-Shares become numbers of readings: the source that lasts longest is read once in an epoch, the others as often as their
-share requires. Sources with the same number of readings are read as one text: blocks run on from one to the next.
+Shares are converted to readings: the source that lasts longest is read once per epoch, the others as often as their
+share requires. Sources with the same number of readings are concatenated, so that blocks continue across them.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ logger = logging.getLogger(__name__)
 
 WEIGHT = re.compile(r"(?P<source>.+):(?P<number>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)\s*(?P<percent>%?)", re.IGNORECASE)
 FINEST = 10**6
-"""The largest denominator of a number of readings, so that counting is exact in 64 bits."""
+"""The largest denominator of a number of readings, so that counts are exact in 64 bits."""
 
 Sources = str | Sequence[Any] | Mapping[str, Any]
-"""A source, a list of them (texts, pairs of source and weight, or mappings with the fields of `WeightedSource`), or a
-mapping from source to weight."""
+"""A source, a list of sources (strings, pairs of source and weight, or mappings with the fields of `WeightedSource`),
+or a mapping from source to weight."""
 
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """A source of text, with the number of its readings or with its share."""
+    """A source of text and its weight, either readings or a share."""
 
     source: str = option(help="A text file, a glob, JSONL, `datasets:NAME`, or `teacher`.")
     readings: float | None = option(
         None,
-        help="How often it is read in an epoch; 0.5: every second block, the others in the next epoch.",
+        help="Readings per epoch; 0.5: every second block, the others in the next epoch.",
         minimum=0.001,
         maximum=10_000,
-        unset="1, without a share",
+        unset="1 if no share is given",
     )
     share: float | None = option(
         None,
-        help="Its share of the tokens that are read, in per cent. If one source has a share, all must; if they do not "
-        "add up to 100, they are scaled.",
+        help="Share of the tokens read, in percent. If one source has a share, all must have one. Shares that do not "
+        "add up to 100 are scaled.",
         above=0,
         maximum=10**6,
         unset="none",
@@ -71,7 +71,7 @@ class WeightedSource:
             raise T2RError(f"train: {self.source}: give readings or a share, not both")
 
     def __str__(self) -> str:
-        """As it is written on the command line."""
+        """The source as written on the command line."""
         if self.share is not None:
             return f"{self.source}:{self.share:g}%"
         return self.source if self.readings in (None, 1) else f"{self.source}:{self.readings:g}"
@@ -81,7 +81,7 @@ class WeightedSource:
 
 
 def parse_sources(train: Sources | None) -> list[WeightedSource]:
-    """What the caller gave, in any of its forms. A source that is given several times is read so many times more."""
+    """Parse sources in any form. The weights of a source that is given several times are added."""
     if isinstance(train, Mapping):
         parsed = [with_weight(source, weight) for source, weight in train.items()]
     else:
@@ -95,13 +95,11 @@ def parse_sources(train: Sources | None) -> list[WeightedSource]:
 
 
 def check_shares(sources: Sequence[WeightedSource]) -> None:
-    """Either every source has a share, or none has."""
+    """Raise T2RError if some sources have a share and others do not."""
     shared = [entry for entry in sources if entry.share is not None]
     if shared and len(shared) < len(sources):
         without = next(entry for entry in sources if entry.share is None)
-        raise T2RError(
-            f"train: {shared[0]} is a share and {without} is not: give every source a share, or none of them"
-        )
+        raise T2RError(f"train: {shared[0]} has a share and {without} does not: give all sources a share, or none")
 
 
 def together(one: WeightedSource, other: WeightedSource) -> WeightedSource:
@@ -124,7 +122,7 @@ def parse_source(entry: Any) -> WeightedSource:
         return WeightedSource(**values)
     if isinstance(entry, list | tuple) and len(entry) == 2:
         return with_weight(*entry)
-    raise T2RError(f"train: a source is a text, a pair of source and weight, or a mapping; got {entry!r}")
+    raise T2RError(f"train: a source must be a string, a pair of source and weight, or a mapping; got {entry!r}")
 
 
 def strip_percent(name: str, value: Any) -> Any:
@@ -132,7 +130,7 @@ def strip_percent(name: str, value: Any) -> Any:
 
 
 def parse_text(text: str) -> WeightedSource:
-    """`wiki.txt`, `wiki.txt:2` or `wiki.txt:60%`. A file whose name ends like this is still found."""
+    """Parse `wiki.txt`, `wiki.txt:2` or `wiki.txt:60%`. If a file with the whole name exists, it is used."""
     found = WEIGHT.fullmatch(text)
     if found is None or exists(text):
         return WeightedSource(text)
@@ -144,13 +142,13 @@ def exists(name: str) -> bool:
         return False
     try:
         path = Path(name).expanduser()
-    except RuntimeError:  # ~somebody, who is not known here
+    except RuntimeError:  # ~user with an unknown user
         return False
     return kind_of(path) is not None or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
 
 
 def with_weight(source: Any, weight: Any) -> WeightedSource:
-    """A number is a number of readings, a text such as `60%` a share."""
+    """Build a source from a weight: a number means readings, a string such as `60%` a share."""
     source = str(source) if isinstance(source, Path) else source
     if isinstance(weight, str) and weight.strip().endswith("%"):
         return WeightedSource(source, share=options_of(WeightedSource)["share"].read(strip_percent("share", weight)))
@@ -160,19 +158,23 @@ def with_weight(source: Any, weight: Any) -> WeightedSource:
 def warn_of_shares(sources: Sequence[WeightedSource]) -> None:
     total = sum(entry.share or 0.0 for entry in sources)
     if total and not math.isclose(total, 100, rel_tol=1e-6):
-        logger.warning("the shares of the texts add up to %g %%: they are scaled to 100 %%", total)
+        logger.warning("the shares of the sources add up to %g %%: they are scaled to 100 %%", total)
 
 
 # --- Blocks -------------------------------------------------------------------------------------------------
 
 
 class MixedBlocks(Dataset[dict[str, Tensor]]):
-    """The blocks of all sources, each once, and how often those of each part are read in an epoch.
+    """The blocks of all sources, each once, and the number of readings per epoch of each part.
+
+    A part is a source, or several sources that are concatenated.
 
     Args:
-        sources: what was asked for.
-        corpora: the tokens of each.
-        apart: sources that are never joined with others.
+        sources: the sources and their weights.
+        corpora: the tokenized corpus of each source.
+        block_size: tokens per block.
+        documents: whether to restart positions with each document, as in `Blocks`.
+        apart: sources that are never concatenated with others.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
     ) -> None:
         self.block_size = block_size
         self.members = join_equal(sources, apart)
-        """For each part, the numbers of its sources."""
+        """For each part, the indices of its sources."""
         self.corpora = corpora
         self.parts = []
         for members in self.members:
@@ -194,8 +196,8 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
             if len(joined) < block_size and len(self.members) > 1:
                 names = ", ".join(sources[i].source for i in members)
                 raise T2RError(
-                    f"{names} has {len(joined)} tokens, less than one block of {block_size}: give more of it, use a "
-                    "smaller block_size, or give it the weight of another source, to which it is then joined"
+                    f"{names} has {len(joined)} tokens, less than one block of {block_size}: give more text, use a "
+                    "smaller block_size, or give it the same weight as another source, to concatenate both"
                 )
             self.parts.append(Blocks(joined, block_size, documents=documents))
         shares = None
@@ -209,7 +211,7 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
         self.ends = list(accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
-        """How many different blocks there are."""
+        """The number of distinct blocks."""
         return self.ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -221,14 +223,14 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
 
     @property
     def portions(self) -> list[tuple[int, Fraction]]:
-        """The blocks of each part, and how often they are read in an epoch."""
+        """The number of blocks of each part, and its readings per epoch."""
         return [(len(part), readings) for part, readings in zip(self.parts, self.readings, strict=True)]
 
     def tokens_of_sources(self, counts: NDArray[np.int64]) -> list[int]:
-        """How many tokens of each source are read if each block is read as often as `counts` says."""
+        """Return the number of tokens read from each source, given the number of readings of each block."""
         read = [0] * len(self.corpora)
         for members, (start, stop) in zip(self.members, pairwise([0, *self.ends]), strict=True):
-            # Of the first x tokens of a part so many are read: linear within a block, and nothing behind the last.
+            # The tokens read of the first x tokens of a part: linear within a block, and constant after the last.
             total = np.concatenate([[0], np.cumsum(counts[start:stop])]) * self.block_size
             places = np.arange(stop - start + 1) * self.block_size
             ends = np.cumsum([0, *(len(self.corpora[i]) for i in members)])
@@ -238,7 +240,7 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
 
 
 def join_equal(sources: Sequence[WeightedSource], apart: Sequence[str]) -> list[list[int]]:
-    """The numbers of the sources that are read as one text."""
+    """Return the indices of the sources of each part."""
     groups: dict[Any, list[int]] = {}
     for index, entry in enumerate(sources):
         alone = entry.share is not None or entry.source in apart
@@ -247,12 +249,12 @@ def join_equal(sources: Sequence[WeightedSource], apart: Sequence[str]) -> list[
 
 
 def exact(number: float | None) -> Fraction:
-    """0.1 is one tenth."""
+    """Return the decimal number as an exact fraction: 0.1 becomes 1/10."""
     return Fraction(str(number)).limit_denominator(FINEST)
 
 
 def readings_of_shares(shares: Sequence[Fraction], blocks: Sequence[int]) -> list[Fraction]:
-    """How often each source is read in an epoch, in which the one that lasts longest is read once."""
+    """Convert shares to readings per epoch. The source that lasts longest is read once."""
     epoch = max(count / share for share, count in zip(shares, blocks, strict=True))
     return [
         (share * epoch / count).limit_denominator(max(FINEST, count))

@@ -1,4 +1,4 @@
-"""Progress bars on stderr, with the time that is left."""
+"""Progress bars on stderr."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 @contextmanager
 def progress_bar(words: str, total: float, unit: str, *, done: int = 0, shown: bool = True) -> Iterator[Report]:
-    """A bar for `total` units of work. The block is given a function that sets how many are done.
+    """Show a progress bar for `total` units of work. Yields a function that sets the number of completed units.
 
-    A file or a pipe gets no bar, only terminals and notebooks."""
+    The bar is shown in terminals and notebooks only, not in files and pipes."""
     console = Console(stderr=True)
     count = TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}")
     columns = (TextColumn(words), BarColumn(), count, TimeRemainingColumn())
@@ -23,9 +23,9 @@ def progress_bar(words: str, total: float, unit: str, *, done: int = 0, shown: b
 
 
 def is_watched(console: Console) -> bool:
-    """Whether a person can be looking: a terminal or a notebook, not a file or a pipe."""
+    """Return whether the console is a terminal or a notebook, not a file or a pipe."""
     return console.is_terminal or console.is_jupyter
 
 
 Report = Callable[[float], None]
-"""Is called with the number of units that are done."""
+"""Called with the number of completed units."""

@@ -1,4 +1,4 @@
-"""Reading corpora: text files, JSONL and `datasets`, as a stream that holds only a little at a time."""
+"""Streaming readers for text files, JSONL and `datasets`."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ from t2r.errors import T2RError
 from t2r.storage import kind_of
 
 READ = 1 << 18
-"""Bytes read at a time."""
+"""Number of bytes read at a time."""
 
 OPEN: dict[str, Callable[[Any], Any]] = {"": nullcontext, ".gz": gzip.open, ".xz": lzma.open}
-"""How a file is read, by its last suffix."""
+"""Functions that open a file, by its last suffix."""
 
 Report = Callable[[int], None]
-"""Told how many bytes of a source have been read so far."""
+"""Called with the number of bytes of a source read so far."""
 
 
 class Source(Protocol):
-    """Something that documents come from."""
+    """A source of documents."""
 
     @property
     def size(self) -> int:
-        """Bytes to read, as `read` reports them."""
+        """The number of bytes to read, in the same units as reported by `read`."""
 
     def fingerprint(self) -> Any:
-        """What changes when the text changes."""
+        """Return a value that changes when the text changes."""
 
     def read(self, tokenizer: PreTrainedTokenizerBase, lines: bool, report: Report) -> Iterator[Part]:
-        """Its documents, in order. `lines`: each line of plain text is one, otherwise each file is."""
+        """Yield the documents in order. With `lines`, each line of plain text is a document, otherwise each file."""
 
 
 def find_sources(names: str | Sequence[str]) -> list[Source]:
-    """What the names stand for: files, globs (in sorted order) and `datasets:NAME[:CONFIG][:SPLIT]`."""
+    """Return the sources for files, globs (in sorted order) and `datasets:NAME[:CONFIG][:SPLIT]`.
+
+    Raises T2RError if a file does not exist or a glob has no match."""
     sources: list[Source] = []
     for name in [names] if isinstance(names, str) else names:
         if name.startswith("datasets:"):
@@ -56,15 +58,15 @@ def find_sources(names: str | Sequence[str]) -> list[Source]:
             continue
         try:
             path = Path(name).expanduser()
-        except RuntimeError as error:  # ~somebody, who is not known here
+        except RuntimeError as error:  # ~user with an unknown user
             raise T2RError(f"there is no file {name}: {error}") from error
         kind = kind_of(path)
         if kind == "file":
             sources.append(FileSource(path))
         elif kind == "other":
-            raise T2RError(f"{name} is a device or a pipe, which cannot be read twice: name a file")
+            raise T2RError(f"{name} is a device or a pipe, which cannot be read twice: give a file")
         elif kind == "folder":
-            raise T2RError(f"{name} is a folder: name its files with a glob, such as {path / '*.txt'}")
+            raise T2RError(f"{name} is a folder: give its files as a glob, such as {path / '*.txt'}")
         elif any(c in name for c in "*?["):
             matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
             files = [FileSource(match) for match in matches if match.is_file()]
@@ -74,13 +76,13 @@ def find_sources(names: str | Sequence[str]) -> list[Source]:
         else:
             raise T2RError(f"there is no file {name}")
     if not sources:
-        raise T2RError("no text was given: name at least one file, glob or datasets:NAME")
+        raise T2RError("no text was given: give at least one file, glob or datasets:NAME")
     return sources
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file: JSONL if it is called so, otherwise plain text; compressed if it is called .gz or .xz."""
+    """A file of JSONL (extension .jsonl) or plain text (any other), optionally compressed (.gz or .xz)."""
 
     path: Path
 
@@ -108,11 +110,11 @@ class FileSource:
             else:
                 parts = self._pieces(file)
             for part in parts:
-                report(raw.tell())  # of a compressed file, how much of it was unpacked
+                report(raw.tell())  # for a compressed file, the compressed bytes read
                 yield part
 
     def read_lines(self, report: Report = lambda _: None) -> Iterator[str]:
-        """Every line, empty ones too, without its line end."""
+        """Yield every line, also empty ones, without its line end."""
         with self.opened() as (file, raw):
             for number, line in self._lines(file):
                 if number % 1024 == 0:
@@ -121,14 +123,14 @@ class FileSource:
 
     @property
     def suffixes(self) -> tuple[str, str]:
-        """The last suffix but that of a compressed file, and that one; empty where there is none."""
+        """Return the suffix before a compression suffix, and the compression suffix; each may be empty."""
         found = [suffix.lower() for suffix in self.path.suffixes]
         packed = found.pop() if found and found[-1] in OPEN else ""
         return found[-1] if found else "", packed
 
     @contextmanager
     def opened(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-        """The unpacked file, and the file itself."""
+        """Open the file: the decompressed stream and the raw one."""
         _, packed = self.suffixes
         with self.reading(), self.path.open("rb") as raw, OPEN[packed](raw) as opened:
             try:
@@ -148,7 +150,7 @@ class FileSource:
         yield Part(self._decode(decoder, b"", read))
 
     def _decode(self, decoder: codecs.IncrementalDecoder, data: bytes, read: int) -> str:
-        pending = len(decoder.getstate()[0])  # the head of a character whose tail was not read yet
+        pending = len(decoder.getstate()[0])  # the first bytes of an incomplete character
         try:
             return decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
@@ -178,13 +180,13 @@ class FileSource:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise T2RError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-            except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-                raise T2RError(f"{where}: not JSON that can be read: {error}") from error
+            except (ValueError, RecursionError) as error:  # integers too long, or nesting too deep
+                raise T2RError(f"{where}: the JSON cannot be read: {error}") from error
             yield from _record(record, tokenizer, where)
 
 
 def _record(record: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[Part]:
-    """The document of one JSONL line or one row of a dataset; `messages` wins where there is `text` too."""
+    """Yield the document of a JSONL line or a dataset row. If it has both, `messages` is used and `text` is ignored."""
     if isinstance(record, dict) and record.get("messages") is not None:
         for part in conversation(record["messages"], tokenizer, where):
             check_unicode(part.text, where)
@@ -193,11 +195,11 @@ def _record(record: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Iter
         check_unicode(record["text"], where)
         yield Part(record["text"])
     else:
-        raise T2RError(f"{where}: needs `text` (a string) or `messages` (a list)")
+        raise T2RError(f"{where}: requires `text` (a string) or `messages` (a list)")
 
 
 def check_unicode(text: str, where: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can write and Python can hold, but which is no character."""
+    """Raise T2RError for unpaired surrogates, which JSON and Python strings allow, but which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -208,7 +210,7 @@ def check_unicode(text: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """`datasets:NAME[:CONFIG][:SPLIT]`; the split is `train` unless given, and rows are as lines of JSONL."""
+    """`datasets:NAME[:CONFIG][:SPLIT]`. The split defaults to `train`. Rows have the same fields as JSONL lines."""
 
     name: str
 
@@ -217,12 +219,12 @@ class DatasetSource:
         try:
             import datasets
         except ImportError as error:
-            raise T2RError(f"{self.name} needs the datasets extra: pip install 't2r[datasets]'") from error
-        # The split comes last, so that a slice such as train[:1%] keeps its colon.
+            raise T2RError(f"{self.name} requires the datasets extra: pip install 't2r[datasets]'") from error
+        # The split comes last, because a slice such as train[:1%] contains a colon.
         _, name, config, split = (*self.name.split(":", 3), "", "")[:4]
         try:
             return datasets.load_dataset(name, config or None, split=split or "train")
-        except Exception as error:  # its own errors, and those of every file system and network beneath it
+        except Exception as error:  # errors of datasets, file systems and networks
             reason = " ".join(str(error).split())
             raise T2RError(f"cannot load {self.name}: {reason}") from error
 

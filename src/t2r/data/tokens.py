@@ -1,14 +1,14 @@
-"""Tokenise a corpus once, into a memory-mapped cache.
+"""Tokenize a corpus once, into a memory-mapped cache.
 
-The text streams through in pieces, a batch of them at a time. The tokenizer's own threads share a batch out:
-they scale as processes would, need no pickling, and cannot deadlock after a fork as processes with fast
-tokenizers can (`RAYON_NUM_THREADS` sets how many).
+The text is streamed in batches of pieces. The tokenizer's own threads process a batch in parallel
+(`RAYON_NUM_THREADS` sets their number). They scale like processes, need no pickling, and cannot deadlock after a fork
+as processes with fast tokenizers can.
 
-A long document must be cut to be tokenised in bounded memory, and should give the tokens that it gives
-whole. So it is cut after a line end, at one where the tokenizer is seen to separate (whether two line ends may
-be cut apart differs from one to the next), and each piece is tokenised behind the last few characters of the
-one before, so that it does not look like the start of a text. What remains are texts without such places, such
-as a megabyte without a line end or a space: these are cut anyway, and a word there may become other tokens.
+A long document is split into pieces, so that it is tokenized in bounded memory. The tokens should be those of the
+unsplit document. The document is therefore split after a newline, or else before a space, where the tokenizer is
+observed to have a token boundary, and each piece is tokenized with the last few characters of the previous piece as
+context. Text without such a position, for example a megabyte without newlines or spaces, is split anyway, and a word at
+the split may be tokenized differently.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from t2r.data.text import Source, find_sources
 from t2r.errors import T2RError
 
 PIECE = 1 << 16
-"""Most characters that are tokenised as one."""
+"""Maximum number of characters of a piece."""
 BATCH = 1 << 22
-"""About how many characters are in memory at a time."""
+"""Approximate number of characters in memory at a time."""
 CONTEXT = 64
-"""Characters before and after a cut that may have a say in how the text is tokenised there."""
+"""Number of characters before and after a split that may affect the tokens at the split."""
 TRIES = 32
-"""How many line ends, and then how many spaces, are tried for a cut."""
+"""Number of newlines, and then of spaces, that are tried as a split."""
 
 
 def tokenize_corpus(
@@ -49,17 +49,20 @@ def tokenize_corpus(
     progress: bool = True,
     tokenizer_key: str | None = None,
 ) -> TokenCorpus:
-    """The tokens of a corpus, from the cache if it was tokenised before and nothing has changed since.
+    """Tokenize a corpus, or return it from the cache if neither the text nor the tokenizer has changed.
 
     Args:
-        sources: text files (.txt or any name), .jsonl with `text` or `messages`, either as .gz or .xz, globs
-            of these, and `datasets:NAME[:CONFIG][:SPLIT]`.
-        lines: each line of plain text is a document; otherwise each file is one.
-        add_eos: end each document with the tokenizer's EOS token, if it has one. Conversations end as their
-            chat template ends them.
-        cache_dir: where the cache goes; by default `tokens` in `T2R_CACHE` or in `~/.cache/t2r`.
-        progress: show a bar.
-        tokenizer_key: the tokenizer's fingerprint, where it is known already.
+        sources: text files (any extension), .jsonl files with `text` or `messages`, both optionally .gz or .xz, globs
+            of these, or `datasets:NAME[:CONFIG][:SPLIT]`.
+        tokenizer: the tokenizer.
+        lines: whether each line of plain text is a document; otherwise each file is one document.
+        add_eos: whether to end each document with the EOS token, if the tokenizer has one. Conversations end as in
+            their chat template.
+        cache_dir: folder of the cache. Defaults to `tokens` in `T2R_CACHE` or in `~/.cache/t2r`.
+        progress: whether to show a progress bar.
+        tokenizer_key: the fingerprint of the tokenizer, if already known.
+
+    Raises T2RError if a source cannot be read, has no text, or changes while it is read.
     """
     found = find_sources(sources)
     tokenizer_key = tokenizer_key or fingerprint.of_tokenizer(tokenizer)
@@ -86,7 +89,7 @@ def tokenize_corpus(
         if not writer.count:
             raise T2RError(f"there is no text in {', '.join(names)}")
         if key() != folder.name:
-            raise T2RError(f"{', '.join(names)} changed while it was read: try again when it is complete")
+            raise T2RError(f"{', '.join(names)} changed while being read: try again when it is complete")
         writer.commit({"sources": names, "tokens": writer.count})
     return TokenCorpus(folder)
 
@@ -94,7 +97,7 @@ def tokenize_corpus(
 def read_all(
     sources: list[Source], tokenizer: PreTrainedTokenizerBase, lines: bool, progress: bool, title: str = "tokenizing"
 ) -> Iterator[Part]:
-    """Every source, one after the other, behind a bar that counts the bytes read."""
+    """Read the sources in order, with a progress bar that counts bytes."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not (progress and is_watched(console))) as bar:
@@ -112,7 +115,7 @@ def read_all(
 
 
 class Piece(NamedTuple):
-    """Text to be tokenised as one, and what comes before it in its document."""
+    """Text to tokenize in one call, and the text before it in the same document."""
 
     text: str
     context: str
@@ -122,7 +125,7 @@ class Piece(NamedTuple):
 
 
 def cut(parts: Iterator[Part], tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
-    """Cut what is too long, and join what a reader had to break at any place."""
+    """Split long documents into pieces. Parts that the reader split at arbitrary positions are joined first."""
     text, context, loss = "", "", True
     for part in parts:
         if part.loss != loss:
@@ -130,7 +133,7 @@ def cut(parts: Iterator[Part], tokenizer: PreTrainedTokenizerBase) -> Iterator[P
                 yield Piece(text, context, loss, ends=False, closed=False)
             text, context, loss = "", (context + text)[-CONTEXT:], part.loss
         text += part.text
-        # Only what lies in this window decides on a cut, so it does not depend on how the text was read.
+        # Only the text in this window determines the split, so it does not depend on the sizes of the parts.
         while len(text) > PIECE + CONTEXT:
             end = find_cut(text[: PIECE + CONTEXT], tokenizer)
             yield Piece(text[:end], context, loss, ends=False, closed=False)
@@ -141,7 +144,7 @@ def cut(parts: Iterator[Part], tokenizer: PreTrainedTokenizerBase) -> Iterator[P
 
 
 def find_cut(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The last good place to cut: after a line end, else before a space, else after `PIECE` characters."""
+    """Return the last good split: after a newline, else before a space, else after `PIECE` characters."""
     for mark, offset in (("\n", 1), (" ", 0)):
         found = PIECE
         for _ in range(TRIES):
@@ -151,13 +154,13 @@ def find_cut(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
             at = found + offset
             before = text[max(0, at - CONTEXT) : at]
             left, both = encode([before, before + text[at : at + CONTEXT]], tokenizer)
-            if both[: len(left)] == left:  # what follows changes nothing of what was
+            if both[: len(left)] == left:  # the text after the split does not change the tokens before it
                 return at
     return PIECE
 
 
 def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """As many pieces as make up `BATCH` characters."""
+    """Group pieces into batches of about `BATCH` characters."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -171,21 +174,21 @@ def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """The tokens of each piece, as they are behind its context."""
+    """Yield the tokens of each piece, tokenized after its context."""
     texts = [text for piece in pieces for text in (piece.context, piece.context + piece.text)]
     encoded = encode(texts, tokenizer)
     for piece, before, both in zip(pieces, encoded[::2], encoded[1::2], strict=True):
         if both[: len(before)] == before:
             yield both[len(before) :]
-        else:  # the cut is inside a token, so that the context has no tokens of its own
+        else:  # the split is inside a token
             yield encode([piece.text], tokenizer)[0]
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokens alone: no special ones but those written in the text."""
+    """Tokenize texts without adding special tokens."""
     if not tokenizer.is_fast:
         return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    # Past the wrapper, which spends as long on lists of offsets and masks as all threads on the tokens.
+    # The wrapper is bypassed because its lists of offsets and masks take as long as the tokenization itself.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

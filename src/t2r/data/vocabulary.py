@@ -1,10 +1,10 @@
-"""Tokenizers made from the corpus itself, for models that start from nothing.
+"""Tokenizers trained on the corpus, for pretraining.
 
-    bpe     byte-level BPE: any text, and back to exactly that text
-    word    for text that is tokens already, such as WikiText's: words between spaces, as fairseq reads them
+    bpe     byte-level BPE: encodes any text, and decodes to exactly the same text
+    word    words separated by spaces, as in fairseq, for text that is already tokenized, such as WikiText
 
-The second is fairseq's dictionary: `<s> <pad> </s> <unk>`, then words by frequency, and a line end is the token `</s>`.
-So a text has as many tokens as it has words and lines, which is what published word-level perplexities are over.
+`word` is a fairseq dictionary: `<s> <pad> </s> <unk>`, then words by frequency; a newline becomes the token `</s>`. The
+number of tokens is therefore the number of words and lines, as in published word-level perplexities.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from t2r.storage import whole_folder
 KINDS = ("bpe", "word")
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
-"""The first words of every fairseq dictionary, in its order."""
+"""The first entries of every fairseq dictionary, in order."""
 SMALLEST = {"bpe": 257, "word": len(SPECIALS) + 1}
 LONGEST = 1 << 20
-"""Characters after which a text without a line end is cut at a space, or anywhere if it has none."""
+"""Number of characters after which text without a newline is split at a space, or anywhere if it has none."""
 LONG_RUN = re.compile(r"\S{256}|\s{256}")
-"""Training a BPE takes time quadratic in the length of a word: longer ones are cut."""
+"""Longer words are split, because the time of BPE training is quadratic in the length of a word."""
 FORMAT = 2
 
 
@@ -45,14 +45,14 @@ def train_tokenizer(
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer for this text, from the cache if it was made before and nothing has changed since.
+    """Train a tokenizer on a text, or return it from the cache if the text has not changed.
 
     Args:
         sources: as for `tokenize_corpus`.
         kind: `bpe` or `word`.
-        vocab_size: entries in all, special ones included; a text may give fewer. None: all words there are.
-        cache_dir: where the cache goes; by default `tokenizers` in `T2R_CACHE` or in `~/.cache/t2r`.
-        progress: show a bar.
+        vocab_size: maximum vocabulary size, including special tokens. Required for `bpe`. None: all words.
+        cache_dir: folder of the cache. Defaults to `tokenizers` in `T2R_CACHE` or in `~/.cache/t2r`.
+        progress: whether to show a progress bar.
     """
     check_tokenizer(kind, vocab_size)
     found = find_sources(sources)
@@ -69,19 +69,19 @@ def train_tokenizer(
 
 
 def check_tokenizer(kind: str, vocab_size: int | None) -> None:
-    """Refuse what cannot be made, before any text is read."""
+    """Raise T2RError for invalid options, before any text is read."""
     if kind not in KINDS:
         raise T2RError(f"no tokenizer of kind {kind!r}: choose one of {', '.join(KINDS)}")
     if vocab_size is None and kind == "bpe":
-        raise T2RError("a bpe tokenizer needs a vocab_size")
+        raise T2RError("a bpe tokenizer requires a vocab_size")
     if vocab_size is not None and vocab_size < SMALLEST[kind]:
-        raise T2RError(f"vocab_size is {vocab_size}: a {kind} tokenizer needs at least {SMALLEST[kind]}")
+        raise T2RError(f"vocab_size is {vocab_size}: a {kind} tokenizer requires at least {SMALLEST[kind]}")
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as GPT-2 has it: every byte is a token, so that nothing is unknown."""
+    """Train a byte-level BPE tokenizer like GPT-2's. Every byte is a token, so there are no unknown tokens."""
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # a word at a line's start is another
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # as in GPT-2
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -95,12 +95,12 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,  # or what is decoded would not be the text
+        clean_up_tokenization_spaces=False,  # decoding must return the exact text
     )
 
 
 def without_long_runs(texts: Iterator[str]) -> Iterator[str]:
-    """The same text, cut wherever it goes on for too long without a change between words and spaces."""
+    """Split texts after long runs of non-space or space characters."""
     for text in texts:
         start = 0
         for found in LONG_RUN.finditer(text):
@@ -110,7 +110,7 @@ def without_long_runs(texts: Iterator[str]) -> Iterator[str]:
 
 
 def frequent_words(texts: Iterator[str], vocab_size: int | None) -> list[str]:
-    """The words of a text, most frequent first; of equally frequent ones the order is that of their letters."""
+    """Return the words of a text by descending frequency, then alphabetically."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text.split())
@@ -118,22 +118,22 @@ def frequent_words(texts: Iterator[str], vocab_size: int | None) -> list[str]:
         del counts[special]
     words = sorted(counts, key=lambda word: (-counts[word], word))
     if not words:
-        raise T2RError("there are no words in this text")
+        raise T2RError("the text has no words")
     return words if vocab_size is None else words[: vocab_size - len(SPECIALS)]
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer of words, numbered in this order behind fairseq's special ones."""
+    """Build a word tokenizer. The words are numbered in this order, after fairseq's special tokens."""
     vocabulary = {word: i for i, word in enumerate((*SPECIALS, *words))}
     if len(vocabulary) != len(SPECIALS) + len(words):
-        raise T2RError("a dictionary has a word twice, or a special one among its words")
+        raise T2RError("the dictionary has a duplicate word, or a special token among its words")
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    # A line end becomes a word before words are split: offsets still point to it in the text.
+    # Newlines become words before splitting, so that offsets still refer to the original text.
     backend.normalizer = normalizers.Replace("\n", " </s> ")
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.Sequence(
         [
-            # Puts a space before each word but the first, except those with this prefix, which none has.
+            # Adds a space before each word except the first, and except words with this prefix, which do not occur.
             decoders.WordPiece(prefix="\n", cleanup=False),
             decoders.Fuse(),
             decoders.Replace(Regex(" ?</s> ?"), "\n"),
@@ -141,7 +141,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token="</s>",  # nothing is ever learned of <s>: to fairseq too a text begins as after a line's end
+        bos_token="</s>",  # <s> is never trained: in fairseq, too, a text starts after </s>
         eos_token="</s>",
         unk_token="<unk>",
         pad_token="<pad>",
@@ -150,7 +150,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def whole_lines(parts: Iterator[Part]) -> Iterator[str]:
-    """The text in stretches that end with a line, however it was read."""
+    """Join parts and split the text at newlines, independently of the sizes of the parts."""
     text = ""
     for part in parts:
         text += part.text

@@ -1,9 +1,9 @@
-"""WikiText as ordinary text: its raw files separate every sign by spaces, which a subword model has never seen.
+"""Detokenization of WikiText. Its raw files put spaces around punctuation, unlike the training text of subword models.
 
     python -m t2r.data.wikitext wiki.valid.raw valid.txt
     python -m t2r.data.wikitext datasets:Salesforce/wikitext:wikitext-2-raw-v1:validation valid.txt
 
-Perplexities on WikiText compare only where the text was prepared alike.
+Perplexities on WikiText are comparable only if the text was prepared in the same way.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ ENDINGS = {" 's": "'s", " n't": "n't"}
 
 
 def detokenize(text: str) -> str:
-    """Join what WikiText's tokenizer took apart: signs inside numbers and words, punctuation, brackets, and endings.
-    Quotation marks stay apart: nothing says which of a pair opens."""
+    """Undo WikiText's tokenization: join hyphens and separators, punctuation, brackets and word endings.
+
+    Spaces around quotation marks are kept, because opening and closing marks cannot be distinguished."""
     for apart, joined in JOINED.items():
         text = text.replace(apart, joined)
     text = text.replace(" \n", "\n")
@@ -34,7 +35,7 @@ def detokenize(text: str) -> str:
 
 
 def prepare(source: str, out: str | Path) -> None:
-    """Write the detokenized text of a file, of a glob, or of a `datasets:` name."""
+    """Write the detokenized text of a file, a glob, or a `datasets:` name."""
     parts = (
         part.text
         for found in find_sources(source)

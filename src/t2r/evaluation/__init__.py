@@ -1,6 +1,6 @@
-"""How good a model is: perplexity, what it writes, what it remembers, BLEU of its translations.
+"""Evaluation of models: perplexity, repetition, recall, lm-eval tasks, and BLEU of translations.
 
-`evaluate` does it all for several models and texts; each measurement is a function of its own.
+`evaluate` runs all measurements for several models and texts. Each measurement is also available as a function.
 """
 
 from t2r.evaluation.compare import evaluate

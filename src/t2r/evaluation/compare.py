@@ -1,4 +1,4 @@
-"""Several models on the same texts, the first of them the reference for all others."""
+"""Evaluation of several models on the same texts, with the first model as the reference."""
 
 import gc
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Model = str | Path | PreTrainedModel
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 128
-"""For repetition the models go on from pieces of the text itself."""
+"""For repetition, the prompts are excerpts of the text."""
 
 
 def evaluate(
@@ -60,38 +60,49 @@ def evaluate(
     seed: int = 0,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure each model on texts, on tasks of lm-eval, or on both. Returns a dictionary for each model and variant,
-    for JSON or for `tables`.
+    """Evaluate models on texts, on lm-eval tasks, or on both.
 
-    KL and agreement are to the `teacher`, or else to the first model, and ratios of perplexity to the first
-    model. Models given by name are loaded once, one at a time, so that memory holds the reference and one more.
+    Returns a dictionary for each model and variant, for JSON or for `tables`. KL and agreement are relative to the
+    `teacher`, or to the first model if there is no teacher. Ratios of perplexity are relative to the first model.
+    Models given by name are loaded once, one at a time, so that only the reference and one other model are in memory.
 
-    With several texts or windows, `measured` lists what was measured on each text in each window, and the first of
-    these also stands where a single one would.
+    With several texts or windows, `measured` is a list of the results for each text and window. The first of them is
+    also stored at the top level, as for a single text and window.
 
     Args:
-        models: folders, hub names or models (then give their `tokenizer`).
+        models: folders, names on the Hub, or model objects.
         text: a file or a glob, or several.
-        source, reference: of translation models, in place of a text: two files, line by line. Measures BLEU and chrF;
-            of the other arguments `limit` (lines), `dtype`, `device` and `tokenizer` apply.
-        beams, length_penalty: of the beam search by which sources are translated.
-        bleu_tokenize: sacrebleu's tokenizer for BLEU, such as `zh` where the references are Chinese.
-        outputs: a folder for the translations, a file for each model.
-        variants: further rows, `MODEL:window=TOKENS,sinks=TOKENS` or `MODEL:state=DTYPE,every=TOKENS` (see `Variant`).
-            MODEL is a model as it is given here, or the last part of its path.
-        tasks: of lm-eval, or your own whose YAML files are in `task_folder`.
-        window: tokens of a window, or several. None: 512, or as many as every model has positions.
-        stride: how far a window is advanced: so many tokens of each are scored. None: half the window.
-        batch_size: windows at a time. None: by the device.
-        limit: score so many windows of each text, or questions of a task, only.
-        tail: score the tokens at the end that fill no whole window, too.
-        generation: add repetition (of models, not of their variants) and recall, on the first text.
-        distances: of recall. None: those that half a window holds.
-        trials: of recall, at each distance.
+        source: file of source sentences for translation models, instead of `text`. Measures BLEU and chrF; of the other
+            arguments only `limit` (lines), `dtype`, `device`, `tokenizer` and `progress` apply.
+        reference: file of references of `source`.
+        beams: beams of the search that translates `source`.
+        length_penalty: length penalty of the beam search.
+        bleu_tokenize: sacrebleu's tokenizer for BLEU, for example `zh` for Chinese references.
+        outputs: folder to save the translations in, one file per model.
+        variants: variants to evaluate, `MODEL:window=TOKENS,sinks=TOKENS` or `MODEL:state=DTYPE,every=TOKENS` (see
+            `Variant`). MODEL is one of `models`, or the last part of its path.
+        tasks: tasks of lm-eval, or custom tasks with YAML files in `task_folder`.
+        task_folder: folder of custom tasks.
+        tokenizer: the tokenizer. Required if the first model is a model object.
+        teacher: the model for KL and agreement.
+        window: tokens per window, or several values. None: 512, or fewer if a model has fewer positions.
+        stride: tokens by which the window advances, and that are scored in each window. None: half the window.
+        limit: maximum number of windows of each text, or of examples of a task.
+        tail: whether to score the tokens at the end that do not fill a window.
+        batch_size: windows per batch. None: chosen by device.
+        dtype: `auto` (as saved), `float32`, `bfloat16` or `float16`.
+        device: `auto` (a GPU if available), `cpu`, `cuda`, ...
+        generation: whether to measure repetition (of models, not of variants) and recall, on the first text.
+        distances: distances of recall. None: those up to half a window.
+        trials: trials of recall at each distance.
+        seed: random seed for sampling and recall.
+        progress: whether to show progress bars.
+
+    Raises T2RError if the models cannot be compared, for example because their tokenizers differ.
     """
     models = [models] if isinstance(models, str | Path | PreTrainedModel) else list(models)
     if not models:
-        raise T2RError("name at least one model")
+        raise T2RError("give at least one model")
     texts = [] if text is None else [text] if isinstance(text, str | Path) else list(text)
     if source is not None or reference is not None:
         if source is None or reference is None:
@@ -121,9 +132,9 @@ def evaluate(
         check(RunOptions, given if batch_size is None else given | {"batch_size": batch_size})
     of_model = _variants(variants, models)
     if variants and not texts:
-        raise T2RError("variants are measured on a text: give --text FILE")
+        raise T2RError("variants require a text: give --text FILE")
     if tasks:
-        find_tasks(tasks, task_folder)  # and not after the text has been measured
+        find_tasks(tasks, task_folder)  # raises before the models are measured
     if tokenizer is None:
         tokenizer = _tokenizer_of(models[0])
     everyone = [*models, *([] if teacher is None else [teacher])]
@@ -138,7 +149,7 @@ def evaluate(
     else:
         distances_fit = list(distances or ())
     against = None if teacher is None or not read else _loaded(teacher, dtype, device)
-    sequences = RunOptions.batch_size if batch_size is None else batch_size  # of what is generated
+    sequences = RunOptions.batch_size if batch_size is None else batch_size  # batch size for generation
 
     results: list[dict[str, Any]] = []
     first: dict[tuple[str, int], Perplexity] = {}
@@ -183,7 +194,7 @@ def evaluate(
                 asked: dict[str, Any] = {"trials": trials, "seed": seed, "batch_size": batch_size, "variant": variant}
                 try:
                     recalled = recall(model, tokenizer, text_read.string, distances=distances_fit, **asked)
-                except T2RError as error:  # of this tokenizer, or this text: the same for every model
+                except T2RError as error:  # depends on the tokenizer and the text, so it is the same for every model
                     if distances is not None:
                         raise
                     logger.warning("recall is not measured: %s", error)
@@ -196,14 +207,14 @@ def evaluate(
                 )
             results.append(result)
         del model
-        gc.collect()  # a model is full of cycles, and the next one needs its memory now
+        gc.collect()  # models contain reference cycles, and the next model needs the memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return results
 
 
 def _variants(given: Sequence[str], models: Sequence[Model]) -> list[list[Variant]]:
-    """The variants of each model."""
+    """Return the variants of each model."""
     found: list[list[Variant]] = [[] for _ in models]
     titles = [_title(source) for source in models]
     for text in given:
@@ -222,8 +233,9 @@ ROUNDED_WINDOWS = 256
 
 
 def _batch(model: PreTrainedModel, variant: Variant | None) -> int | None:
-    """Windows at a time; None: by the device. A state that is rounded token by token takes a forward for each, however
-    many windows there are, so an accelerator reads many at once."""
+    """Return the number of windows per batch, or None to choose by device.
+
+    With a rounded state, each token takes a forward pass, so an accelerator processes many windows at once."""
     rounded = variant is not None and variant.state is not None and model.device.type != "cpu"
     return ROUNDED_WINDOWS if rounded else None
 
@@ -233,20 +245,19 @@ def _row_title(result: dict[str, Any]) -> str:
 
 
 def _windows(models: Sequence[Model], window: int | None, stride: int | None) -> tuple[int, int]:
-    """The window and the stride. The default window fits every model; a larger one that was asked for is a warning."""
+    """Return window and stride. The default window fits every model. A larger window is allowed with a warning."""
     limits = {_title(source): positions_of(_config(source)) for source in models}
     fewest = min((limit for limit in limits.values() if limit is not None), default=WINDOW)
     if window is None:
         window = min(WINDOW, fewest)
         if stride is not None and stride >= window:
-            raise T2RError(f"a stride of {stride} must be less than the window of {window}: give a window too")
+            raise T2RError(f"stride {stride} must be less than the window {window}: set window too")
         if window < WINDOW:
-            logger.warning("windows of %d tokens instead of %d: a model has no more positions", window, WINDOW)
+            logger.warning("windows of %d tokens instead of %d: a model has only %d positions", window, WINDOW, fewest)
     for name, limit in limits.items():
         if limit is not None and window > limit:
             logger.warning(
-                "a window of %d tokens is longer than the %d positions that %s was made for: what is measured beyond "
-                "them means nothing",
+                "a window of %d tokens is longer than the %d positions of %s: results beyond them are not meaningful",
                 window,
                 limit,
                 name,
@@ -257,12 +268,12 @@ def _windows(models: Sequence[Model], window: int | None, stride: int | None) ->
 def _repetition(
     model: PreTrainedModel, tokenizer: Tokenizer, text: Text, window: int, seed: int, batch_size: int
 ) -> dict[str, float | None]:
-    """The model's rates, and beside them the rate of the text where it goes on by itself."""
+    """Return the repetition rates of the model, and that of the text itself after the same prompts."""
     prompt, new = min(PROMPT_TOKENS, window // 4), min(NEW_TOKENS, window // 2)
     ids = text.token_ids.tolist()
     starts = range(0, len(ids) - prompt - new + 1, max(1, len(ids) // PROMPTS))
     if not starts:
-        raise T2RError(f"a text of {len(ids)} tokens is too short to check what a model writes")
+        raise T2RError(f"a text of {len(ids)} tokens is too short to measure repetition: use --no-generation")
     prompts = [ids[i : i + prompt] for i in starts]
     rates = repetition(model, tokenizer, prompts, new_tokens=new, seed=seed, batch_size=batch_size)
     own = [repeated(ids[i + prompt : i + prompt + new]) for i in starts]
@@ -271,18 +282,18 @@ def _repetition(
 
 def _tokenizer_of(source: Model) -> Tokenizer:
     if isinstance(source, PreTrainedModel):
-        raise T2RError("a model that is given as an object needs its tokenizer beside it")
+        raise T2RError("a model given as an object requires the tokenizer argument")
     if (tokenizer := load_tokenizer(str(source))) is None:
-        load_config(str(source))  # or there is no model at all, and it says so
-        raise T2RError(f"{source} has no tokenizer: save the one it was trained with into that folder")
+        load_config(str(source))  # raises if there is no model
+        raise T2RError(f"{source} has no tokenizer: save the tokenizer it was trained with to that folder")
     return tokenizer
 
 
 def _check(models: Sequence[Model], text: Text | None) -> None:
-    """What can be known to be wrong before the first model is measured, which may take an hour.
+    """Raise T2RError if the models cannot be compared, before the first one is measured.
 
-    Perplexities compare only over the same tokens, and distributions only over the same vocabulary. A folder without a
-    tokenizer is taken to use the one we have.
+    Perplexities are comparable only over the same tokens, and distributions only over the same vocabulary. A folder
+    without a tokenizer is assumed to use that of the first model.
     """
     sizes = {}
     for source in models:
@@ -295,13 +306,13 @@ def _check(models: Sequence[Model], text: Text | None) -> None:
         tokenizer = load_tokenizer(str(source))
         if tokenizer is not None and not torch.equal(encode(tokenizer, text.string).token_ids, text.token_ids):
             raise T2RError(
-                f"the tokenizer of {source} cuts this text differently, and perplexities per token would not "
-                "compare: evaluate the models one at a time, and compare their bits per byte"
+                f"the tokenizer of {source} tokenizes this text differently, so perplexities per token are not "
+                "comparable: evaluate the models one at a time, and compare their bits per byte"
             )
 
     if text is not None and len({size for size in sizes.values() if size is not None}) > 1:
         found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        raise T2RError(f"models are compared over one vocabulary, and these differ: {found}")
+        raise T2RError(f"the models must have the same vocabulary size: {found}")
 
 
 def _config(source: Model) -> Any:
@@ -318,7 +329,7 @@ def _title(source: Model) -> str:
 
 @contextmanager
 def _progress_bar(title: str, shown: bool) -> Iterator[Any]:
-    """Yields what `perplexity` calls after each batch: a bar on stderr, so that stdout stays clean."""
+    """Yield the function that `perplexity` calls after each batch, which updates a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,4 +1,4 @@
-"""What likelihood hides: a model that repeats itself, and one that forgets what it has read."""
+"""Measurements of generation that perplexity does not show: repetition and recall."""
 
 import math
 import random
@@ -32,7 +32,7 @@ PROMPTS = (
 
 
 class Repetition(NamedTuple):
-    """The share of n-grams that had occurred before in the same continuation, 0 to 1."""
+    """The share of n-grams that occurred earlier in the same continuation, from 0 to 1."""
 
     greedy: float
     sampled: float
@@ -48,18 +48,18 @@ def repetition(
     seed: int = 0,
     batch_size: int = 8,
 ) -> Repetition:
-    """How much a model repeats itself when it writes on: the likeliest token each time, and sampled freely.
+    """Measure how much a model repeats itself, with greedy search and with sampling.
 
-    Prompts are strings or token ids. Greedy text of small transformers repeats itself too, so compare with
-    the teacher; sampled text should repeat itself about as rarely as text that people wrote.
+    Prompts are strings or token ids. Greedy text of small transformers is repetitive too, so it should be compared with
+    the teacher's. The repetition of sampled text should be close to that of human text.
     """
     if new_tokens <= n:
-        raise T2RError(f"{new_tokens} new tokens have no {n}-grams to repeat: write more")
+        raise T2RError(f"new_tokens is {new_tokens}: measuring repeated {n}-grams requires more than {n}")
     coded = [_ids(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts or PROMPTS]
     if not all(coded):
         raise T2RError("a prompt is empty")
     check_positions(model, max(map(len, coded)) + new_tokens)
-    # Free of filters, so that it is the model's own distribution which is seen.
+    # Sampling without filters, from the distribution of the model.
     ways: dict[str, dict[str, Any]] = {
         "greedy": {"do_sample": False},
         "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
@@ -83,24 +83,24 @@ def _continue(generate: Any, prompts: Tensor, new_tokens: int, options: dict[str
     ids: Tensor = generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
-        min_new_tokens=new_tokens,  # as many as at most: it may not end early
+        min_new_tokens=new_tokens,  # does not end early
         max_new_tokens=new_tokens,
         num_beams=1,
         repetition_penalty=1.0,
-        pad_token_id=0,  # never used, but without one there is a warning
+        pad_token_id=0,  # never used, but avoids a warning
         **options,
     )
     return ids[:, prompts.shape[1] :].tolist()
 
 
 def repeated(ids: Sequence[int], n: int = 4) -> float:
-    """The share of n-grams that are not the first of their kind."""
+    """Return the share of n-grams that occurred before."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams)
 
 
 def _of_equal_length(prompts: list[list[int]], batch_size: int) -> Iterator[Tensor]:
-    """Batches that need no padding, so that nothing is tested here but the model."""
+    """Yield batches of prompts of equal length, which need no padding."""
     for length in sorted({len(p) for p in prompts}):
         yield from torch.tensor([p for p in prompts if len(p) == length]).split(batch_size)
 
@@ -113,26 +113,26 @@ WORDS = (
 )  # fmt: skip
 DISTANCES = (16, 64, 256)
 LEAD = 16
-"""Tokens of text before the key at least, because the first tokens of a text are a place of their own."""
+"""Minimum number of tokens before the key, because models treat the first tokens of a text differently."""
 
 
 class Recall(NamedTuple):
     distance: int
     """Tokens of other text between the key and the question."""
     accuracy: float
-    """How often the true word is likelier than every other of the choices."""
+    """The share of trials in which the correct word is the most likely of the choices."""
     chance: float
-    """The accuracy of a model that remembers nothing."""
+    """The accuracy of random choices."""
     greedy: float
-    """How often the model, left to write, writes the true word; a model that remembers nothing never does."""
+    """The share of trials in which greedy search generates the correct word."""
     trials: int
     interval: tuple[float, float]
-    """Of the accuracy, with 95 % confidence (Wilson)."""
+    """The 95 % confidence interval of the accuracy (Wilson)."""
     greedy_interval: tuple[float, float]
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson score interval of a proportion, which stays within 0 and 1 and has a width at either end."""
+    """Return the Wilson score interval of a proportion. It is within [0, 1], also for proportions of 0 and 1."""
     share, weight = successes / trials, z * z / trials
     center = (share + weight / 2) / (1 + weight)
     half = z / (1 + weight) * math.sqrt(share * (1 - share) / trials + weight / 4 / trials)
@@ -140,14 +140,14 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
 
 
 Sentences = dict[str, tuple[list[int], dict[str, list[int]]]]
-"""For each name the question's tokens, and for each word the tokens that answer it."""
+"""For each name, the tokens of the question, and for each word the tokens of the answer."""
 
 
 class _Trial(NamedTuple):
     key: list[int]
     question: list[int]
     answer: list[int]
-    choices: list[int]  # the token with which each word begins; the true one's first
+    choices: list[int]  # the first token of each word, starting with the correct word
 
 
 def recall(
@@ -162,25 +162,35 @@ def recall(
     batch_size: int | None = 8,
     variant: Variant | None = None,
 ) -> list[Recall]:
-    """Is a word that was said once still known, so many tokens later?
+    """Measure whether a model recalls a word that occurred once, at several distances.
 
-    "The password of the baker is lemon." stands in the filler, then the filler goes on, then "The password of
-    the baker is" asks. The words to choose from differ in their first token, so that this token decides
-    and one forward pass is enough. The questions are the same at every distance, and for every model.
-    `batch_size` None: by the device. With a `variant` the model is read with less memory than it has.
+    The sentence "The password of the baker is lemon." is inserted into the filler text. After `distance` tokens of
+    filler, the question "The password of the baker is" follows. The choices differ in their first token, so one forward
+    pass is sufficient. The questions are the same at every distance and for every model.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        filler: the text around the sentence.
+        distances: numbers of tokens between the sentence and the question.
+        trials: trials at each distance.
+        choices: number of words to choose from.
+        seed: random seed for the trials.
+        batch_size: trials per batch. None: chosen by device.
+        variant: evaluate a variant of the model.
     """
     if trials < 1 or choices < 2 or min(distances, default=0) < 0:
-        raise T2RError("recall needs at least 1 trial, 2 choices, and distances of 0 or more")
+        raise T2RError("recall requires at least 1 trial, 2 choices, and distances of 0 or more")
     text, sentences = _ids(tokenizer, filler), _sentences(tokenizer)
     results = []
     for distance in distances:
         rng = random.Random(seed)
         asked = [_trial(tokenizer, sentences, rng, choices) for _ in range(trials)]
-        # Contexts of one length need no padding: what a shorter sentence leaves, the lead makes up.
+        # All contexts have the same length and need no padding: the lead is longer if the sentences are shorter.
         length = LEAD + distance + max(len(t.key) + len(t.question) for t in asked)
         check_positions(model, length + max(len(t.answer) for t in asked))
         if len(text) < length:
-            raise T2RError(f"a filler of {len(text)} tokens is too short for a distance of {distance}")
+            raise T2RError(f"a text of {len(text)} tokens is too short for a distance of {distance}")
         rows = [_context(trial, text, length, distance, rng) for trial in asked]
         known, written = 0, 0
         rows_at_once = fitting_batch(model.device, length) if batch_size is None else batch_size
@@ -198,7 +208,7 @@ def recall(
 
 
 def recall_tokens(tokenizer: Tokenizer) -> int:
-    """The most tokens that a trial of `recall` can have beside its distance."""
+    """Return the maximum number of tokens of a trial of `recall`, without its distance."""
     sentences = _sentences(tokenizer)
     questions = [len(question) + max(map(len, answers.values())) for question, answers in sentences.values()]
     key = max(len(_ids(tokenizer, f"\nThe password of the {name} is {word}.\n")) for name in NAMES for word in WORDS)
@@ -209,10 +219,12 @@ def _trial(tokenizer: Tokenizer, sentences: Sentences, rng: random.Random, choic
     name = rng.choice(NAMES)
     question, answers = sentences[name]
     words = rng.sample(WORDS, len(WORDS))
-    # In whatever way a tokenizer cuts words, we keep one for each way to begin.
+    # One word for each first token.
     by_first = {answers[word][0]: word for word in words if answers[word]}
     if len(by_first) < choices:
-        raise T2RError(f"this tokenizer tells only {len(by_first)} of our words apart, and {choices} are needed")
+        raise T2RError(
+            f"recall requires {choices} words with different first tokens; the tokenizer has {len(by_first)}"
+        )
     first, *others = list(by_first)[:choices]
     word = by_first[first]
     key = _ids(tokenizer, f"\nThe password of the {name} is {word}.\n")
@@ -220,7 +232,7 @@ def _trial(tokenizer: Tokenizer, sentences: Sentences, rng: random.Random, choic
 
 
 def _context(trial: _Trial, text: list[int], length: int, distance: int, rng: random.Random) -> list[int]:
-    """A piece of the text with the key in it, and the question after it."""
+    """Return an excerpt of the text that contains the key, followed by the question."""
     lead = length - distance - len(trial.key) - len(trial.question)
     start = rng.randrange(len(text) - lead - distance + 1)
     piece = text[start : start + lead + distance]
@@ -228,8 +240,9 @@ def _context(trial: _Trial, text: list[int], length: int, distance: int, rng: ra
 
 
 def _sentences(tokenizer: Tokenizer) -> Sentences:
-    """Cut where the tokens of question and answer together first differ: some tokenizers put the space before
-    a word into a token of its own, and then it belongs to the question."""
+    """Return questions and answers, split at the first token that differs between the words.
+
+    If a tokenizer has a separate token for the space before a word, that token belongs to the question."""
     sentences = {}
     for name in NAMES:
         whole = {word: _ids(tokenizer, f"\nThe password of the {name} is {word}") for word in WORDS}
@@ -246,9 +259,9 @@ def _ids(tokenizer: Tokenizer, string: str) -> list[int]:
 def _answers(
     model: PreTrainedModel, contexts: list[list[int]], trials: list[_Trial], variant: Variant | None
 ) -> Tensor:
-    """Logits where each token of the answer is predicted, from context and answer before it."""
+    """Return the logits that predict each token of the answer, given the context and the previous answer tokens."""
     longest = max(len(trial.answer) for trial in trials)
-    # What follows an answer is not seen by it, so that any token will do.
+    # Attention is causal, so any token can be used as padding after an answer.
     rows = [c + t.answer + [0] * (longest - len(t.answer)) for c, t in zip(contexts, trials, strict=True)]
     ids = torch.tensor(rows, device=model.device)
     first = len(contexts[0]) - 1

@@ -1,4 +1,4 @@
-"""lm-eval's tasks on any model that we can load, converted ones included."""
+"""Evaluation on tasks of lm-eval, for swapped and other models."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def harness(
     dtype: str = "float32",
     device: str = "auto",
 ) -> dict[str, dict[str, Any]]:
-    """Run tasks of lm-eval, or your own whose YAML files are in `task_folder`; the metrics of each task."""
+    """Run tasks of lm-eval, or custom tasks with YAML files in `task_folder`, and return the metrics of each task."""
     manager = find_tasks(tasks, task_folder)
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -35,7 +35,7 @@ def harness(
         tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
         model = load_model(source, dtype=dtype, device=device)
     if tokenizer is None:
-        raise T2RError("a model that is given as an object, or saved without a tokenizer, needs one beside it")
+        raise T2RError("a model given as an object, or saved without a tokenizer, requires the tokenizer argument")
     report = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
         tasks=list(tasks),
@@ -48,7 +48,7 @@ def harness(
 
 
 def find_tasks(tasks: Sequence[str], task_folder: str | Path | None = None) -> Any:
-    """lm-eval's manager of tasks that knows all of these and finds their data, or the reason why there is none."""
+    """Return lm-eval's task manager for these tasks. Raises T2RError if a task is unknown or its data is missing."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -56,16 +56,16 @@ def find_tasks(tasks: Sequence[str], task_folder: str | Path | None = None) -> A
     if task_folder is not None and not Path(task_folder).is_dir():
         raise T2RError(f"there is no folder {task_folder}")
     path = None if task_folder is None else str(task_folder)
-    # lm-eval reads thousands of files to learn of its own tasks: only if they are needed.
+    # lm-eval reads thousands of files to find its own tasks, so they are included only if needed.
     for its_own in (False, True):
         manager = TaskManager(include_path=path, include_defaults=its_own)
         unknown = sorted(set(tasks) - set(manager.all_tasks))
         if not unknown:
             break
     else:
-        raise T2RError(f"lm-eval knows no task {', '.join(unknown)}")
+        raise T2RError(f"lm-eval has no task {', '.join(unknown)}")
     try:
         manager.load(list(tasks))
-    except OSError as error:  # a file that is not there, a hub that does not answer
+    except OSError as error:  # a missing file, or the Hub is not reachable
         raise T2RError(f"the data of {', '.join(tasks)} cannot be read: {error}") from error
     return manager

@@ -1,4 +1,4 @@
-"""What an evaluation starts from: a text, as a tokenizer sees it, for models that can read it."""
+"""Reading and tokenizing texts for evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from t2r.errors import T2RError
 
 
 def read_text(names: str | Path | Sequence[str], tokenizer: Tokenizer) -> str:
-    """Everything that the names stand for, as one text: files or globs, as for training."""
+    """Return the concatenated text of files, globs or `datasets:` names, as for training."""
     names = str(names) if isinstance(names, Path) else names
     parts = (part for source in find_sources(names) for part in source.read(tokenizer, False, lambda _: None))
     text = "".join(f"{part.text}\n" if part.ends and part.text else part.text for part in parts)
@@ -25,24 +25,24 @@ def read_text(names: str | Path | Sequence[str], tokenizer: Tokenizer) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """A text as one tokenizer sees it."""
+    """A text and its tokens."""
 
     string: str
     token_ids: Tensor
     ends: list[int] | None
-    """Where in the string each token ends; None where the tokenizer does not say."""
+    """The end of each token in the string; None if the tokenizer does not provide offsets."""
 
     def between(self, first: int, last: int) -> str | None:
-        """What the tokens from `first` up to, but without, `last` say."""
+        """Return the text of the tokens from `first` to `last` (exclusive)."""
         if self.ends is None:
             return None
         return self.string[self.ends[first - 1] if first else 0 : self.ends[last - 1]]
 
 
 def encode(tokenizer: Tokenizer, string: str) -> Text:
-    """The whole text at once, without special tokens: a window somewhere inside it would have none either."""
+    """Tokenize a whole text, without special tokens, because windows inside the text have none."""
     fast = bool(tokenizer.is_fast)
-    # verbose: a text is longer than any model's context, and needs no warning that it is
+    # verbose=False suppresses the warning that the text is longer than the model's context.
     coded = tokenizer(string, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ends = [end for _, end in coded["offset_mapping"]] if fast else None
     return Text(string, torch.tensor(coded["input_ids"], dtype=torch.long), ends)
@@ -51,15 +51,14 @@ def encode(tokenizer: Tokenizer, string: str) -> Text:
 def refuse_seq2seq(config: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise T2RError(
-            f"{name} is an encoder-decoder: it translates a source, and plain text gives it none; "
-            "only language models (causal ones) can be evaluated on a text"
+            f"{name} is an encoder-decoder, which requires source texts; only causal language models can be evaluated "
+            "on plain text"
         )
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a model was made for; None where its configuration does not say.
+    """Return the number of positions of a model, or None if its configuration does not state it.
 
-    Beyond them a table of learned positions ends, and with rotary positions a model that never saw any further gives
-    nonsense without a word."""
+    Beyond them, learned positions are an index error, and the results of rotary positions are meaningless."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None

@@ -1,4 +1,4 @@
-"""Logits of a text, a slice of positions at a time."""
+"""Logits of a text, computed in slices of positions."""
 
 from collections.abc import Iterator
 
@@ -17,10 +17,10 @@ __all__ = ["check_positions", "evaluating", "logits_by_slice"]
 def logits_by_slice(
     model: PreTrainedModel, input_ids: Tensor, first: int, last: int, variant: Variant | None = None
 ) -> Iterator[Tensor]:
-    """The logits of positions `first` to `last` (exclusive), in float32 and in slices that are never large.
+    """Yield the float32 logits of positions `first` to `last` (exclusive), in slices of bounded size.
 
-    The body of the model runs once, and its head once a slice. A model whose head cannot be applied separately gives
-    whole logits, of a few rows at a time; these are cut afterwards.
+    The body of the model runs once, and its head once per slice. If the head cannot be applied separately, whole logits
+    are computed for a few rows at a time and then sliced.
     """
     readout = readout_of(model, {"input_ids": input_ids}, variant)
     rows = readout.rows_at_once(input_ids)
@@ -31,10 +31,10 @@ def logits_by_slice(
 
 
 def check_positions(model: PreTrainedModel, length: int) -> None:
-    """A text longer than the positions that were learned is an index error on a CPU, and worse on a GPU."""
+    """Raise T2RError if a text is longer than the position table of the model."""
     try:
         limit = family_of(model).max_positions(model)
-    except T2RError:  # a family that we do not know: its own forward will say
+    except T2RError:  # an unknown family, whose forward raises its own error
         return
     if limit is not None and length > limit:
-        raise T2RError(f"this {model.config.model_type} model has learned {limit} positions, and {length} are needed")
+        raise T2RError(f"this {model.config.model_type} model has {limit} positions, but {length} are required")

@@ -1,6 +1,6 @@
-"""Perplexity by the paper's protocol: windows of 512 advanced by 256, the last 256 tokens of each scored.
+"""Perplexity as in the paper: windows of 512 tokens with a stride of 256, of which the last 256 tokens are scored.
 
-So every token after the first 256 is scored exactly once, with 256 to 511 tokens before it as its context.
+Every token after the first 256 is scored exactly once, with a context of 256 to 511 tokens.
 """
 
 import math
@@ -24,7 +24,7 @@ BUCKETS = 8
 
 
 class Bucket(NamedTuple):
-    """The tokens that were scored with `first` to `last` tokens of context."""
+    """The tokens scored with a context of `first` to `last` tokens."""
 
     first: int
     last: int
@@ -34,18 +34,18 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Every scored token, in the order of the text, and what follows from them."""
+    """The scores of all tokens, in the order of the text, and the metrics derived from them."""
 
     window: int
     stride: int
     nll: Tensor
     """Negative log likelihood of each token, in nats."""
     kl: Tensor | None = None
-    """KL(teacher || model) where each token was predicted."""
+    """KL(teacher || model) of the prediction of each token."""
     agrees: Tensor | None = None
-    """Whether the model's most likely token was the teacher's."""
+    """Whether the most likely tokens of model and teacher are the same."""
     text: str | None = None
-    """What the scored tokens say, if it is known."""
+    """The text of the scored tokens, if known."""
 
     @property
     def tokens(self) -> int:
@@ -61,12 +61,12 @@ class Perplexity:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Of the perplexity, with 95 % confidence."""
+        """The 95 % confidence interval of the perplexity."""
         return confidence(self.nll, self.stride)
 
     @property
     def word_perplexity(self) -> float | None:
-        """A word is what whitespace separates. It compares across tokenizers, as bits per byte do."""
+        """Perplexity per word separated by whitespace. Like bits per byte, it is comparable between tokenizers."""
         words = len((self.text or "").split())
         return _exp(self.mean_nll * self.tokens / words) if words else None
 
@@ -84,7 +84,7 @@ class Perplexity:
         return None if self.agrees is None else self.agrees.double().mean().item()
 
     def by_position(self, buckets: int = BUCKETS) -> list[Bucket]:
-        """Perplexity by how much context there was: where a state is full, it stops falling or rises."""
+        """Return the perplexity by length of context. It stops falling, or rises, if the state is full."""
         buckets = min(buckets, self.stride)
         position = torch.arange(self.tokens) % self.stride
         bucket = position * buckets // self.stride
@@ -97,17 +97,18 @@ class Perplexity:
         return result
 
     def ratio(self, other: "Perplexity") -> tuple[float, tuple[float, float] | None]:
-        """This perplexity over another's on the same tokens, and its interval.
+        """Return the ratio of this perplexity to another on the same tokens, and its confidence interval.
 
-        Hard windows are hard for both, so the difference window by window is known much better than either.
+        The interval is computed from paired differences. It is narrower than those of the perplexities, because the
+        difficulty of a window affects both models.
         """
         if (self.tokens, self.stride) != (other.tokens, other.stride):
-            raise T2RError("perplexities compare only over the same tokens in the same windows")
+            raise T2RError("perplexities are comparable only over the same tokens in the same windows")
         difference = self.nll.double() - other.nll.double()
         return _exp(difference.mean().item()), confidence(difference, self.stride)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the metrics as a dictionary for JSON."""
         return {
             "window": self.window,
             "stride": self.stride,
@@ -136,20 +137,25 @@ def perplexity(
     tail: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Score a text. Of a `Text` we also know words and bytes; with a `teacher` there is KL(teacher || model).
+    """Compute the perplexity of a model on a text.
 
     Args:
-        variant: read the model with less memory than it has (see `Variant`); the teacher is read as it is.
-        batch_size: windows that are read at a time; by default 8, on an accelerator as many as its memory suggests.
-        limit: a number of windows.
-        tail: also score the tokens at the end that fill no whole window.
-        progress: is called with the windows done and the windows there are.
+        model: a causal language model.
+        tokens: a `Text`, which also gives metrics per word and byte, or token ids.
+        window: tokens per window.
+        stride: tokens by which the window advances, and that are scored in each window.
+        batch_size: windows per batch. None: 8 on a CPU, otherwise chosen by the memory of the device.
+        teacher: a model for KL(teacher || model) and agreement.
+        variant: evaluate a variant of the model (see `Variant`). It does not apply to the teacher.
+        limit: maximum number of windows.
+        tail: whether to score the tokens at the end that do not fill a window.
+        progress: called with the number of completed windows and their total.
     """
     refuse_seq2seq(model.config, type(model).__name__)
     if not 0 < stride < window:
-        raise T2RError(f"a stride of {stride} must be at least 1 and less than the window of {window}")
+        raise T2RError(f"stride must be at least 1 and less than the window of {window}; got {stride}")
     if (batch_size is not None and batch_size < 1) or (limit is not None and limit < 1):
-        raise T2RError("batch size and limit must be at least 1")
+        raise T2RError("batch_size and limit must be at least 1")
     for reader in (model, teacher):
         if reader is not None:
             check_positions(reader, window)
@@ -165,15 +171,15 @@ def perplexity(
         reference = None if teacher is None else Readout(teacher, {"input_ids": batches[0].to(teacher.device)})
         if reference is not None and reference.out_features != readout.out_features:
             raise T2RError(
-                f"a teacher with a vocabulary of {reference.out_features} cannot be compared with a model "
-                f"that has {readout.out_features}"
+                f"the teacher has a vocabulary of {reference.out_features} and the model one of "
+                f"{readout.out_features}: they must be the same"
             )
         for batch in batches:
             scores.append(_score(readout, reference, batch, window - stride))
             done += len(batch)
             if progress is not None:
                 progress(done, windows)
-    # Only now is the device waited for.
+    # The first synchronization with the device.
     nll, *others = (torch.cat(parts).cpu() for parts in zip(*scores, strict=True))
     first = window - stride
     text = tokens.between(first, first + len(nll)) if isinstance(tokens, Text) else None
@@ -182,8 +188,8 @@ def perplexity(
 
 
 def fitting_batch(device: torch.device, window: int) -> int:
-    """Windows to read at a time: 8 on a CPU; on an accelerator 16,384 tokens (32 windows of 512), four times as many
-    where there are 40 GB or more."""
+    """Return the number of windows per batch: 8 on a CPU, and on an accelerator those of 16,384 tokens, or of 65,536
+    tokens with 40 GB of memory or more."""
     if device.type == "cpu":
         return 8
     tokens = 1 << 14
@@ -195,30 +201,33 @@ def fitting_batch(device: torch.device, window: int) -> int:
 def _check_vocabulary(model: PreTrainedModel, ids: Tensor) -> None:
     size = getattr(model.config.get_text_config(), "vocab_size", None)
     if size is not None and len(ids) and int(ids.max()) >= size:
-        raise T2RError(f"this text has token {int(ids.max())}, and the model's vocabulary ends at {size - 1}")
+        raise T2RError(
+            f"the text has token {int(ids.max())}, but the model's vocabulary ends at {size - 1}: the tokenizer does "
+            "not belong to the model"
+        )
 
 
 def _batches(ids: Tensor, window: int, stride: int, batch_size: int, limit: int | None, tail: bool) -> list[Tensor]:
     windows = ids.unfold(0, window, stride) if len(ids) >= window else ids.new_empty(0, window)
     batches = [batch for batch in windows[:limit].split(batch_size) if len(batch)]
-    rest = ids[len(windows) * stride :]  # begins with the context of what it scores, as every window does
+    rest = ids[len(windows) * stride :]  # starts with the context of its scored tokens, like every window
     if tail and len(rest) > window - stride and (limit is None or limit > len(windows)):
         batches.append(rest[None])
     if not batches:
-        raise T2RError(f"the text has {len(ids)} tokens, which do not fill one window of {window}")
+        raise T2RError(f"the text has {len(ids)} tokens, less than one window of {window}: use a smaller window")
     return batches
 
 
 def _score(readout: Readout, reference: Readout | None, batch: Tensor, first: int) -> list[Tensor]:
-    """For the tokens of each window from `first` on, on the model's device: nll, and with a teacher kl and agrees."""
+    """Return the nll, and with a teacher also kl and agrees, of the tokens from `first` of each window."""
     rows = min(r.rows_at_once(batch) for r in (readout, reference) if r is not None)
     scored = [_score_rows(readout, reference, some, first) for some in batch.split(rows)]
-    # One window after the other, which is the order of the text.
+    # Windows are concatenated in the order of the text.
     return [torch.cat(parts).flatten() for parts in zip(*scored, strict=True)]
 
 
 def _score_rows(readout: Readout, reference: Readout | None, batch: Tensor, first: int) -> list[Tensor]:
-    """Each model's body runs once; logits are formed for a slice of positions at a time."""
+    """Run the body of each model once, and compute logits for slices of positions."""
     span = slice(first - 1, batch.shape[1] - 1)  # the logits at a position predict the token after it
     size = max(1, logits_at_once(batch.device) // (len(batch) * readout.out_features))
     ours = readout.states({"input_ids": batch})[:, span].split(size, dim=1)
@@ -239,23 +248,23 @@ def _score_rows(readout: Readout, reference: Readout | None, batch: Tensor, firs
 
 
 def confidence(values: Tensor, size: int) -> tuple[float, float] | None:
-    """exp of a 95 % interval for the mean of values that come in windows of `size`; None of a single window.
+    """Return exp of the 95 % confidence interval of the mean of values in windows of `size`; None for a single window.
 
-    A normal approximation over the windows' means. Tokens of a window are alike in difficulty, so it is the
-    windows that count as independent; neighbors in an article are not quite, so it is a little narrow.
+    The interval is a normal approximation over windows, not tokens, because tokens of a window have similar difficulty.
+    Adjacent windows are not fully independent either, so the interval is slightly too narrow.
     """
     windows = values.double().split(size)
     if len(windows) < 2:
         return None
     mean = values.double().mean().item()
-    # Deviations of sums, not of means: a last window that is shorter then has the weight that it should have.
+    # Deviations of sums, not of means, so that a shorter last window has the correct weight.
     squares = sum((w.sum().item() - mean * len(w)) ** 2 for w in windows)
     error = math.sqrt(squares * len(windows) / (len(windows) - 1)) / len(values)
     return _exp(mean - 1.96 * error), _exp(mean + 1.96 * error)
 
 
 def _exp(x: float) -> float:
-    """A model that has gone wrong may be beyond what exp can hold."""
+    """Return exp(x), or infinity if it overflows."""
     try:
         return math.exp(x)
     except OverflowError:

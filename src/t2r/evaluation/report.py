@@ -1,4 +1,4 @@
-"""Results laid out for people."""
+"""Tables of evaluation results for the terminal."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
 
 
 def tables(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
-    """For people: the models, perplexity by position, what generation showed, and tasks."""
+    """Return tables of perplexity, perplexity by position, tasks, repetition and recall."""
     first = results[0]
     parts: list[Table | str] = []
-    # A table for each text and window; what a model and its variants have in common is in its result.
+    # One table for each text and window.
     for i in range(len(first.get("measured", [first])) if "perplexity" in first else 0):
         each = [r | r["measured"][i] if "measured" in r else r for r in results]
         parts += [_models(each), _positions(each)]
     if "bleu" in first:
         parts += _translated(results)
-    # A variant writes nothing and answers no tasks.
+    # Variants have no task results and no repetition.
     if "tasks" in first:
         parts.append(_tasks([r for r in results if "tasks" in r]))
     if "repetition" in first:
@@ -40,7 +40,7 @@ def _models(results: Sequence[dict[str, Any]]) -> "Table":
         "bits per byte": lambda r: _number(r["bits_per_byte"], 4),
         "KL to the teacher": lambda r: _number(r["kl"], 4),
         "same most likely token": lambda r: _percent(r["agreement"]),
-        "kept after a window": lambda r: _mebibytes(r.get("kept_bytes")),
+        "cache after a window": lambda r: _mebibytes(r.get("kept_bytes")),
     }
     return _table(title, results, {label: [cell(r) for r in results] for label, cell in rows.items()})
 
@@ -70,7 +70,7 @@ def _positions(results: Sequence[dict[str, Any]]) -> "Table":
 def _written(results: Sequence[dict[str, Any]]) -> "Table":
     names = {"greedy": "greedy", "sampled": "sampled", "text": "the text itself"}
     rows = {label: [_percent(r["repetition"][key]) for r in results] for key, label in names.items()}
-    return _table("4-grams repeated in what a model writes", results, rows)
+    return _table("Repeated 4-grams in generated text", results, rows)
 
 
 def _recalled(results: Sequence[dict[str, Any]]) -> "Table":
@@ -84,14 +84,14 @@ def _recalled(results: Sequence[dict[str, Any]]) -> "Table":
         for i, row in enumerate(first)
     }
     title = (
-        f"Recall of a word after so many tokens, {first[0]['trials']} trials: chosen (95 %; chance "
-        f"{_percent(first[0]['chance'])}) / written"
+        f"Recall of a word by distance in tokens, {first[0]['trials']} trials: multiple choice (95 %; chance "
+        f"{_percent(first[0]['chance'])}) / greedy"
     )
     return _table(title, results, rows)
 
 
 def _tasks(results: Sequence[dict[str, Any]]) -> "Table":
-    """What lm-eval calls `acc,none` and `acc_stderr,none` is one row."""
+    """Each metric is one row: `acc,none` and `acc_stderr,none` of lm-eval are combined."""
     rows = {}
     for task, metrics in results[0]["tasks"].items():
         for key, value in metrics.items():
@@ -108,7 +108,7 @@ def _with_error(metrics: dict[str, Any], name: str, kind: str) -> str:
 
 
 def _table(title: str, results: Sequence[dict[str, Any]], rows: dict[str, list[str]]) -> "Table":
-    """A column a model, since there are few of them; a row that says nothing of any of them is left out."""
+    """Build a table with one column per model. Empty rows are omitted."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

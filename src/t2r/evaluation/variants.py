@@ -1,8 +1,8 @@
-"""A model that remembers less, as a further row of an evaluation.
+"""Variants of a model with less memory, for fair comparisons in an evaluation.
 
-A recurrent state is compared fairly only with softmax attention that keeps as many bytes. So a model can be read with
-its softmax attention limited to a window of the last tokens and a few first ones (sinks), or with its recurrent state
-rounded to half precision, as a decoder that stores it so would have it.
+A recurrent state should be compared with softmax attention of the same memory. A variant limits softmax attention to a
+window of the last tokens and a few initial tokens (sinks), or rounds the recurrent state to half precision, as a
+decoder that stores it in that dtype would do.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from t2r.model.modeling import T2RModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEY_BYTES = 2
-"""Keys and values are counted in bfloat16, whatever the dtype of the evaluation."""
+"""Bytes per number in keys and values, counted as bfloat16 regardless of the dtype of the evaluation."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is read. The default is the model as it is.
+    """A restriction of a model's memory: either a window or a rounded state.
 
     Args:
-        window: softmax attention sees so many of the last tokens, itself included. None: all of them.
-        sinks: it sees so many of the first tokens, too. Positions stay those of the full text.
+        window: number of last tokens that softmax attention attends to, including the current one. None: all.
+        sinks: number of initial tokens that it also attends to. Positions are those of the full text.
         state: the dtype to which the recurrent state is rounded. None: it is not rounded.
-        every: tokens after which the state is rounded. 1 is what a decoder does; a larger number is faster, and is what
-            reading a prompt in pieces of that length does.
+        every: tokens between roundings of the state. 1 corresponds to decoding. A larger number is faster, and
+            corresponds to reading a prompt in chunks of that length.
     """
 
     window: int | None = None
@@ -46,28 +46,28 @@ class Variant:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise T2RError(f"a variant's window is at least 1 token; got {self.window}")
+            raise T2RError(f"variant: window must be at least 1; got {self.window}")
         if self.sinks < 0 or (self.sinks and self.window is None):
-            raise T2RError("a variant's sinks are 0 or more, beside a window")
+            raise T2RError("variant: sinks must be at least 0 and require a window")
         if self.state is not None and self.state not in DTYPES:
-            raise T2RError(f"a variant's state is one of {', '.join(DTYPES)}; got {self.state}")
+            raise T2RError(f"variant: state must be one of {', '.join(DTYPES)}; got {self.state}")
         if self.every < 1:
-            raise T2RError(f"a variant's state is rounded every 1 token or more; got every={self.every}")
+            raise T2RError(f"variant: every must be at least 1; got {self.every}")
         if self.window is None and self.state is None:
-            raise T2RError("a variant has a window or a state: the model as it is has a row anyway")
+            raise T2RError("variant: give window or state; the unmodified model is always evaluated")
         if self.window is not None and self.state is not None:
-            raise T2RError("a variant has a window or a state, not both")
+            raise T2RError("variant: give window or state, not both")
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """From `window=386,sinks=4` or `state=bfloat16,every=1`."""
+        """Parse `window=386,sinks=4` or `state=bfloat16,every=1`."""
         given: dict[str, Any] = {}
         for part in text.split(","):
             name, equals, value = (x.strip() for x in part.partition("="))
             if name not in cls.__dataclass_fields__ or not equals or name in given:
                 raise T2RError(f"variant {text!r}: write window=TOKENS,sinks=TOKENS or state=DTYPE,every=TOKENS")
             if name != "state" and not re.fullmatch(r"\d{1,9}", value):
-                raise T2RError(f"variant {text!r}: {name} is a whole number; got {value!r}")
+                raise T2RError(f"variant {text!r}: {name} must be a whole number; got {value!r}")
             given[name] = value if name == "state" else int(value)
         return cls(**given)
 
@@ -77,7 +77,7 @@ class Variant:
         return f"state in {self.state}" + ("" if self.every == 1 else f" every {self.every} tokens")
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a model without what the variant changes."""
+        """Raise T2RError if the variant does not apply to the model."""
         reader: Any = model
         swapped = isinstance(model, T2RModel)
         if self.window is not None:
@@ -85,7 +85,7 @@ class Variant:
                 raise T2RError(f"{self}: this model has no softmax attention to limit")
             config = model.config.get_text_config()
             if not swapped and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-                raise T2RError(f"{self}: this {config.model_type} model has a sliding window of its own")
+                raise T2RError(f"{self}: this {config.model_type} model already has a sliding window")
         elif not swapped:
             raise T2RError(f"{self}: this model has no recurrent state")
 
@@ -104,8 +104,8 @@ def readout_of(model: PreTrainedModel, example: Mapping[str, Tensor], variant: V
 class WindowedReadout(Readout):
     """Softmax attention limited to a window and sinks.
 
-    A stock model gets a four-dimensional mask, which transformers hands to every layer as it is. A swapped model takes
-    the window as a keyword argument that reaches the layers that kept softmax attention."""
+    For a transformers model, the window is a four-dimensional mask, which is passed to every layer unchanged. For a
+    swapped model, it is a keyword argument that is passed to the softmax layers."""
 
     def __init__(self, model: PreTrainedModel, example: Mapping[str, Tensor], window: SoftmaxWindow) -> None:
         self.window = window
@@ -125,18 +125,18 @@ class WindowedReadout(Readout):
         ids = inputs["input_ids"]
         position = torch.arange(ids.shape[1], device=ids.device)
         allowed = window.allowed(position[:, None] - position, position)
-        # Added to the scores, so that it means the same to every attention implementation.
+        # An additive mask, which has the same meaning in every attention implementation.
         mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=ids.device).masked_fill(~allowed, -torch.inf)
         limited = {**inputs, "attention_mask": mask[None, None]}
-        if accepts(self.model.forward, "position_ids"):  # OPT would count them in a mask of two dimensions
+        if accepts(self.model.forward, "position_ids"):  # OPT computes them from a two-dimensional mask
             limited["position_ids"] = position.expand(len(ids), -1)
         return limited
 
     def _check_effect(self, example: Mapping[str, Tensor]) -> None:
-        """Raise unless the model obeys: a family may drop what it does not know."""
+        """Raise T2RError if the window has no effect, because a model may ignore unknown arguments."""
         if self.swapped:
             obeys = self.window.applied
-        else:  # where a position sees itself alone, the first token cannot matter to the second
+        else:  # with a window of one token, the first token cannot affect the second
             ids = example["input_ids"][:1, :2]
             other = torch.stack([(ids[:, 0] + 1) % self.out_features, ids[:, 1]], dim=1)
             alone = SoftmaxWindow(1)
@@ -145,11 +145,11 @@ class WindowedReadout(Readout):
                                  for x in (ids, other))  # fmt: skip
             obeys = torch.equal(first, second)
         if not obeys:
-            raise T2RError(f"a {self.model.config.model_type} model does not take a window: it ignores the mask")
+            raise T2RError(f"{self.model.config.model_type} models do not support a window: the model ignores the mask")
 
 
 class RoundedReadout(Readout):
-    """The text is read a piece at a time, and the recurrent state is rounded after each."""
+    """Reads the text in chunks and rounds the recurrent state after each chunk."""
 
     def __init__(self, model: PreTrainedModel, example: Mapping[str, Tensor], dtype: torch.dtype, every: int) -> None:
         self.dtype, self.every = dtype, every
@@ -174,20 +174,22 @@ class RoundedReadout(Readout):
 
 
 class Memory(NamedTuple):
-    """What a model keeps of one sequence: the bytes of its recurrent states, those of a token's keys and values in
-    bfloat16, and the most tokens whose keys and values are kept (None: all)."""
+    """The memory of a model for one sequence.
+
+    `state` is the size of the recurrent states in bytes, `token` that of the keys and values of one token in bfloat16,
+    and `tokens` the maximum number of tokens with keys and values (None: all)."""
 
     state: int
     token: int
     tokens: int | None = None
 
     def at(self, context: int) -> int:
-        """Bytes after so many tokens."""
+        """Return the number of bytes for this number of tokens."""
         return self.state + self.token * (context if self.tokens is None else min(context, self.tokens))
 
 
 def memory_of(model: PreTrainedModel, variant: Variant | None = None) -> Memory | None:
-    """Measured on a cache that has read two tokens. None for a model whose cache is of another kind."""
+    """Measure the memory of a model with a cache of two tokens. Returns None for unknown kinds of cache."""
     with evaluating(model):
         ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
         cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)

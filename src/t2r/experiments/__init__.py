@@ -1,7 +1,7 @@
-"""Every published number as a file that can be run again, and what was recorded when it was.
+"""Experiments behind the published numbers, and their recorded results.
 
-An experiment is a YAML file here: models, and the typed commands that measure them. `t2r reproduce` runs one and writes
-a record; the records in `records/` are what the tables of docs/results.md are made from.
+An experiment is a YAML file in this folder: models, and the commands that measure them. `t2r reproduce` runs one and
+writes a record. The tables of docs/results.md and docs/performance.md are generated from the records in `records/`.
 """
 
 from t2r.experiments.experiment import Experiment, Step, load_experiment, shipped_experiments

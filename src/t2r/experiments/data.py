@@ -1,4 +1,4 @@
-"""The texts that experiments use: by which name, in which file, where from, and how it is prepared."""
+"""The texts that experiments use: their names, files, sources and preparation."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from t2r.errors import T2RError
 from t2r.storage import kind_of, whole_file
 
 PACKED = ("", ".xz", ".gz")
-"""A file may be compressed."""
+"""Suffixes of plain and compressed files."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text by the name that experiments call it."""
+    """A text of an experiment."""
 
     files: tuple[str, ...]
-    """Where it may be inside the user's folder, without the suffix of a compressed file."""
+    """Possible paths in the user's folder, without the suffix of a compressed file."""
     source: str
-    """What it is, and where it comes from."""
+    """A description of the text and its source."""
     raw: tuple[str, ...] = ()
-    """The same as published, which is detokenized first (see `t2r.data.wikitext`)."""
+    """Possible paths of the tokenized text, which is detokenized first (see `t2r.data.wikitext`)."""
     lines: int | None = None
-    """Only so many lines of it, from the beginning."""
+    """Number of lines to use, from the beginning. None: all."""
 
 
 def wikitext(split: str) -> Text:
@@ -42,8 +42,8 @@ def wikitext(split: str) -> Text:
 TEXTS = {f"wikitext/{split}": wikitext(split) for split in ("train", "valid", "test")} | {
     f"novels/{split}": Text(
         files=(f"novels/{split}.txt",),
-        source="English novels in the public domain (Project Gutenberg), a paragraph a line; train, valid and test are "
-        "different books",
+        source="English novels in the public domain (Project Gutenberg), one paragraph per line; train, valid and test "
+        "are different books",
     )
     for split in ("train", "valid", "test")
 }
@@ -56,14 +56,14 @@ TEXTS |= {
     "wiki/enwiki2014-later": Text(("wiki/enwiki2014-later.txt",), f"{WIKI}: 8,577 later articles, 14.0M words"),
     "speeches": Text(
         ("speeches.txt", "mt/en-de/more/europarl3.en"),
-        source="the English side of Europarl (statmt.org/europarl), a sentence a line",
+        source="the English side of Europarl (statmt.org/europarl), one sentence per line",
         lines=8000,
     ),
 }
 
 
 def missing(names: Sequence[str], folder: Path | None) -> list[str]:
-    """The files of the texts that are not there."""
+    """Return the files of the texts that are missing from the folder."""
     return [
         TEXTS[name].files[0]
         for name in names
@@ -73,11 +73,11 @@ def missing(names: Sequence[str], folder: Path | None) -> list[str]:
 
 def check_names(names: Sequence[str], where: str) -> None:
     if unknown := sorted(set(names) - set(TEXTS)):
-        raise T2RError(f"{where}: no text {', '.join(unknown)}; known are {', '.join(TEXTS)}")
+        raise T2RError(f"{where}: no text {', '.join(unknown)}; the texts are {', '.join(TEXTS)}")
 
 
 def prepared(name: str, folder: Path, work: Path) -> Path:
-    """The file of a text: the user's own, or one that is made of it in the folder `work`."""
+    """Return the file of a text: the user's own, or one prepared from it in the folder `work`."""
     text = TEXTS[name]
     found, raw = _find(folder, text.files), None
     if found is None:
@@ -97,7 +97,7 @@ def prepared(name: str, folder: Path, work: Path) -> Path:
 
         prepare(str(raw), out)
     else:
-        raise T2RError(f"there is no text {name} in {folder}")
+        raise T2RError(f"text {name} was not found in {folder}")
     return out
 
 

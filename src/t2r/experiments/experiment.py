@@ -1,4 +1,4 @@
-"""An experiment: the commands that measure something, with names in place of folders and files."""
+"""Experiments: commands with names in place of folders and files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from t2r.experiments.data import check_names
 from t2r.storage import kind_of
 
 NAME = re.compile(r"\{(model|data|out|examples):([\w./-]+)\}")
-"""What stands for a path in a command: a model, a text, a folder that a step makes, a file of the examples."""
+"""A placeholder for a path in a command: a model, a text, the output folder of a step, or a file of the examples."""
 COMMANDS = ("bench", "convert", "evaluate", "pretrain")
-"""What a step may be. All give JSON, by --json or as results.json in the folder that they make."""
+"""The commands a step may run. All produce JSON, with --json or as results.json in their output folder."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Step:
 
     name: str
     command: tuple[str, ...]
-    """Its words after `t2r`, with names such as {model:smollm2} or {data:wikitext/valid}."""
+    """The words after `t2r`, with placeholders such as {model:smollm2} or {data:wikitext/valid}."""
     optional: bool = False
-    """If it fails, the record says why, and the experiment goes on."""
+    """If the step fails, the error is recorded and the experiment continues."""
 
     def words(self, replace: Callable[[str, str], str]) -> list[str]:
-        """The command with every name replaced."""
+        """Return the command with every placeholder replaced."""
         return [NAME.sub(lambda found: replace(found[1], found[2]), word) for word in self.command]
 
     def names(self, kind: str) -> list[str]:
@@ -41,7 +41,7 @@ class Step:
 
     @property
     def label(self) -> str:
-        """The command as a record shows it: folders and files by their names."""
+        """The command as shown in a record, with names instead of paths."""
         return shlex.join(["t2r", *self.words(lambda kind, name: f"examples/{name}" if kind == "examples" else name)])
 
 
@@ -53,7 +53,7 @@ class Experiment:
     title: str
     steps: tuple[Step, ...]
     models: dict[str, str] = field(default_factory=dict)
-    """For each the name on the Hugging Face hub, or the folder below examples/."""
+    """By name, the name on the Hugging Face hub or the folder below examples/."""
     about: str = ""
 
     def texts(self) -> list[str]:
@@ -66,11 +66,11 @@ def shipped_experiments() -> list[str]:
 
 
 def load_experiment(name: str) -> Experiment:
-    """A shipped experiment by name, or a YAML file by path."""
+    """Load a shipped experiment by name, or a YAML file by path."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if kind_of(path) != "file":
-            raise T2RError(f"there is no experiment file {path}")
+            raise T2RError(f"experiment file {path} does not exist")
         text = path.read_text(encoding="utf-8")
     elif name in shipped_experiments():
         text = files("t2r.experiments").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def load_experiment(name: str) -> Experiment:
     try:
         said = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise T2RError(f"experiment {name} is not YAML: {error}") from error
+        raise T2RError(f"experiment {name} is not valid YAML: {error}") from error
     return make_experiment(said, path.stem)
 
 
@@ -87,7 +87,7 @@ def make_experiment(said: Any, name: str) -> Experiment:
     where = f"experiment {name}"
     known = {"title", "about", "models", "steps"}
     if not isinstance(said, dict) or not set(said) <= known or not isinstance(said.get("steps"), list):
-        raise T2RError(f"{where}: it is made of {', '.join(sorted(known))}, and steps is a list")
+        raise T2RError(f"{where}: the fields must be {', '.join(sorted(known))}, and steps must be a list")
     models = said.get("models") or {}
     steps = tuple(_step(step, where) for step in said["steps"])
     if len({step.name for step in steps}) != len(steps):
@@ -100,18 +100,18 @@ def make_experiment(said: Any, name: str) -> Experiment:
         if step.command[0] in ("convert", "pretrain"):
             made.add(step.name)
             if step.command[2:3] != (f"{{out:{step.name}}}",):
-                raise T2RError(f"{where}, step {step.name}: it makes the folder {{out:{step.name}}}")
+                raise T2RError(f"{where}, step {step.name}: its output folder must be {{out:{step.name}}}")
         if unknown := set(step.names("out")) - made:
-            raise T2RError(f"{where}, step {step.name}: no step before it makes {', '.join(sorted(unknown))}")
+            raise T2RError(f"{where}, step {step.name}: no earlier step makes {', '.join(sorted(unknown))}")
     return Experiment(name, str(said.get("title", name)), steps, models, str(said.get("about", "")).strip())
 
 
 def _step(said: Any, where: str) -> Step:
     if not isinstance(said, dict) or not set(said) <= {"name", "command", "optional"}:
-        raise T2RError(f"{where}: a step has a name, a command, and may be optional; got {said!r}")
+        raise T2RError(f"{where}: the fields of a step must be name, command and optional; got {said!r}")
     words = shlex.split(str(said.get("command", "")))
     if not re.fullmatch(r"[\w-]+", str(said.get("name", ""))) or len(words) < 2 or words[0] != "t2r":
-        raise T2RError(f"{where}: a step has a name, and a command that begins with t2r; got {said!r}")
+        raise T2RError(f"{where}: a step requires a name, and a command that starts with t2r; got {said!r}")
     if words[1] not in COMMANDS:
-        raise T2RError(f"{where}, step {said['name']}: its command is one of {', '.join(COMMANDS)}")
+        raise T2RError(f"{where}, step {said['name']}: the command must be one of {', '.join(COMMANDS)}")
     return Step(str(said["name"]), tuple(words[1:]), bool(said.get("optional", False)))

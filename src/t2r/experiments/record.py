@@ -1,4 +1,4 @@
-"""What came of an experiment: figures, commands, machine, versions, date, and how long each step took."""
+"""The record of an experiment: results, commands, machine, versions, date, and the time of each step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from t2r.errors import T2RError
 from t2r.storage import json_text, write_text
 
 DROPPED = ("log", "by_position", "nll")
-"""Parts of results that no table shows, and that would make a record long."""
+"""Long parts of results that no table shows. They are left out of records."""
 
 
 def recorded(name: str) -> dict[str, Any] | None:
-    """The record of an experiment in the repository."""
+    """Return the shipped record of an experiment, or None."""
     entry = files("t2r.experiments").joinpath("records").joinpath(f"{name}.json")
     return json.loads(entry.read_text(encoding="utf-8")) if entry.is_file() else None
 
@@ -29,7 +29,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def compact(value: Any, names: Mapping[str, str]) -> Any:
-    """Results for a record: five digits, and the names of an experiment in place of the paths of this machine."""
+    """Return results for a record: with five digits, and names in place of paths of this machine."""
     if isinstance(value, dict):
         return {compact(key, names): compact(part, names) for key, part in value.items() if key not in DROPPED}
     if isinstance(value, list):
@@ -37,16 +37,16 @@ def compact(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, str):
-        for path in sorted(names, key=len, reverse=True):  # a folder may be the beginning of another
+        for path in sorted(names, key=len, reverse=True):  # one path may be a prefix of another
             value = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w-])", names[path].replace("\\", r"\\"), value)
     return value
 
 
 def machine() -> dict[str, Any]:
-    """Devices and versions, asked of another process: this one does not load torch."""
+    """Return devices and versions, from another process: this one does not import torch."""
     asked = subprocess.run([sys.executable, "-m", "t2r", "info", "--json"], capture_output=True, text=True)
     if asked.returncode:
-        raise T2RError(f"t2r info fails: {asked.stderr.strip() or asked.returncode}")
+        raise T2RError(f"t2r info failed: {asked.stderr.strip() or asked.returncode}")
     facts = json.loads(asked.stdout)
     cpu, gpus = facts["devices"]["cpu"], facts["devices"]["cuda"]
     return {
@@ -62,7 +62,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str | None:
-    """The name of the CPU, as Linux tells it."""
+    """Return the name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -78,7 +78,7 @@ def _processor() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of a checkout, with a + if files were changed since; None outside of one."""
+    """Return the commit of a checkout, with a + if files were changed. None outside of a checkout."""
     here = Path(__file__).parent
 
     def git(*words: str) -> str | None:
@@ -89,6 +89,6 @@ def commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     head = git("rev-parse", "--short=12", "HEAD")
-    if head is None or git("ls-files", "--error-unmatch", Path(__file__).name) is None:  # or it is another's checkout
+    if head is None or git("ls-files", "--error-unmatch", Path(__file__).name) is None:  # another project's
         return None
     return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

@@ -1,4 +1,4 @@
-"""Run an experiment step by step. A step's result is written as soon as there is one; a repeated call goes on."""
+"""Runs an experiment step by step. The result of each step is saved at once, so that a repeated call resumes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from t2r.experiments.experiment import Experiment, Step, load_experiment
 from t2r.storage import json_text, kind_of, write_text
 
 BEAT = 5.0
-"""Seconds between two notes of how long a step has run, so that a step that was killed still counts."""
+"""Seconds between updates of the saved time of a step, which also counts if the step is killed."""
 TELL = 60.0
-"""Seconds between two lines that say that a step still runs."""
+"""Seconds between two messages about a running step."""
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -35,22 +35,22 @@ def reproduce(
     out: str | Path | None = None,
     steps: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run an experiment and return its record, which is `record.json` in the folder `out`.
+    """Run an experiment and return its record, which is saved as `record.json` in the folder `out`.
 
-    The equivalent typed command of each step is printed to stderr before it runs, and its messages as they come. A step
-    that is finished is not run again; one that was interrupted is repeated, and a training goes on where it was.
+    The command of each step is printed to stderr before it runs, followed by its messages. Finished steps are not run
+    again. An interrupted step is repeated; training is resumed.
 
     Args:
-        name: a shipped experiment, or a YAML file.
-        data_folder: holds the texts that the experiment names.
-        models: folders, or names on the hub, for the experiment's models. Others come from where it says.
-        out: the folder to work in. None: `runs/NAME`.
-        steps: run only these; the record then has them and what was finished before. Empty: all.
+        name: the name of a shipped experiment, or a YAML file.
+        data_folder: folder with the texts that the experiment uses.
+        models: folders or hub names for the experiment's models. Others are loaded from the experiment's sources.
+        out: the working folder. None: `runs/NAME`.
+        steps: run only these steps. The record contains them and the steps finished before. Empty: all steps.
     """
     experiment = load_experiment(name)
     if unknown := sorted(set(steps) - {step.name for step in experiment.steps}):
         known = ", ".join(step.name for step in experiment.steps)
-        raise T2RError(f"experiment {experiment.name} has no step {', '.join(unknown)}; it has {known}")
+        raise T2RError(f"experiment {experiment.name} has no step {', '.join(unknown)}; its steps are {known}")
     folder = Path("runs", experiment.name) if out is None else Path(out)
     places = Places(experiment, None if data_folder is None else Path(data_folder), models or {}, folder)
     places.check()
@@ -68,39 +68,39 @@ def reproduce(
 
 
 class Places:
-    """Where the names of an experiment are on this machine."""
+    """The paths of an experiment's models, texts and folders on this machine."""
 
     def __init__(self, experiment: Experiment, folder: Path | None, models: Mapping[str, str], out: Path) -> None:
         self.experiment, self.folder, self.out = experiment, folder, out
         if unknown := sorted(set(models) - set(experiment.models)):
             known = ", ".join(experiment.models) or "none"
-            raise T2RError(f"experiment {experiment.name} has no model {', '.join(unknown)}; it has {known}")
+            raise T2RError(f"experiment {experiment.name} has no model {', '.join(unknown)}; its models are {known}")
         self.models = {name: models.get(name, source) for name, source in experiment.models.items()}
         for name, source in experiment.models.items():
             if name not in models and source.startswith("examples/"):
                 self.models[name] = str(EXAMPLES / source.removeprefix("examples/"))
         self.given = set(models)
         self.names: dict[str, str] = {}
-        """From a path to its name."""
+        """Names by path."""
 
     def check(self) -> None:
-        """One error for all that is missing."""
+        """Raise T2RError if texts, models or examples are missing."""
         if self.folder is not None and kind_of(self.folder) != "folder":
-            raise T2RError(f"--data: there is no folder {self.folder}")
+            raise T2RError(f"--data: folder {self.folder} does not exist")
         if lacks := data.missing(self.experiment.texts(), self.folder):
             raise T2RError(
-                f"experiment {self.experiment.name} needs {', '.join(lacks)} (or .xz, .gz) in "
-                f"{'a folder that --data names' if self.folder is None else self.folder}; t2r reproduce --list says "
-                "where these texts come from"
+                f"experiment {self.experiment.name} requires {', '.join(lacks)} (or .xz, .gz) in "
+                f"{'the --data folder' if self.folder is None else self.folder}; t2r reproduce --list shows "
+                "the sources of these texts"
             )
         for name, path in self.models.items():
             local = name in self.given and (path.startswith((".", "/", "~")) or path.count("/") > 1)
             if (local or Path(path).is_absolute()) and kind_of(Path(path).expanduser()) != "folder":
-                raise T2RError(f"model {name}: there is no folder {path}; name it with --model {name}=FOLDER")
+                raise T2RError(f"model {name}: folder {path} does not exist; set it with --model {name}=FOLDER")
         for step in self.experiment.steps:
             for example in step.names("examples"):
                 if not step.optional and not (EXAMPLES / example).exists():
-                    raise T2RError(f"step {step.name} needs examples/{example} of the repository: run it in a checkout")
+                    raise T2RError(f"step {step.name} requires examples/{example}: run it in a checkout")
 
     def path(self, kind: str, name: str) -> str:
         if kind == "model":
@@ -117,20 +117,20 @@ class Places:
 
 
 def _run_step(step: Step, places: Places, folder: Path) -> dict[str, Any]:
-    """The step's part of the record: run now, or before by the same command."""
+    """Run a step, unless it is finished, and return its part of the record."""
     file, clock = folder / f"{step.name}.json", folder / f"{step.name}.seconds"
     words = step.words(places.path)
     done = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     if done is not None and done["command"] != step.label:
         raise T2RError(
-            f"{file} is of another command ({done['command']}): the experiment was changed since. Give another --out"
+            f"{file} was made by another command ({done['command']}): the experiment has changed; give another --out"
         )
     _say(f"{step.name}: {shlex.join(['t2r', *words])}")
     if done is not None and "failed" not in done:
-        _say(f"{step.name}: done before, in {done['seconds']:.0f} s")
+        _say(f"{step.name}: already done, in {done['seconds']:.0f} s")
         return done
     before = float(clock.read_text()) if clock.is_file() else 0.0
-    if _made(step, places):  # all but the note that it is
+    if _made(step, places):  # interrupted between the command's end and the record
         code, seconds, output, last = 0, before, "", ""
     else:
         code, seconds, output, last = _call(step.name, words, before, clock)
@@ -139,7 +139,7 @@ def _run_step(step: Step, places: Places, folder: Path) -> dict[str, Any]:
         why = last.removeprefix("t2r: ") or f"exit code {code}"
         if not step.optional:
             raise T2RError(f"step {step.name} failed: {why}")
-        _say(f"{step.name}: left out: {why}")
+        _say(f"{step.name}: skipped: {why}")
         part["failed"] = record.compact(why, places.names)
     else:
         text = output if (made := _made(step, places)) is None else made.read_text(encoding="utf-8")
@@ -150,7 +150,7 @@ def _run_step(step: Step, places: Places, folder: Path) -> dict[str, Any]:
 
 
 def _made(step: Step, places: Places) -> Path | None:
-    """The results in the folder that a step makes, once it is whole."""
+    """Return the results file in the output folder of a finished step, or None."""
     if step.command[0] not in ("convert", "pretrain"):
         return None
     results = places.out / step.name / "results.json"
@@ -158,9 +158,9 @@ def _made(step: Step, places: Places) -> Path | None:
 
 
 def _call(step: str, words: list[str], before: float, clock: Path) -> tuple[int, float, str, str]:
-    """Run `t2r ...`: its exit code, seconds with those of earlier attempts, JSON, and the last line of its messages.
+    """Run `t2r ...`. Returns its exit code, seconds including earlier attempts, JSON output, and last message.
 
-    A command that trains shows its messages; it writes its results into the folder that it makes."""
+    Commands that train save their results in their output folder instead of printing JSON."""
     makes_folder = words[0] in ("convert", "pretrain")
     command = [sys.executable, "-m", "t2r", *words, *([] if makes_folder else ["--json"])]
     last = [""]
@@ -188,7 +188,7 @@ def _call(step: str, words: list[str], before: float, clock: Path) -> tuple[int,
                     told = seconds
                 if process.returncode is not None:
                     break
-        except BaseException:  # Ctrl-C, or a signal that main() turns into an exception
+        except BaseException:  # Ctrl-C, or SIGTERM
             process.terminate()
             process.wait()
             raise

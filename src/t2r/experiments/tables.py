@@ -1,8 +1,8 @@
-"""The tables of docs/results.md, from the records of experiments.
+"""Generates the tables of docs/results.md and docs/performance.md from the records of experiments.
 
-Run `python -m t2r.experiments.tables docs/results.md` to bring the page up to date. `<!-- record: NAME -->` begins what
-was recorded of an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several; `<!-- end -->`
-ends either. The text between such parts is written by hand.
+Run `python -m t2r.experiments.tables docs/results.md` to update the page. `<!-- record: NAME -->` starts the record of
+an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several; `<!-- end -->` ends either.
+The text between such parts is written by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Row = Sequence[str]
 
 
 def page(text: str) -> str:
-    """The same page with what is generated up to date."""
+    """Return the page with its generated parts updated."""
     return PART.sub(lambda found: f"{found[1]}{_part(found[2], found[3].split())}{found[4]}", text)
 
 
@@ -41,7 +41,7 @@ def _part(kind: str, names: Sequence[str]) -> str:
 
 
 def _results(record: Mapping[str, Any], step: str) -> list[dict[str, Any]]:
-    """The rows of an evaluation; a model that the experiment made is called by the experiment's name."""
+    """Return the rows of an evaluation. A model made by the experiment gets the experiment's name."""
     rows: list[dict[str, Any]] = next(
         (part["result"] for part in record["steps"] if part["name"] == step and "result" in part), []
     )
@@ -50,7 +50,7 @@ def _results(record: Mapping[str, Any], step: str) -> list[dict[str, Any]]:
 
 
 def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each model once: the teacher is in every record."""
+    """Return each model once. The teacher is in every record."""
     return list({(row["model"], row.get("variant")): row for row in reversed(list(rows))}.values())[::-1]
 
 
@@ -58,12 +58,12 @@ def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def provenance(record: Mapping[str, Any]) -> str:
-    """When, where, with what, and how long: a line."""
+    """Return the date, machine, versions and total time, in one line."""
     where = record["machine"]
     device = ", ".join(where.get("gpus") or []) or f"{where.get('cpu') or 'CPU'}, {where.get('cores')} cores"
     versions = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
     seconds = [part["seconds"] for part in record["steps"] if part.get("seconds") is not None]
-    took = [f"{sum(seconds) / 60:.1f} minutes in all"] if seconds else []
+    took = [f"{sum(seconds) / 60:.1f} minutes in total"] if seconds else []
     known = [record["date"], device, versions, f"commit {record['commit']}" if record.get("commit") else "", *took]
     line = f"`t2r reproduce {record['experiment']}`: " + "; ".join(word for word in known if word) + "."
     if record.get("hand_run"):
@@ -83,7 +83,7 @@ def wrapped(line: str) -> str:
 
 
 def commands(record: Mapping[str, Any]) -> str:
-    """The commands of its steps, a block of code, with how long each took and which could not be run."""
+    """Return the commands of the steps as a code block, with their times and failures."""
     lines = []
     for part in record["steps"]:
         took = "" if part.get("seconds") is None else f"    # {part['seconds']:.0f} s"
@@ -96,7 +96,7 @@ def commands(record: Mapping[str, Any]) -> str:
 
 
 def _folded(command: str) -> list[str]:
-    """Folded before options, with a backslash at the end of each line but the last."""
+    """Fold a command before options, with a backslash at the end of each line but the last."""
     lines: list[str] = []
     for piece in re.split(r" (?=--)", command):
         if lines and len(lines[-1]) + len(piece) + 1 <= WIDTH - 16:
@@ -107,7 +107,7 @@ def _folded(command: str) -> list[str]:
 
 
 def record_tables(record: Mapping[str, Any]) -> list[str]:
-    """Every step's figures, as Markdown."""
+    """Return the results of every step as Markdown tables."""
     found: list[str] = []
     for part in record["steps"]:
         if "result" not in part:
@@ -125,7 +125,7 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
 
 
 def _joined(tables: Iterable[str]) -> list[str]:
-    """Tables of one shape, such as those of two benchmarks, become one."""
+    """Join consecutive tables with the same header, such as those of two benchmarks."""
     joined: list[str] = []
     for table in tables:
         header, rule, rows = (*table.split("\n", 2), "", "")[:3]
@@ -140,7 +140,7 @@ def _joined(tables: Iterable[str]) -> list[str]:
 
 
 def training_table(result: Mapping[str, Any]) -> str:
-    """Perplexity on the way from the teacher to the last stage."""
+    """Return the perplexity of the teacher, of the swapped model, and after each stage."""
     teacher = result.get("teacher")
     rows = [("teacher", teacher), ("swapped, not trained", result.get("swapped")), ("before", result.get("untrained"))]
     rows += [(f"after {name}", scores) for name, scores in result.get("stages", {}).items()]
@@ -154,7 +154,7 @@ def training_table(result: Mapping[str, Any]) -> str:
 
 
 def evaluation_tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Perplexity by text and window, recall, and tasks: a row for each model and variant."""
+    """Return tables of perplexity, recall and tasks, with a row for each model and variant."""
     found = []
     if "perplexity" in results[0]:
         found.append(_quality(results))
@@ -174,7 +174,7 @@ def _quality(results: Sequence[Mapping[str, Any]]) -> str:
             f", windows of {part['window']:,}" if windows else ""
         )
         header.append(place)
-    header += ["KL to the teacher", "kept"]
+    header += ["KL to the teacher", "cache"]
     rows = []
     for result, parts in zip(results, measured, strict=True):
         cells = [_name(result)]
@@ -222,13 +222,17 @@ def _tasks(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def ops_table(result: Mapping[str, Any]) -> str:
-    """Linear against softmax attention; on a GPU the backward pass of softmax is measured, too."""
+    """Return a table of linear and softmax attention. The backward pass of softmax is measured on a GPU only."""
     settings = result["settings"]
     shape = f"{settings['heads']}, {settings['feature_size']}{' with decay' if settings['decay'] else ''}, "
     shape += f"{settings['head_dim']}"
-    header = ["heads, feature size, head size", "batch × length", "softmax forward", "ours", "ratio"]
+    header = ["heads, feature size, head size", "batch × length", "softmax forward", "linear forward", "ratio"]
     gpu = any(row.get("softmax_training") is not None for row in result["rows"])
-    header += ["softmax forward + backward", "ours", "ratio"] if gpu else ["forward + backward", "peak memory"]
+    header += (
+        ["softmax forward + backward", "linear forward + backward", "ratio"]
+        if gpu
+        else ["linear forward + backward", "peak memory"]
+    )
     rows = []
     for row in result["rows"]:
         cells = [shape, f"{settings['batch']} × {row['length']:,}"]
@@ -242,7 +246,7 @@ def ops_table(result: Mapping[str, Any]) -> str:
 
 
 def decoding_table(report: Mapping[str, Any]) -> str:
-    """A row for each model and way to decode: milliseconds of a step after each length, and what is kept then."""
+    """Return a table with a row for each model and way to decode: time per step, and bytes of its cache."""
     points = report["points"]
     lengths = list(dict.fromkeys(point["length"] for point in points))
     header = [f"ms per step, batch {report['settings']['batch']}", *(f"after {length:,}" for length in lengths)]
@@ -252,7 +256,7 @@ def decoding_table(report: Mapping[str, Any]) -> str:
         held = [f"{point['cache_bytes'] / 2**20:.3g}" for point in own]
         name = ", ".join([_short(Path(model.split(", ")[0]).name), *model.split(", ")[1:]])
         rows.append([name, *(f"{point['milliseconds']:.2f}" for point in own), ", ".join(dict.fromkeys(held))])
-    return markdown([*header, "kept, MiB"], rows)
+    return markdown([*header, "cache, MiB"], rows)
 
 
 def _pair(softmax: float, ours: float) -> list[str]:
@@ -273,7 +277,7 @@ def _short(text: str) -> str:
 
 
 def _against(value: float | None, base: float | None) -> str:
-    """A perplexity, and how far above another it is."""
+    """Format a perplexity, and its relative difference from another."""
     if value is None:
         return "not finite"
     digits = f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
@@ -285,7 +289,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def markdown(header: Row, rows: Iterable[Row]) -> str:
-    """A table without the columns that are empty in every row."""
+    """Return a Markdown table without columns that are empty in every row."""
     body = [list(row) for row in rows]
     used = [i for i in range(len(header)) if i == 0 or any(row[i] for row in body)]
     lines = [[header[i] for i in used], *([row[i] for i in used] for row in body)]

@@ -1,22 +1,22 @@
-"""Feature maps: what stands in for the exponential when a head becomes an RNN.
+"""Feature maps, which replace the exponential of softmax attention.
 
-Softmax attention compares a query with a key by `exp(q·k)`; a recurrent head compares them by `φ(q)·φ(k)`,
-which lets the sum over keys be taken before the query is known. A feature map is φ for all the heads of one
-layer at once: one tensor of weights per layer, and never a loop over heads.
+Softmax attention weighs a key by `exp(q·k)`. A recurrent head weighs it by `φ(q)·φ(k)`, so that the sum over keys can
+be computed before the query is known. A feature map implements φ for all heads of a layer, with one weight tensor and
+no loop over heads.
 
-    t2r        relu(W x + b), learned (Kasai et al. 2021): the paper's own
+    t2r        relu(W x + b), learned (Kasai et al. 2021), the map of the paper
     elu        elu(x) + 1 (Katharopoulos et al. 2020)
     rfa        random features of the Gaussian kernel (Peng et al. 2021)
     performer  positive orthogonal random features of the exponential (Choromanski et al. 2021)
     hedgehog   softmax over [W x, -W x], learned (Zhang et al. 2024)
 
-Queries arrive multiplied by `1/sqrt(head_dim)`. `feature_size` is always the size of φ(x), the rows of the
-state. With grouped-query attention a map belongs to a key/value head and the queries of its group use it too;
-un-grouped, there is a key map, and so a state, per query head. With `decay` every feature forgets, at a rate of its
-own that is learned: what softmax attention tells from positions (what was said just now, or long ago) is then told
-by how much of it is left. With `key_weights` a learned map also says how much each key counts, whoever asks.
+Queries are already multiplied by `1/sqrt(head_dim)`. `feature_size` is the size of φ(x), which is the number of rows of
+the state. With grouped-query attention, there is one map per key/value head, shared by the queries of its group. With
+`grouped=False`, there is one key map, and therefore one state, per query head. With `decay`, each feature has a learned
+decay rate, which distinguishes recent from distant tokens as positions do in softmax attention. With `key_weights`, a
+learned map also gives each key a query-independent weight.
 
-To add a map: one class in a file of this folder, and its name in the tuple in `registry.py`.
+To add a map, add a class in this folder and list it in `registry.py`.
 """
 
 from t2r.feature_maps.base import AffineMap, FeatureMap

@@ -1,4 +1,4 @@
-"""What every feature map is, and what those with a learned affine part share."""
+"""The base class of feature maps, and the base class of maps with a learned affine part."""
 
 import math
 from typing import Any, ClassVar
@@ -10,37 +10,37 @@ from torch.nn import functional as F
 from t2r.errors import T2RError
 from t2r.feature_maps.tensors import affine, full_precision, like_linear
 from t2r.ops import FASTEST_DECAY, State
+from t2r.ops.constants import derived
 
-# A state many times larger than the head it serves is a slip of the keyboard, not a plan: at 16 times the
-# head's size the state already holds as much as the keys and values of 8 * head_dim tokens.
+# Catches typing errors. At 16 times the head size, the state is as large as the keys and values of 8 * head_dim tokens.
 LARGEST_RATIO = 16
 
 SLOWEST_START, FASTEST_START = 1 / 2000, 0.9
-"""Where rates of forgetting start, per token: spread evenly on a logarithmic scale, from a whole text to one word."""
+"""Range of the initial decay rates per token. They are spread evenly on a logarithmic scale."""
 DECAY_PACE = 5.0
-"""Adam moves every number by about the learning rate, and a rate has further to go than a weight: from one word to a
-whole text it is 8 units of its logit. So the parameter is a fifth of the logit."""
+"""The parameter is the logit of the decay rate divided by this. Adam changes each parameter by about the learning rate
+per step, and logits have a wider range than weights: initial rates span about 10 units."""
 
 
 class FeatureMap(nn.Module):
-    """φ for the heads of one layer.
+    """Base class of feature maps: φ for the heads of one layer.
 
     Args:
-        head_dim: size of a query and of a key.
-        num_heads: query heads.
-        feature_size: size of φ(x); None takes the map's own default.
-        num_key_value_heads: key heads, `num_heads` unless said otherwise.
-        grouped: one map and state per key/value head; False: one per query head.
-        shared: queries and keys use the same parameters; False: queries have their own, per query head.
-        decay: each feature forgets, at a rate of its own that is learned.
-        seed: of everything drawn. Give each layer its own, or all layers draw the same.
-        trainable: False freezes the parameters.
+        head_dim: size of queries and keys.
+        num_heads: number of query heads.
+        feature_size: size of φ(x). None selects the default of the map.
+        num_key_value_heads: number of key/value heads. Defaults to `num_heads`.
+        grouped: use one map and state per key/value head. If False, use one per query head.
+        shared: queries and keys use the same parameters. If False, each query head has its own.
+        decay: learn a decay rate for each feature.
+        seed: seed of the initialization. Use a different one for each layer.
+        trainable: if False, the parameters are frozen.
     """
 
     name: ClassVar[str]
-    mergeable: ClassVar[bool] = False  # affine, then a function of the features alone: see AffineMap
-    separable: ClassVar[bool] = True  # whether shared=False makes sense
-    even: ClassVar[bool] = False  # whether features come in pairs
+    mergeable: ClassVar[bool] = False  # an affine map followed by a function of its outputs: see AffineMap
+    separable: ClassVar[bool] = True  # whether shared=False is supported
+    even: ClassVar[bool] = False  # whether feature_size must be even
 
     def __init__(
         self,
@@ -63,12 +63,13 @@ class FeatureMap(nn.Module):
         self.num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         if self.num_key_value_heads < 1 or num_heads % self.num_key_value_heads:
             raise T2RError(
-                f"{num_heads} query heads cannot be divided among {self.num_key_value_heads} key/value heads"
+                f"the number of query heads, {num_heads}, must be a multiple of that of key/value heads, "
+                f"{self.num_key_value_heads}"
             )
         if not (shared or self.separable):
             raise T2RError(
-                f"feature map {self.name!r} cannot have separate maps for queries and keys: its kernel needs "
-                "the same random vectors on both sides; leave shared=True"
+                f"feature map {self.name!r} does not support separate maps for queries and keys, because its kernel "
+                "requires the same random vectors for both: use shared=True"
             )
         self.key_heads = self.num_key_value_heads if grouped else num_heads
         self.shared = shared
@@ -78,25 +79,26 @@ class FeatureMap(nn.Module):
 
     @property
     def decay(self) -> Tensor | None:
-        """The rates of forgetting `[key_heads, feature_size]`, as `ops` takes them, or None."""
+        """The decay rates `[key_heads, feature_size]`, or None without decay."""
         if self.decay_logits is None:
             return None
         if self.decay_logits.is_meta:
             raise T2RError(
-                "the weights of this model are offloaded, and its decay rates are not where they are needed: load it "
-                "whole on one device (a device_map without cpu or disk beside a GPU)"
+                "the decay rates of this model are offloaded, which is not supported: load the whole model on one "
+                "device (use a device_map without cpu or disk offload)"
             )
-        return FASTEST_DECAY * (DECAY_PACE * full_precision(self.decay_logits)).sigmoid()
+        logits = self.decay_logits
+        return derived(self, "decay", lambda: FASTEST_DECAY * (DECAY_PACE * full_precision(logits)).sigmoid())
 
     def empty_state(self, rows: int, value_size: int, dtype: torch.dtype, device: torch.device | str) -> State:
-        """The state of attention over these features before any token, for so many sequences."""
+        """Return the zero state of attention over these features, for `rows` sequences."""
         heads = torch.empty(rows, self.key_heads, 1, 1, dtype=dtype, device=device)
         keys, values = (heads.expand(-1, -1, -1, size) for size in (self.feature_size, value_size))
         return State.zeros(keys, values, self.signed)
 
     @property
     def signed(self) -> bool:
-        """Whether features can be negative, which the denominator of the attention must know."""
+        """Whether features can be negative. The attention denominator is then bounded differently."""
         return False
 
     @classmethod
@@ -105,44 +107,44 @@ class FeatureMap(nn.Module):
 
     @classmethod
     def check(cls, head_dim: int, feature_size: int | None) -> None:
-        """Raise T2RError, with the reason, if the map cannot have that size."""
+        """Raise T2RError if the map does not support this feature size."""
         size = cls.default_feature_size(head_dim) if feature_size is None else feature_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise T2RError(f"feature_size must be a whole number, at least 1; got {size!r}")
         if cls.even and size % 2:
             raise T2RError(
-                f"feature_size counts the features of {cls.name!r}, which come in pairs: it must be even; "
+                f"the features of feature map {cls.name!r} come in pairs, so feature_size must be even; "
                 f"got {size}, try {size + 1}"
             )
         if size > LARGEST_RATIO * head_dim:
             raise T2RError(
-                f"feature_size {size} is more than {LARGEST_RATIO} times the head's size {head_dim}: "
-                f"surely a mistake; use at most {LARGEST_RATIO * head_dim}"
+                f"feature_size {size} is more than {LARGEST_RATIO} times the head size {head_dim}: "
+                f"use at most {LARGEST_RATIO * head_dim}"
             )
 
     def queries(self, q: Tensor) -> Tensor:
-        """φ of queries `[batch, num_heads, time, head_dim]`: the same with `feature_size` last."""
+        """Map queries `[batch, num_heads, time, head_dim]` to `[batch, num_heads, time, feature_size]`."""
         raise NotImplementedError
 
     def keys(self, k: Tensor) -> Tensor:
-        """φ of keys `[batch, num_key_value_heads, time, head_dim]`, for `key_heads` heads."""
+        """Map keys `[batch, num_key_value_heads, time, head_dim]` to `[batch, key_heads, time, feature_size]`."""
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.queries(q), self.keys(k)
 
     def paces(self) -> dict[nn.Parameter, float]:
-        """How many times as fast as the others some of the parameters should learn."""
+        """Return factors of the learning rate for parameters that do not use the common one."""
         return {}
 
     def draw(self, generator: torch.Generator) -> None:
-        """Fill the parameters and buffers, in place."""
+        """Initialize the parameters and buffers in place."""
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """(Re)draw the parameters and buffers in place, from `seed` unless a CPU generator is given.
+        """Initialize the parameters and buffers in place, from `seed` unless a CPU generator is given.
 
-        On the meta device, where models are built before their weights are loaded, nothing is drawn.
+        Does nothing on the meta device, where models are created before their weights are loaded.
         """
         if any(tensor.is_meta for tensor in self.state_dict().values()):
             return
@@ -150,13 +152,13 @@ class FeatureMap(nn.Module):
         self.draw(generator)
         if self.decay_logits is not None:
             low, high = math.log(SLOWEST_START), math.log(FASTEST_START)
-            # Where the generator is: the module may be built on a GPU, which then is the default.
+            # Draw on the generator's device: a GPU may be the default device here.
             drawn = torch.rand(self.decay_logits.shape, generator=generator, device=generator.device)
             rates = torch.exp(low + (high - low) * drawn)
             self.decay_logits.copy_(torch.logit(rates / FASTEST_DECAY) / DECAY_PACE)
 
     def finish(self) -> None:
-        """The last line of a constructor, once the tensors are in place."""
+        """Freeze parameters if not trainable, and initialize them. Constructors call this last."""
         self.requires_grad_(self.trainable)
         self.reset_parameters()
 
@@ -168,11 +170,11 @@ class FeatureMap(nn.Module):
 
 
 LARGEST_LOG_WEIGHT = 8.0
-"""A key counts for up to exp(8) times as much as others, or as little: all or nothing, and float16 has room."""
+"""Key weights are limited to the range exp(-8) to exp(8), which float16 can represent."""
 
 
 class HeadAffine(nn.Module):
-    """The weights of one affine map per head."""
+    """One affine map per head."""
 
     def __init__(self, heads: int, rows: int, dim: int, bias: bool) -> None:
         super().__init__()
@@ -183,18 +185,19 @@ class HeadAffine(nn.Module):
         return affine(x, self.weight, self.bias)
 
     def expanded(self, heads: int) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias with a map for each of `heads`, those of a group repeated."""
+        """Return weight and bias repeated for `heads` heads. Consecutive heads share a map."""
         times = heads // self.weight.shape[0]
         bias = None if self.bias is None else self.bias.repeat_interleave(times, dim=0)
         return self.weight.repeat_interleave(times, dim=0), bias
 
 
 class AffineMap(FeatureMap):
-    """A learned affine map, then a function of its outputs alone: what merge folds into the projections.
+    """A learned affine map followed by a function of its outputs. `merge` folds the affine map into the projections.
 
     Args:
-        key_weights: each key counts by a weight, learned as the exponential of one more linear function of it. Features
-            that always sum to 1 cannot say that a key matters more than others, whoever asks; `exp(q·k)` does.
+        init: initialization, `paper` or `identity`.
+        key_weights: multiply the features of each key by a query-independent weight, the exponential of a learned
+            linear function of the key. Features that always sum to 1 cannot express such a weight; `exp(q·k)` can.
     """
 
     mergeable = True
@@ -203,7 +206,7 @@ class AffineMap(FeatureMap):
     def __init__(self, *, init: str, key_weights: bool = False, **common: Any) -> None:
         super().__init__(**common)
         if init not in ("paper", "identity"):
-            raise T2RError(f"no initialization {init!r}: choose paper or identity")
+            raise T2RError(f"unknown initialization {init!r}: choose paper or identity")
         self.init = init
         shape = (self.rows, self.head_dim, self.has_bias)
         self.key_map = HeadAffine(self.key_heads, *shape)
@@ -214,47 +217,47 @@ class AffineMap(FeatureMap):
 
     @property
     def rows(self) -> int:
-        """Outputs of the affine part, of queries."""
+        """Number of outputs of the affine part for queries."""
         return self.feature_size
 
     @property
     def key_rows(self) -> int:
-        """Outputs of the affine part, of keys: their weight may be one more."""
+        """Number of outputs of the affine part for keys, including the key weight if there is one."""
         return self.rows + self.weighs_keys
 
     def activate(self, x: Tensor) -> Tensor:
-        """What follows the affine part."""
+        """Apply the function that follows the affine part."""
         raise NotImplementedError
 
     def activate_keys(self, x: Tensor) -> Tensor:
-        """The same for keys, whose weight is the last of their rows."""
+        """Apply `activate` to keys. The last row is the logarithm of the key weight, if there is one."""
         if not self.weighs_keys:
             return self.activate(x)
         log_weight = full_precision(x[..., -1:]).clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
-        return (self.activate(x[..., :-1]) * log_weight.exp()).to(x.dtype)
+        return (self.activate(x[..., :-1]) * log_weight.exp()).type_as(x)
 
     def identity_rows(self, generator: torch.Generator) -> Tensor:
-        """Weights `[key_heads, rows, head_dim]` under which the map resembles softmax attention."""
+        """Return weights `[key_heads, rows, head_dim]` for which the map resembles softmax attention."""
         raise NotImplementedError
 
     def affine_q(self) -> tuple[Tensor, Tensor | None]:
-        """The affine part for queries: weight `[num_heads, rows, head_dim]` and bias `[num_heads, rows]`."""
+        """Return the affine part for queries: weight `[num_heads, rows, head_dim]` and bias `[num_heads, rows]`."""
         return (self.query_map or self.key_map).expanded(self.num_heads)
 
     def affine_k(self) -> tuple[Tensor, Tensor | None]:
-        """The affine part for keys: weight `[key_heads, key_rows, head_dim]` and bias `[key_heads, key_rows]`."""
+        """Return the affine part for keys: weight `[key_heads, key_rows, head_dim]`, bias `[key_heads, key_rows]`."""
         weight, bias = self.key_map.weight, self.key_map.bias
         if self.key_weight is None:
             return weight, bias
         return torch.cat([weight, self.key_weight.weight], dim=1), None if bias is None else F.pad(bias, (0, 1))
 
     def drop_affine(self) -> None:
-        """After a merge: only what follows is left, for features that come from the projections themselves."""
+        """Remove the affine part after a merge, when the projections compute its outputs."""
         del self.key_map, self.query_map, self.key_weight
 
     def paces(self) -> dict[nn.Parameter, float]:
-        # Queries come divided by the root of the head's size, keys do not: for both maps to be moved alike by a step,
-        # theirs takes the larger one.
+        # Queries are divided by sqrt(head_dim) and keys are not. The query map gets a larger learning rate, so that an
+        # optimizer step changes both maps alike.
         queries = getattr(self, "query_map", None)
         if queries is None:  # shared, or merged
             return {}
@@ -265,8 +268,8 @@ class AffineMap(FeatureMap):
         return self.activate((self.query_map or self.key_map)(q))
 
     def keys(self, k: Tensor) -> Tensor:
-        if k.shape[2] == 1 and not torch.is_grad_enabled():  # one product for both
-            return self.activate_keys(affine(k, *self.affine_k()))
+        if k.shape[2] == 1 and not torch.is_grad_enabled():  # features and key weight in one matrix product
+            return self.activate_keys(affine(k, *derived(self, "keys", self.affine_k)))
         y = self.key_map(k)
         return self.activate_keys(y if self.key_weight is None else torch.cat([y, self.key_weight(k)], dim=-1))
 
@@ -282,19 +285,20 @@ class AffineMap(FeatureMap):
         elif bias is not None:
             bias.copy_(like_linear(*bias.shape, dim=self.head_dim, generator=generator))
         if self.query_map is not None:
-            # Separate maps start equal, as if shared: drawn apart, φ(q)·φ(k) would say nothing about q·k.
+            # Separate maps start equal. If drawn independently, φ(q)·φ(k) would not depend on q·k.
             heads = self.num_heads // self.key_heads
             self.query_map.weight.copy_(of_queries * rows.repeat_interleave(heads, dim=0))
             if self.query_map.bias is not None and bias is not None:
                 self.query_map.bias.copy_(bias.repeat_interleave(heads, dim=0))
         if self.key_weight is not None:
-            self.key_weight.weight.zero_()  # all count alike
+            self.key_weight.weight.zero_()  # all keys start with weight 1
 
     def start_scales(self) -> tuple[float, float]:
-        """What the rows that start like the identity are multiplied by, for queries and for keys. Queries come divided
-        by the root of the head's size: make good for it where the map minds."""
+        """Return the factors of the identity initialization for queries and keys.
+
+        Maps that are sensitive to scale use them to undo the division of queries by sqrt(head_dim)."""
         return 1.0, 1.0
 
     def sharp_scales(self) -> tuple[float, float]:
-        """For a softmax over features: of small numbers it is flat, and attends to everything alike."""
+        """Return `start_scales` for a softmax over features, which is nearly uniform for small inputs."""
         return (self.head_dim**0.25,) * 2 if self.shared else (self.head_dim**0.5, 1.0)

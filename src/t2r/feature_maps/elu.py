@@ -1,4 +1,4 @@
-"""The map of Katharopoulos et al. (2020), which has nothing to learn."""
+"""The feature map of Katharopoulos et al. (2020), which has no parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from t2r.feature_maps.tensors import repeat_heads
 
 
 class EluMap(FeatureMap):
-    """elu(x) + 1: no parameters (so nothing to share or to separate), and as many features as dimensions."""
+    """elu(x) + 1. It has no parameters, so `shared` has no effect. The feature size is the head size."""
 
     name = "elu"
 
@@ -29,12 +29,12 @@ class EluMap(FeatureMap):
         super().check(head_dim, feature_size)
         if feature_size not in (None, head_dim):
             raise T2RError(
-                f"feature map 'elu' has as many features as the head has dimensions: feature_size must be "
-                f"{head_dim} (or left out); got {feature_size}"
+                f"feature map 'elu' has as many features as the head size: feature_size must be {head_dim} "
+                f"(or left out); got {feature_size}"
             )
 
     def queries(self, q: Tensor) -> Tensor:
-        # Written without elu, whose -1 would cancel the +1: in bfloat16 elu(-6) + 1 is 0, and exp(-6) is not.
+        # Computed without F.elu, because its -1 cancels the +1: in bfloat16, elu(-6) + 1 is 0 but exp(-6) is not.
         return (q.relu() + q.clamp_max(0).exp()).to(q.dtype)
 
     def keys(self, k: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Maps that are learned: an affine map of each head, then a function of its outputs. These merge."""
+"""Learned feature maps: an affine map per head, followed by a function of its outputs. They can be merged."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "cos": torch.cos,
     "gelu": F.gelu,
-    "softmax": lambda x: full_precision(x).softmax(dim=-1).to(x.dtype),
+    "softmax": lambda x: full_precision(x).softmax(dim=-1).type_as(x),
 }
 UNSIGNED = ("relu", "softmax")
 
 
 class T2RMap(AffineMap):
-    """relu(W x + b): feature_size * (head_dim + 1) parameters a head.
+    """relu(W x + b), with feature_size * (head_dim + 1) parameters per head.
 
     Args:
-        activation: relu, or one of the paper's ablations (and gelu), whose features can be negative; or softmax, over
-            the features: what `hedgehog` is, with a bias and rows that need not come in pairs.
-        init: `paper` is what nn.Linear draws. `identity` starts a swapped model closer to its teacher: rows
-            come in pairs w, -w, so that relu(w·x) and relu(-w·x) together lose nothing of w·x.
+        activation: `relu`; or `elu`, `tanh`, `cos` (ablations of the paper) or `gelu`, whose features can be negative;
+            or `softmax` over the features, which is `hedgehog` with a bias and without paired rows.
+        init: `paper` uses the initialization of nn.Linear. `identity` starts a swapped model closer to its teacher:
+            rows come in pairs w, -w, so that relu(w·x) and relu(-w·x) together preserve w·x.
     """
 
     name = "t2r"
@@ -41,8 +41,8 @@ class T2RMap(AffineMap):
         self, *, activation: str = "relu", init: str = "paper", key_weights: bool = False, **common: Any
     ) -> None:
         if activation not in ACTIVATIONS:
-            raise T2RError(f"no activation {activation!r}: choose one of {', '.join(ACTIVATIONS)}")
-        self.activation = activation  # before what is drawn, which depends on it
+            raise T2RError(f"unknown activation {activation!r}: choose one of {', '.join(ACTIVATIONS)}")
+        self.activation = activation  # set first, because the initialization depends on it
         super().__init__(init=init, key_weights=key_weights, **common)
 
     @property
@@ -65,10 +65,10 @@ class T2RMap(AffineMap):
 
 
 class HedgehogMap(AffineMap):
-    """softmax over [W x, -W x]: W has half as many rows as there are features, and no bias.
+    """softmax over [W x, -W x]. W has feature_size / 2 rows, and there is no bias.
 
     Args:
-        init: `identity` as its authors do, or `paper`: what nn.Linear draws.
+        init: `identity`, as in the original work, or `paper`, the initialization of nn.Linear.
     """
 
     name = "hedgehog"

@@ -1,4 +1,4 @@
-"""Maps of random features: RFA (Peng et al. 2021) and Performer (Choromanski et al. 2021)."""
+"""Random feature maps: RFA (Peng et al. 2021) and Performer (Choromanski et al. 2021)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from t2r.feature_maps.tensors import affine, full_precision, gaussian, orthogona
 class RfaMap(FeatureMap):
     """[sin(u), cos(u)] / sqrt(m) with u = (sigma * w)·x / |x| for m = feature_size / 2 random vectors w.
 
-    With sigma = 1, φ(q)·φ(k) estimates the Gaussian kernel exp(-|q - k|² / 2) of the two directions. sigma is
-    learned, per head and dimension: the "softmax temperature reparameterization".
+    With sigma = 1, φ(q)·φ(k) estimates the Gaussian kernel exp(-|q - k|² / 2) of the normalized q and k. sigma is
+    learned per head and dimension (the "softmax temperature reparameterization").
 
-    The vectors come from a bank, one per layer, of which each head takes its own draw. In training `forward`
-    draws anew each time, by the global random state, so that gradient checkpointing repeats the draw. In
-    evaluation the draw is fixed, as it always is for `queries` and `keys`, which alone could not agree.
+    Each layer has a bank of random vector sets, and each head uses one of them. In training, `forward` selects new ones
+    in each call, using the global random state, so that gradient checkpointing repeats the selection. In evaluation,
+    the selection is fixed. `queries` and `keys` always use the fixed selection, because separate calls must agree.
 
     Args:
-        bank_size: draws in the bank.
+        bank_size: number of random vector sets in the bank.
     """
 
     name = "rfa"
@@ -59,7 +59,7 @@ class RfaMap(FeatureMap):
         return torch.randint(self.bank.shape[0], (self.key_heads,), device=self.bank.device)
 
     def features(self, x: Tensor, draw: Tensor) -> Tensor:
-        """φ(x), each head with the vectors of its index in `draw` `[key_heads]`."""
+        """Compute φ(x). `draw [key_heads]` selects the vectors of each head from the bank."""
         with torch.autocast(x.device.type, enabled=False):
             x = full_precision(x)
             vectors = self.bank[draw].to(x.dtype) * self.sigma.to(x.dtype)[:, None, :]
@@ -80,22 +80,22 @@ class RfaMap(FeatureMap):
 class PerformerMap(FeatureMap):
     """exp(w·x - |x|² / 2) / sqrt(m) for m = feature_size random vectors w, orthogonal in blocks of head_dim.
 
-    φ(q)·φ(k) estimates exp(q·k), without bias. Trained as published it diverges: a long query or key sends
-    one exponential over the edge, and the usual remedy, subtracting a maximum over the keys, looks into the
-    future and is unknown to a recurrence. Here queries and keys longer than `max_norm` are shortened to it,
-    one by one, so that q·k stays within max_norm² either way: beyond that the kernel saturates, smoothly.
+    φ(q)·φ(k) is an unbiased estimate of exp(q·k). Training diverges with the published form, because queries or keys
+    with a large norm overflow the exponential. The usual remedy, subtracting the maximum over all keys, uses future
+    tokens and does not work in a recurrence. Instead, queries and keys with a norm above `max_norm` are scaled down to
+    it, which limits |q·k| to max_norm². Beyond that, the kernel saturates.
 
     Args:
-        max_norm: the longest query or key, once each carries half of the 1/sqrt(head_dim). At 3 the kernel
-            reaches from exp(-9), well above the floor of the attention's denominator, to exp(9).
+        max_norm: maximum norm of queries and keys, after 1/sqrt(head_dim) is divided equally between them. At 3, the
+            kernel ranges from exp(-9), well above the lower bound of the attention denominator, to exp(9).
     """
 
     name = "performer"
     separable = False
     vectors: Tensor
 
-    # exp(32)² is 6e27: float32 has room left for a sum over ten billion tokens. Within the default max_norm
-    # only a query or key nearly parallel to one of the vectors comes near it, and then only in large heads.
+    # exp(32)² is 6e27, so float32 can hold a sum over ten billion tokens. With the default max_norm, only queries or
+    # keys nearly parallel to one of the vectors approach it, and only in large heads.
     largest_exponent: ClassVar[float] = 32.0
 
     def __init__(self, *, max_norm: float = 3.0, **common: Any) -> None:
@@ -112,7 +112,7 @@ class PerformerMap(FeatureMap):
 
     def draw(self, generator: torch.Generator) -> None:
         directions = orthogonal_rows(self.key_heads, self.feature_size, self.head_dim, generator)
-        # Each vector alone must be Gaussian for the estimate to be unbiased: lengths of Gaussian vectors.
+        # Each vector must be Gaussian for the estimate to be unbiased, so norms are those of Gaussian vectors.
         lengths = gaussian(*self.vectors.shape, generator=generator).norm(dim=-1, keepdim=True)
         self.vectors.copy_(directions * lengths)
 
@@ -124,8 +124,8 @@ class PerformerMap(FeatureMap):
             exponent = affine(x, self.vectors.to(x.dtype)) - half_square
             return exponent.clamp_max(self.largest_exponent).exp() / math.sqrt(self.feature_size)
 
-    # All of 1/sqrt(head_dim) arrives on the queries. It is shared out before the norms are bounded: the two
-    # sides are then of like length, and the bound bites on both alike.
+    # Queries arrive multiplied by 1/sqrt(head_dim). The factor is divided equally between queries and keys before
+    # norms are bounded, so that both have similar norms.
 
     def queries(self, q: Tensor) -> Tensor:
         return self.features(q, self.head_dim**0.25)

@@ -1,4 +1,4 @@
-"""Every feature map by name."""
+"""The registry of feature maps."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
 
 
 def feature_map_class(name: str) -> type[FeatureMap]:
+    """Return the class of a feature map by name. Raises T2RError if there is none."""
     if name not in FEATURE_MAPS:
-        raise T2RError(f"no feature map {name!r}: choose one of {', '.join(FEATURE_MAPS)}")
+        raise T2RError(f"unknown feature map {name!r}: choose one of {', '.join(FEATURE_MAPS)}")
     return FEATURE_MAPS[name]
 
 
 def options_of(cls: type[FeatureMap]) -> list[str]:
-    """The options a map adds to those of every map."""
+    """Return the names of the options that are specific to a map."""
     parameters = inspect.signature(cls).parameters.values()
     common = inspect.signature(FeatureMap).parameters
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in common]
 
 
 def make_feature_map(name: str, **kwargs: Any) -> FeatureMap:
-    """Build a feature map by name: the arguments of FeatureMap and the map's own options."""
+    """Create a feature map by name. Takes the arguments of FeatureMap and the options of the map."""
     cls = feature_map_class(name)
     own, common = options_of(cls), inspect.signature(FeatureMap).parameters
     for key in kwargs:
         if key not in own and key not in common:
-            raise T2RError(f"feature map {name!r} has no option {key!r}; it has: {', '.join(own) or 'none'}")
+            raise T2RError(f"feature map {name!r} has no option {key!r}; its options are: {', '.join(own) or 'none'}")
     return cls(**kwargs)

@@ -1,4 +1,4 @@
-"""What the maps are made of: affine maps per head, and random matrices drawn without disturbing anybody."""
+"""Building blocks of feature maps: affine maps per head, and random matrices from a separate generator."""
 
 import math
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Map x `[batch, heads, time, dim]` by weight `[maps, rows, dim]` and bias `[maps, rows]`, head by head.
+    """Apply weight `[maps, rows, dim]` and bias `[maps, rows]` to x `[batch, heads, time, dim]`, head by head.
 
-    More heads than maps: consecutive heads share a map (grouped queries). More maps than heads: each head
-    goes through several (un-grouped keys). Returns `[batch, max(heads, maps), time, rows]`.
+    If there are more heads than maps, consecutive heads share a map (grouped queries). If there are more maps than
+    heads, each head is mapped several times (un-grouped keys). Returns `[batch, max(heads, maps), time, rows]`.
 
-    It is an einsum because a broadcast matmul would copy the weights once per sequence of the batch.
+    Uses einsum, because a broadcast matmul would copy the weights once per sequence of the batch.
     """
     (batch, heads, time, dim), (maps, rows, _) = x.shape, weight.shape
     groups = min(heads, maps)
@@ -23,13 +23,13 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = x.reshape(batch, groups, heads // groups, time, dim)
     y = torch.einsum("bnxtd,nwrd->bnxwtr", x, weight.reshape(groups, maps // groups, rows, dim))
     if bias is not None:
-        # The cast is for autocast, where y is half precision and the bias is not: do as nn.Linear does.
+        # Under autocast, y is half precision and the bias is not. The cast matches nn.Linear.
         y = y + bias.to(y.dtype).reshape(groups, 1, maps // groups, 1, rows)
     return y.flatten(1, 3)
 
 
 def affine_of_one(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    """The same for one token: a single product, in as few operations as it takes."""
+    """Compute `affine` for one token as a single matrix product with few operations."""
     (batch, heads, _, dim), (maps, rows, _) = x.shape, weight.shape
     share, several = heads // groups, maps // groups
     x = x.reshape(batch, groups, share, dim).transpose(0, 1).reshape(groups, batch * share, dim)
@@ -39,7 +39,7 @@ def affine_of_one(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat each head of `[batch, heads, ...]` until there are `heads`; x itself if there are enough."""
+    """Repeat each head of `[batch, heads, ...]` to get `heads` heads. Returns x unchanged if there are enough."""
     if x.shape[1] >= heads:
         return x
     times = heads // x.shape[1]
@@ -47,20 +47,20 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def full_precision(x: Tensor) -> Tensor:
-    """x in float32, or float64 if it is: sines and exponentials of half precision numbers are noise."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    """Cast to float32, or keep float64. Sines and exponentials are too inaccurate in half precision."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def safe_norm(x: Tensor) -> Tensor:
-    """Length along the last dimension, at least 1e-4: dividing by it is finite, as is its gradient.
+    """Return the norm along the last dimension, at least 1e-4, so that dividing by it has a finite gradient.
 
-    The floor also bounds that gradient by 1e4, which float16 can still represent.
+    The bound limits that gradient to 1e4, which float16 can represent.
     """
     return x.square().sum(-1, keepdim=True).clamp_min(1e-8).sqrt()
 
 
-# --- Draws ------------------------------------------------------------------------------------------------
-# Always on the CPU and in float32, whatever the default device and dtype: a seed means the same everywhere.
+# --- Random matrices --------------------------------------------------------------------------------------
+# Always drawn on the CPU in float32, so that a seed gives the same values on every device and dtype.
 
 
 def gaussian(*shape: int, generator: torch.Generator) -> Tensor:
@@ -68,22 +68,22 @@ def gaussian(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def like_linear(*shape: int, dim: int, generator: torch.Generator) -> Tensor:
-    """What nn.Linear with `dim` inputs draws, weight and bias alike: U(-1/sqrt(dim), 1/sqrt(dim))."""
+    """Draw from the initialization of nn.Linear with `dim` inputs: U(-1/sqrt(dim), 1/sqrt(dim))."""
     draw = torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32)
     return (2 * draw - 1) / math.sqrt(dim)
 
 
 def orthogonal_rows(heads: int, rows: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Unit rows `[heads, rows, dim]`, each run of `dim` of them orthogonal, each uniform on the sphere."""
+    """Draw unit rows `[heads, rows, dim]`, uniform on the sphere and orthogonal within blocks of `dim` rows."""
     blocks = gaussian(heads, -(-rows // dim), dim, dim, generator=generator)
     q, r = torch.linalg.qr(blocks)
-    # QR fixes the signs by its own convention; only with those of the diagonal undone is q uniform.
+    # QR fixes the signs by convention. q is uniform only after multiplying by the signs of the diagonal.
     uniform: Tensor = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     return uniform.mT.flatten(1, 2)[:, :rows]
 
 
 def identity_like(heads: int, rows: int, dim: int, generator: torch.Generator) -> Tensor:
-    """The nearest thing to an identity with that many rows: inner products survive it as well as they can."""
+    """Return a matrix with `rows` rows that preserves inner products as well as possible, like an identity."""
     if rows < dim:
         return orthogonal_rows(heads, rows, dim, generator) * math.sqrt(dim / rows)
     identity = torch.eye(dim, device="cpu", dtype=torch.float32).expand(heads, dim, dim)

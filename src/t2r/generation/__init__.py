@@ -1,1 +1,1 @@
-"""Decoding."""
+"""Text generation."""

@@ -1,4 +1,4 @@
-"""A conversation: each turn is answered from the state that the turns before have left."""
+"""Conversations in which each answer continues from the state of the previous turns."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from t2r.model.modeling import T2RModel
 class Conversation:
     """A conversation with a language model.
 
-    With a chat template, turns are its messages; otherwise they are lines of one text. A swapped model keeps its state
-    from turn to turn and reads only what is new. An ordinary model reads all of the text again.
+    With a chat template, turns are chat messages; otherwise they are lines of one text. A swapped model keeps its state
+    between turns and reads only the new tokens. Other models read the whole text in every turn.
 
     Args:
-        state: what was read before, by a swapped model.
-        seed: of sampling.
-        options: of `model.generate`.
+        model: the model.
+        tokenizer: its tokenizer.
+        state: a state to continue from, for a swapped model.
+        seed: random seed for sampling.
+        options: options of `model.generate`.
     """
 
     def __init__(
@@ -41,23 +43,23 @@ class Conversation:
         **options: Any,
     ) -> None:
         if model.config.is_encoder_decoder:
-            raise T2RError("a conversation needs a language model: give texts to translate as arguments or by a pipe")
+            raise T2RError("a conversation requires a language model: give texts to translate as arguments or on stdin")
         self.model, self.tokenizer, self.state = model, tokenizer, state
         self.options = checked_options(model, options)
         if any((self.options.get(name) or 1) > 1 for name in ("num_beams", "num_return_sequences")):
-            raise T2RError("a conversation has one answer at a time: leave out num_beams and num_return_sequences")
+            raise T2RError("a conversation has one answer at a time: omit num_beams and num_return_sequences")
         self.messages: list[dict[str, str]] = []
         self.engine = Engine(model, rows=1) if isinstance(model, T2RModel) else None
         self.text = ""
-        """All that was said, as the model has read it."""
+        """The text of the conversation, as read by the model."""
         self.unread: list[int] = []
-        """Tokens that were generated and are not yet in the state."""
+        """Generated tokens that are not yet in the state."""
         self.templated = bool(tokenizer.chat_template) and state is None
         if seed is not None:
             torch.manual_seed(seed)
 
     def say(self, line: str, on_text: Callable[[str], None] | None = None) -> str:
-        """Say something and return the answer; `on_text` is called with each bit of it."""
+        """Add a user turn and return the answer. `on_text` is called with each piece of it."""
         check_unicode(line, "the message")
         begins = not self.text and self.state is None
         new = self.added(line)
@@ -68,14 +70,14 @@ class Conversation:
         return answer
 
     def added(self, line: str) -> str:
-        """The text that this turn adds."""
+        """Return the text that this turn adds."""
         if not self.templated:
             new = f"\n{line}" if self.text else line
             self.text += new
             return new
         self.messages.append({"role": "user", "content": line})
         whole = render(self.tokenizer, self.messages, "the message", prompt=True)
-        if not whole.startswith(self.text):  # a template that rewrites earlier turns: all of it is read again
+        if not whole.startswith(self.text):  # the template has changed earlier turns: read everything again
             self.state, self.unread, self.text = None, [], ""
         new, self.text = whole[len(self.text) :], whole
         return new
@@ -89,16 +91,16 @@ class Conversation:
         check_lengths(self.model, [ids], self.options["max_new_tokens"])
         written, state = self.written(given, options)
         if isinstance(self.model, T2RModel):
-            self.state, self.unread = state, written[-1:]  # the last token was never an input
+            self.state, self.unread = state, written[-1:]  # the last token has not been an input
         else:
             self.unread = [*ids, *written]
         said = str(self.tokenizer.decode([t for t in written if t not in stops], skip_special_tokens=True))
-        # Beyond a template's own marks: what the model wrote, its end included, is what it has read.
+        # The text includes the special tokens that the model has generated.
         self.text += str(self.tokenizer.decode(written, skip_special_tokens=False))
         return said
 
     def written(self, given: Tensor, options: dict[str, Any]) -> tuple[list[int], Any]:
-        """The tokens of an answer, and the state after them."""
+        """Return the tokens of an answer and the state after them."""
         if self.engine is not None:
             try:
                 how = {"attention_mask": torch.ones_like(given), **options}

@@ -1,4 +1,4 @@
-"""A long document read once, then asked many times: its state, made, kept and shown."""
+"""States of documents, which are read once and continued many times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from t2r.model.modeling import T2RModel
 from t2r.surgery.adapters import family_of
 
 PIECE = 2048
-"""Tokens read at a time: what is not the state is bounded by this, however long the document."""
+"""Tokens read at a time, which bounds the memory for activations."""
 
 
 @torch.no_grad()
@@ -26,18 +26,26 @@ def read_document(
     state: T2RCache | None = None,
     on_tokens: Callable[[int, int], None] | None = None,
 ) -> T2RCache:
-    """The state after a text, or after one more text if a state is given, which is left as it is."""
+    """Return the state of a swapped model after reading a text.
+
+    Args:
+        model: a swapped language model.
+        tokenizer: its tokenizer.
+        text: the text to read.
+        state: a state to continue from. It is not modified.
+        on_tokens: called with the number of tokens read and the total.
+    """
     refuse_stateless(model)
     ids = torch.tensor([tokenizer(text, add_special_tokens=state is None, verbose=False).input_ids]).to(model.device)
     if ids.shape[1] == 0:
-        raise T2RError("there is nothing to read")
+        raise T2RError("the text has no tokens")
     check_vocabulary(model, ids[0].tolist())
     before = 0 if state is None else state.get_seq_length()
     limit = family_of(model).max_positions(model)
     if limit is not None and before + ids.shape[1] > limit:
         raise T2RError(
             f"a document of {ids.shape[1]:,} tokens{f' after {before:,}' if before else ''} is beyond the {limit:,} "
-            "positions that this model has learned: only a model with rotary or computed positions reads on"
+            "positions of this model: use a model with rotary or computed positions"
         )
     cache: Any = model.make_cache() if state is None else state.fork()
     for start in range(0, ids.shape[1], PIECE):
@@ -48,24 +56,24 @@ def read_document(
 
 
 def check_vocabulary(model: Any, ids: Sequence[int]) -> None:
-    """Refuse tokens that the model does not have: they would be an index error, and on a GPU worse."""
+    """Raise T2RError for tokens outside the vocabulary of the model, which would be an index error."""
     size = getattr(model.config.get_text_config(), "vocab_size", None)
     if size is not None and ids and max(ids) >= size:
         raise T2RError(
-            f"the tokenizer gives token {max(ids)}, and the model's vocabulary ends at {size - 1}: this is not the "
-            "model's tokenizer"
+            f"the text has token {max(ids)}, but the model's vocabulary ends at {size - 1}: the tokenizer does not "
+            "belong to the model"
         )
 
 
 def refuse_stateless(model: Any) -> None:
     if not isinstance(model, T2RModel):
-        raise T2RError("only a swapped model has a state: this one keeps every token it has read")
+        raise T2RError("only a swapped model has a state: swap or convert this model first")
     if model.config.is_encoder_decoder:
-        raise T2RError("states of documents are for language models: an encoder-decoder reads its source at once")
+        raise T2RError("states of documents require a language model, not an encoder-decoder")
 
 
 def describe_state(path: str | Path) -> dict[str, Any]:
-    """What a state file holds, without the model that made it."""
+    """Return a description of a saved state. The model is not needed."""
     header = read_header(path)
     lengths = header["lengths"]
     return {

@@ -1,4 +1,4 @@
-"""Text in, text out: completions and translations in batches, by a swapped model or the one it came from."""
+"""Batched completion and translation of texts, with swapped and other models."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from t2r.model.modeling import T2RModel
 from t2r.options import GenerationOptions, RunOptions, check, options_of
 from t2r.surgery.adapters import FAMILIES, family_of
 
-# What has no effect unless something else is asked for: transformers would only warn.
+# Options that have no effect without sampling or beam search. transformers would only warn.
 NEEDS_SAMPLING = ("temperature", "top_p", "top_k")
 NEEDS_BEAMS = ("length_penalty",)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model made of one prompt, and what that took."""
+    """The generated text of one prompt, with statistics."""
 
     prompt: str
     text: str
-    """What is new, without the prompt."""
+    """The generated text, without the prompt."""
     alternatives: list[str]
-    """Further ones, if several were asked for."""
+    """Further generated texts, if `num_return_sequences` is above 1."""
     prompt_tokens: int
     new_tokens: int
-    """In the text and its alternatives."""
+    """Tokens in the text and its alternatives."""
     tokens_per_second: float
-    """Of the whole batch, reading the prompts included."""
+    """Speed of the whole batch, including the prefill."""
     state_bytes: int
-    """What the cache held at the end, for this prompt with all its beams."""
+    """Size of the cache at the end, for this prompt with all its beams."""
     dtype: str
     device: str
     backend: str | None
-    """Which kernels read the prompt; None for a softmax model."""
+    """The backend used for the prompt; None for a softmax model."""
 
 
 def generate(
@@ -64,17 +64,20 @@ def generate(
     on_completion: Callable[[Completion], None] | None = None,
     **options: Any,
 ) -> list[Completion]:
-    """Complete prompts, or translate them if the model is an encoder-decoder: a `Completion` for each, in order.
+    """Complete prompts, or translate them if the model is an encoder-decoder.
 
         t2r.generate("gpt2-rnn", "Once upon a time", do_sample=True)[0].text
 
     Args:
-        model: a folder, a name on the hub, or a model (then give its `tokenizer`).
-        prompts: one, or several. A blank prompt stays blank.
-        dtype, device, revision, trust_remote_code: how a model given by name is loaded.
-        state: what was read before the prompts, or the file of it; each prompt continues from it.
-        on_completion: called with each completion as soon as it is there.
-        options: those of `complete` (`batch_size`, `chat`, `seed`, `on_text`), and of `model.generate`.
+        model: a folder, a name on the Hub, or a model object.
+        prompts: one prompt or several. The completion of a blank prompt is empty.
+        tokenizer: the tokenizer. Required if `model` is a model object.
+        dtype, device, revision, trust_remote_code: how to load a model given by name; see `t2r.load`.
+        state: a state, or the path of a saved state, from which each prompt continues.
+        on_completion: called with each completion as soon as it is finished.
+        options: options of `complete` (`batch_size`, `chat`, `seed`, `on_text`) and of `model.generate`.
+
+    Returns a `Completion` for each prompt, in order.
     """
     if not isinstance(model, PreTrainedModel):
         hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -82,7 +85,7 @@ def generate(
         model = load_model(source, dtype=dtype, device=device, **hub)
         tokenizer = tokenizer or need_tokenizer(source, **hub)
     if tokenizer is None:
-        raise T2RError("a model that is given as an object needs its tokenizer beside it")
+        raise T2RError("a model given as an object requires the tokenizer argument")
     if isinstance(state, str | Path):
         refuse_stateless(model)
         state = cast(T2RCache, cast(T2RModel, model).load_state(state))
@@ -107,21 +110,24 @@ def complete(
     state: T2RCache | None = None,
     **options: Any,
 ) -> Iterator[Completion]:
-    """The same, a `Completion` at a time.
+    """Yield a `Completion` for each prompt, in order.
 
-    A blank prompt stays blank, so that lines of output stay beside their lines of input.
+    The completion of a blank prompt is empty, so that lines of output correspond to lines of input.
 
     Args:
-        batch_size: prompts at a time.
-        chat: each prompt is a message of the user's, put in the tokenizer's chat template.
-        seed: of sampling.
-        on_text: called with each bit of text as it comes; for a single prompt, without beams.
-        state: what was read before the prompts; each prompt continues from it, and it is left as it is.
-        options: of `model.generate`.
+        model: the model.
+        tokenizer: its tokenizer.
+        prompts: the prompts.
+        batch_size: prompts per batch.
+        chat: whether each prompt is a user message, to be formatted with the tokenizer's chat template.
+        seed: random seed for sampling.
+        on_text: called with each piece of text as it is generated. Requires a single prompt and no beam search.
+        state: a state from which each prompt continues. It is not modified.
+        options: options of `model.generate`.
     """
     if state is not None:
         if chat:
-            raise T2RError("a chat template begins a conversation: it cannot continue from a state")
+            raise T2RError("chat cannot be combined with a state, because a chat template starts a new conversation")
         refuse_stateless(model)
     check(RunOptions, {"batch_size": batch_size, "seed": seed})
     options = checked_options(model, options)
@@ -155,7 +161,7 @@ def complete_batch(
     state: T2RCache | None = None,
     engine: Engine | None = None,
 ) -> list[Completion]:
-    """Run the model on one batch of prompts, given as text and as token ids."""
+    """Complete one batch of prompts, given as texts and as token ids."""
     seq2seq = model.config.is_encoder_decoder
     stops, pad = special_tokens(model, tokenizer)
     input_ids, mask = (x.to(model.device) for x in padded(rows, pad, left=not seq2seq))
@@ -165,7 +171,7 @@ def complete_batch(
         sequences, held = run(model, engine, input_ids, state, options)
     except T2RError:
         raise
-    except ValueError as error:  # how transformers refuses options that do not go together
+    except ValueError as error:  # raised by transformers for incompatible options
         raise T2RError(f"cannot generate: {error}") from error
     new = sequences[:, 1 if seq2seq else input_ids.shape[1] :].tolist()  # a decoder starts with one token
     seconds = time.perf_counter() - began
@@ -193,7 +199,7 @@ def complete_batch(
 def run(
     model: Any, engine: Engine | None, input_ids: Tensor, state: T2RCache | None, options: dict[str, Any]
 ) -> tuple[Tensor, int]:
-    """Sequences, and the bytes of the cache after them; by the engine if there is one and it can do it."""
+    """Return the sequences and the size of the cache in bytes. Uses the engine if it supports the options."""
     if engine is not None:
         try:
             sequences = engine.attempt(input_ids, state=state, **options).result()
@@ -209,32 +215,32 @@ def run(
 
 
 def setting(model: Any, length: int) -> tuple[str, str, str | None]:
-    """Dtype, device, and the backend that reads prompts of this length."""
+    """Return the dtype, the device, and the backend for prompts of this length."""
     device, causal = model.device, not model.config.is_encoder_decoder
     backend = ops.choose(length, device, causal) if isinstance(model, T2RModel) else None
     return str(model.dtype).removeprefix("torch."), str(device), backend
 
 
 def special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """The tokens that end a text, and one to pad with: any will do, since the mask hides it."""
+    """Return the stop tokens and a padding token. Any padding token works, because padding is masked."""
     stop, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     stops = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
     return stops, next((p for p in (pad, tokenizer.pad_token_id, *stops) if p is not None), 0)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, begins: bool = True) -> list[int]:
-    """Token ids; with the special tokens of a beginning only where it `begins` a text."""
+    """Return the token ids of a prompt. Special tokens are added only if it `begins` a text."""
     check_unicode(prompt, "the prompt")
     if not chat:
         return list(tokenizer(prompt, add_special_tokens=begins).input_ids)
     if tokenizer.chat_template is None:
-        raise T2RError("this model's tokenizer has no chat template: leave chat out")
+        raise T2RError("the model's tokenizer has no chat template: omit chat")
     text = render(tokenizer, [{"role": "user", "content": prompt}], "the prompt", prompt=True)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has put them in
+    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has added them
 
 
 def padded(rows: list[list[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
-    """Token ids and their mask `[batch, longest]`. A decoder continues at the right end: it is padded left."""
+    """Return padded token ids and their mask `[batch, longest]`. Prompts of a decoder are padded on the left."""
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), pad)
     mask = torch.zeros_like(ids)
@@ -245,32 +251,32 @@ def padded(rows: list[list[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]
 
 
 def until_stop(row: list[int], stops: list[int]) -> list[int]:
-    """A finished row without its padding: up to the first stop token, that included."""
+    """Return a row up to and including the first stop token."""
     ends = [i + 1 for i, token in enumerate(row) if token in stops]
     return row[: ends[0]] if ends else row
 
 
 def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Options for `model.generate`: those given, and a default length. What would be ignored is refused."""
+    """Return the options for `model.generate`, with a default length. Raises T2RError for options without effect."""
     known = options_of(GenerationOptions)
     for name, value in options.items():
-        if name in known:  # transformers has many more, and checks those
+        if name in known:  # transformers checks the others
             known[name].check(value)
     options = {"max_new_tokens": GenerationOptions.max_new_tokens} | options
     defaults = model.generation_config
     if not options.get("do_sample", defaults.do_sample):
         for name in NEEDS_SAMPLING:
             if name in options:
-                raise T2RError(f"{name} is for sampling: ask for do_sample too (--do-sample)")
+                raise T2RError(f"{name} is for sampling: set do_sample too (--do-sample)")
     if (options.get("num_beams", defaults.num_beams) or 1) < 2:
         for name in NEEDS_BEAMS:
             if name in options:
-                raise T2RError(f"{name} is for beam search: ask for num_beams of 2 or more too (--num-beams)")
+                raise T2RError(f"{name} is for beam search: set num_beams to 2 or more too (--num-beams)")
     return options
 
 
 def check_lengths(model: Any, ids: list[list[int]], max_new_tokens: int) -> None:
-    """Say that there are too few positions before starting, rather than fail at an index in the middle."""
+    """Raise T2RError if the model has too few positions, instead of an index error during generation."""
     longest = max(map(len, ids), default=0)
     if model.config.is_encoder_decoder:
         table = getattr(model.get_encoder(), "embed_positions", None)
@@ -278,16 +284,16 @@ def check_lengths(model: Any, ids: list[list[int]], max_new_tokens: int) -> None
         if limit is not None and longest > limit:
             raise T2RError(f"a prompt of {longest} tokens is beyond the {limit} positions of the encoder: split it")
     if isinstance(model, T2RModel) or model.config.model_type not in FAMILIES:
-        return  # a swapped model checks for itself
+        return  # a swapped model has its own check
     limit = family_of(model).max_positions(model)
     wanted = max_new_tokens + (1 if model.config.is_encoder_decoder else longest)
     if limit is not None and wanted > limit:
-        raise T2RError(f"{wanted} tokens are beyond the {limit} positions that this model has learned")
+        raise T2RError(f"{wanted} tokens are beyond the {limit} positions of this model: generate fewer tokens")
     family_of(model).extend_positions(model, wanted)
 
 
 class Stream(TextStreamer):
-    """Hands on each bit of text that will not change any more."""
+    """Calls `on_text` with each piece of text once it is final."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,1 +1,1 @@
-"""The swapped model: swap, generate, save and load, merge."""
+"""The swapped model: swapping, generation, saving, loading and merging."""

@@ -1,4 +1,4 @@
-"""The README that is saved with a model: what it was made from, and how."""
+"""The model card that is saved with a swapped model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from t2r.config import OPTIONS, T2RConfig
 
 
 def model_card(model: Any) -> str:
-    """A Hugging Face model card for a swapped model."""
+    """Return the Hugging Face model card of a swapped model."""
     config: T2RConfig = model.t2r_config
     base, license_ = origin(model.config.name_or_path)
     metadata: dict[str, Any] = {"library_name": "t2r", "base_model": base, "tags": ["t2r", "linear-attention", "rnn"]}
@@ -50,7 +50,7 @@ The license of the base model applies to this one: {metadata.get("license", "see
 
 
 def pipeline_tag(model: Any) -> str:
-    """The task that the base model's card names; otherwise the one that its class is for."""
+    """Return the pipeline tag from the base model's card, or that of the model class if the card has none."""
     source = model.config.name_or_path
     named = front_matter(Path(source) / "README.md").get("pipeline_tag") if source else None
     if isinstance(named, str):
@@ -59,7 +59,7 @@ def pipeline_tag(model: Any) -> str:
 
 
 def origin(source: str) -> tuple[str, str | None]:
-    """The base model's name, and the license that its card states. A folder of ours passes both on."""
+    """Return the base model's name and license. If the source is a t2r model, both come from its own card."""
     if not source:
         return "unknown", None
     folder = Path(source)
@@ -71,7 +71,7 @@ def origin(source: str) -> tuple[str, str | None]:
 
 
 def front_matter(card: Path) -> dict[str, Any]:
-    """The metadata at the head of a model card; empty if there is none."""
+    """Return the metadata of a model card; empty if there is none."""
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     if not text.startswith("---"):
         return {}

@@ -1,8 +1,8 @@
-"""Logits a slice at a time, for training and evaluation.
+"""Sliced computation of logits, for training and evaluation.
 
-With a vocabulary of 50,000 the logits of a batch are by far its largest tensor. `Readout` runs a model once up to the
-input of its output embeddings and then applies these to as many positions as fit. Nothing is hooked into the model, so
-other threads can use it meanwhile.
+With a vocabulary of 50,000, the logits are by far the largest tensor of a batch. `Readout` runs a model once up to the
+input of its output embeddings, which are then applied to slices of positions. No hooks are used, so other threads can
+use the model at the same time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 AT_ONCE = {"cpu": 1 << 25}
 LARGE = 1 << 28
-"""How many logits are formed at a time: 128 MB of float32 on a CPU, 1 GB on an accelerator."""
+"""The number of logits computed at a time: 128 MB of float32 on a CPU, 1 GB on an accelerator."""
 PROBE = 8
-"""Positions of the first row on which a readout is verified."""
+"""The number of positions of the first row on which a readout is verified."""
 
 
 def logits_at_once(device: torch.device) -> int:
@@ -32,15 +32,15 @@ def widened(logits: Tensor) -> Tensor:
 
 
 class Readout:
-    """A model as two parts: the body, which gives `states`, and the head, which gives the logits of any of them.
+    """A model split into its body, which computes `states`, and its head, which computes logits from them.
 
-    The parts are verified on an example of the inputs: together they must give the model's own logits exactly. Where
-    they do not (T5 scales what enters its head, FSMT has no separate head), `split` is False: the states are then the
-    logits themselves, and calling the readout on them changes nothing.
+    The split is verified on example inputs: body and head must reproduce the model's logits exactly. If they do not (T5
+    scales the input of its head, FSMT has no separate head), `split` is False: `states` returns the logits, and calling
+    the readout returns its input unchanged.
 
     Args:
-        model: a language model or an encoder-decoder, also one with LoRA adapters.
-        example: inputs of the kind that will be read, `[batch, time]` each.
+        model: a language model or an encoder-decoder, with or without LoRA adapters.
+        example: inputs with the same names and kinds as later inputs, each `[batch, time]`.
     """
 
     def __init__(self, model: Any, example: Mapping[str, Tensor]) -> None:
@@ -53,28 +53,29 @@ class Readout:
 
     @property
     def projection(self) -> Any:
-        """What `distillation_loss` takes as a head: the linear layer where nothing follows it, otherwise the readout.
-        None where the states are logits."""
+        """The head for `distillation_loss`: the linear layer if no operation follows it, otherwise the readout.
+
+        None if the states are logits."""
         if not self.split:
             return None
         return self.head if self.finish is None and type(self.head) is nn.Linear else self
 
     def states(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """`[batch, time, hidden]`, or the logits `[batch, time, vocabulary]` where the parts cannot be run apart."""
+        """Return hidden states `[batch, time, hidden]`, or logits `[batch, time, vocabulary]` if `split` is False."""
         if not self.split:
             return self._whole(inputs)
         return self._body(inputs)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """The logits of states of any shape `[..., hidden]`, in the model's own dtype."""
+        """Return the logits of states `[..., hidden]`, in the dtype of the model."""
         if not self.split:
             return states
         logits: Tensor = self.head(states)
         return logits if self.finish is None else self.finish(logits)
 
     def rows_at_once(self, batch: Tensor) -> int:
-        """How many rows of a batch `[rows, time]` to read at a time: all, or where whole logits are formed as many as
-        have room."""
+        """Return how many rows of a batch `[rows, time]` to process at a time: all if `split`, otherwise as many as the
+        limit on logits allows."""
         if self.split:
             return len(batch)
         return max(1, logits_at_once(batch.device) // max(1, batch.shape[1] * self.out_features))
@@ -91,13 +92,13 @@ class Readout:
         return logits
 
     def _verify(self, example: Mapping[str, Tensor]) -> tuple[bool, int]:
-        """Whether body and head give the model's logits, and the size of the vocabulary. Sets what follows the head."""
+        """Return whether body and head reproduce the logits, and the vocabulary size. Sets `finish`."""
         probe = {name: x[:1, :PROBE] for name, x in example.items()}
-        if "position_ids" in probe:  # packed documents: one ends within the probe
+        if "position_ids" in probe:  # packed documents: the probe must contain a document boundary
             positions = probe["position_ids"]
             probe["position_ids"] = (torch.arange(positions.shape[1], device=positions.device) % 5)[None]
-        # In evaluation mode nothing is drawn at random, which a resumed run would draw once more. Compiled layers are
-        # not compiled again for this shape.
+        # Evaluation mode keeps the random state unchanged, which a resumed run depends on. Eager execution avoids
+        # compiling layers for this shape.
         with evaluating(self.model), torch.compiler.set_stance("force_eager"):
             logits = self._whole(probe)
             size = logits.shape[-1]
@@ -116,9 +117,9 @@ class Readout:
 
 
 def finishes(model: Any) -> Iterator[Callable[[Tensor], Tensor]]:
-    """What may follow the output embeddings in models of transformers. Which of these does is found by comparison."""
+    """Yield the operations that may follow the output embeddings. The right one is found by comparing logits."""
     config = model.config.get_text_config()
-    if getattr(model, "final_logits_bias", None) is not None:  # BART's descendants
+    if getattr(model, "final_logits_bias", None) is not None:  # BART and derived models
         yield lambda logits: logits + model.final_logits_bias
     if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
         yield lambda logits: torch.tanh(logits / cap) * cap
@@ -133,10 +134,10 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 @contextmanager
 def evaluating(*models: Any) -> Iterator[None]:
-    """No gradients and no dropout; afterwards each model is as it was.
+    """Disable gradients and set evaluation mode. The training mode of each module is restored afterwards.
 
-    Not inference_mode: a table of positions that a model makes at its first use would then be one that it can
-    never train with, and evaluation is done in the middle of training too.
+    inference_mode is not used because a position table that a model creates on first use could then never be used in
+    training, and evaluation also runs during training.
     """
     training = [module for model in models if model is not None for module in model.modules() if module.training]
     try:

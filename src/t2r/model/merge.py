@@ -1,6 +1,6 @@
-"""Merge: fold the feature map and the query scale into the projections, exactly, so that q and k are never formed.
+"""Merge: fold the feature map and the query scale into the projections, so that q and k are not computed.
 
-W~_q = s W_phi W_q        b~_q = s W_phi b_q + b_phi        (keys: the same without the scale s)
+W~_q = s W_phi W_q        b~_q = s W_phi b_q + b_phi        (keys: without the scale s)
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap
 from t2r.surgery.adapters import family_of
 
-# The fold is exact in real numbers; in a dtype it rounds the products once where the model rounded q and k.
-# The largest difference of a position's logits relative to the largest logit, on average over positions: where the
-# features of a query nearly vanish, one position in half precision is all rounding, before a merge as after it.
+# Allowed difference of logits: the maximum over the vocabulary, averaged over positions, relative to the largest logit.
+# Merging is exact in real arithmetic, but rounds differently. The mean over positions is used because in half precision
+# a single position whose query features are close to zero consists of rounding error, with or without merging.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
 class MergeCost:
-    """Multiplications per token that make the features of queries and keys, over all recurrent sites."""
+    """Multiplications per token to compute the features of queries and keys, summed over all recurrent sites."""
 
     before: int
     after: int
@@ -37,21 +37,25 @@ class MergeCost:
 
 
 def merge(model: PreTrainedModel, force: bool = False) -> PreTrainedModel:
-    """Fold every recurrent site's map into its projections, in place, and return the model.
+    """Fold the feature map of every recurrent site into its projections, in place, and return the model.
 
-    Everything is computed in float64 and checked before anything changes; then the logits are compared, and on a
-    difference the model is given back as it was. A merged model generates as before, faster; it no longer trains.
+    The merged weights are computed in float64. The logits before and after merging are compared, and if they differ,
+    the model is restored and T2RError is raised. A merged model generates the same text faster, but cannot be trained.
+
+    Args:
+        model: a swapped model.
+        force: merge even if the merged model needs more multiplications.
     """
     sites = mergeable_sites(model)
     cost = merge_cost(model)
     if not cost.pays and not force:
         raise T2RError(
             f"merging would cost more than it saves: {cost.after:,} multiplications per token instead of "
-            f"{cost.before:,}, because the features are larger than the heads; force it if you must"
+            f"{cost.before:,}, because the feature size is larger than the head size; use force to merge anyway"
         )
     folded = [fold(site) for site in sites]
     if not all(x.isfinite().all() for pair in folded for part in pair for x in part if x is not None):
-        raise T2RError("the folded weights are not finite: the model is left as it was")
+        raise T2RError("the merged weights are not finite; the model is unchanged")
 
     expected = sample_logits(model)
     before = [(part, contents(part)) for site in sites for part in (site, site.feature_map)]
@@ -62,7 +66,7 @@ def merge(model: PreTrainedModel, force: bool = False) -> PreTrainedModel:
         if not error <= TOLERANCE[model.dtype]:
             raise T2RError(
                 f"the merged model's logits differ by {error:.1e} (allowed in {model.dtype}: "
-                f"{TOLERANCE[model.dtype]:.0e}); the model is left as it was"
+                f"{TOLERANCE[model.dtype]:.0e}); the model is unchanged"
             )
     except BaseException:
         for part, held in before:
@@ -75,13 +79,13 @@ def merge(model: PreTrainedModel, force: bool = False) -> PreTrainedModel:
 
 
 def difference(logits: Tensor, expected: Tensor) -> float:
-    """How far apart two models are, in the measure of `TOLERANCE`."""
+    """Return the difference of logits as defined for `TOLERANCE`."""
     by_position = (logits - expected).abs().amax(-1)
     return (by_position.mean() / expected.abs().max().clamp_min(1e-6)).item()
 
 
 def replace(site: Mergeable, q: Affine, k: Affine) -> None:
-    """Put the folded projections in place of those of queries and keys."""
+    """Replace the query and key projections by the merged projections."""
     site.become_merged()
     assert isinstance(site.merged, MergedProjections)
     for linear, part in ((site.merged.q, q), (site.merged.k, k)):
@@ -90,12 +94,12 @@ def replace(site: Mergeable, q: Affine, k: Affine) -> None:
 
 
 def contents(module: nn.Module) -> dict[str, Any]:
-    """All that a module is; to `update` its `vars` with, later, undoes what has been replaced or deleted."""
+    """Return the attributes of a module. Updating its `vars` with them undoes replacements and deletions."""
     return {**vars(module), "_modules": dict(module._modules)}
 
 
 def mergeable_sites(model: PreTrainedModel) -> list[Mergeable]:
-    """The sites to merge, or the reason why they cannot be."""
+    """Return the sites to merge. Raises T2RError if the model cannot be merged."""
     sites: list[Recurrence] = recurrent_sites(model)
     if not sites:
         raise T2RError("this model has no recurrent attention: swap it first")
@@ -104,12 +108,12 @@ def mergeable_sites(model: PreTrainedModel) -> list[Mergeable]:
     for site in sites:
         if not isinstance(site.feature_map, AffineMap):
             raise T2RError(
-                f"the {site.feature_map.name!r} map cannot be merged: only an affine map followed by a function of its "
-                "outputs (t2r, hedgehog) folds into the projections"
+                f"the {site.feature_map.name!r} map cannot be merged: only affine maps followed by an activation "
+                "(t2r, hedgehog) can be merged into the projections"
             )
         assert isinstance(site, Mergeable)
         if site.merged is not None:
-            raise T2RError("this model is merged already")
+            raise T2RError("this model is already merged")
         if site.merge_obstacle is not None:
             raise T2RError(f"{family.model_type} cannot be merged: {site.merge_obstacle}")
         found.append(site)
@@ -117,7 +121,7 @@ def mergeable_sites(model: PreTrainedModel) -> list[Mergeable]:
 
 
 def fold(site: Mergeable) -> tuple[Affine, Affine]:
-    """Merged weights and biases for queries and keys, in float64."""
+    """Return the merged weights and biases of queries and keys, in float64."""
     feature_map = site.feature_map
     assert isinstance(feature_map, AffineMap)
     q, k = site.query_key_projections()
@@ -129,14 +133,15 @@ def fold(site: Mergeable) -> tuple[Affine, Affine]:
 
 @torch.no_grad()
 def fold_one(outer: Affine, inner: Affine, scale: float) -> Affine:
-    """outer(scale * inner(x)): per-head weights `[heads, rows, head_dim]` after `[heads * head_dim, hidden]`.
+    """Return the affine map outer(scale * inner(x)).
 
-    On the CPU: not every accelerator has float64."""
+    The weight of `outer` is `[heads, rows, head_dim]`, that of `inner` is `[heads * head_dim, hidden]`. Computed on the
+    CPU, because not every accelerator supports float64."""
     outer, inner = exactly(outer), exactly(inner)
     weight = outer.weight
     heads, _, head_dim = weight.shape
     projection = inner.weight.unflatten(0, (-1, head_dim))
-    projection = projection.repeat_interleave(heads // projection.shape[0], dim=0)  # un-grouped keys
+    projection = projection.repeat_interleave(heads // projection.shape[0], dim=0)  # one key map per query head
     merged = scale * weight @ projection
     bias: Tensor | None = None
     if inner.bias is not None:
@@ -153,7 +158,7 @@ def exactly(part: Affine) -> Affine:
 
 
 def merge_cost(model: PreTrainedModel) -> MergeCost:
-    """What the features cost with and without the fold."""
+    """Return the cost of computing the features before and after merging."""
     before = after = 0
     for site in mergeable_sites(model):
         feature_map = site.feature_map
@@ -168,10 +173,10 @@ def merge_cost(model: PreTrainedModel) -> MergeCost:
 
 @torch.no_grad()
 def sample_logits(model: PreTrainedModel) -> Tensor:
-    """The logits of a few random tokens."""
+    """Return the logits of a few random tokens."""
     generator = torch.Generator().manual_seed(0)
     embeddings: Any = model.get_input_embeddings(), model.get_output_embeddings()  # source and target may differ
-    tables = [table.weight for table in embeddings if hasattr(table, "weight")]  # adaptive ones have many
+    tables = [table.weight for table in embeddings if hasattr(table, "weight")]  # adaptive embeddings have no `weight`
     vocabulary = min((weight.shape[0] for weight in tables), default=model.config.vocab_size)
     ids = torch.randint(0, vocabulary, (2, 24), generator=generator).to(model.device)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {})

@@ -1,7 +1,7 @@
-"""A swapped model is in every way a Hugging Face model: it generates, saves and loads as one.
+"""The classes of swapped models, which generate, save and load like any Hugging Face model.
 
-Its class inherits the base model's class and `T2RModel`. `swap` gives that class to a model in place; loading a saved
-folder builds it.
+The class of a swapped model inherits from the base model's class and from `T2RModel`. `swap` changes the class of a
+model in place; loading a saved folder builds a model of that class.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, Stati
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.saving import SavedModel
+from t2r.ops.constants import constant_weights
 from t2r.surgery.adapters import Family, family_of
 from t2r.surgery.install import install
 
 
 class T2RModel(SavedModel, compat.ModelHooks):
-    """What a swapped model has beyond its base class. Never used alone: see `t2r_class`."""
+    """Mixin with the methods that a swapped model adds to its base class. `t2r_class` builds the combined class."""
 
     config_class: ClassVar[type[PreTrainedConfig]] = T2RConfig
     t2r_family: Family
     training: bool
 
     def __init__(self, config: Any, *args: Any, t2r_config: T2RConfig | None = None, **kwargs: Any) -> None:
-        """`config` is a `T2RConfig`, or the base model's; that of a swapped model has its options as `config.t2r`."""
+        """Build a swapped model.
+
+        `config` is a `T2RConfig` or the base model's configuration, which has the swap options in `config.t2r`."""
         if isinstance(config, T2RConfig):
             t2r_config, config = config, config.base_config
         elif t2r_config is None:
@@ -49,7 +52,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
         self.adopt(t2r_config)
 
     def adopt(self, t2r_config: T2RConfig) -> None:
-        """Remember how the model was swapped, and what must be known of its family."""
+        """Store the swap configuration and the family of the model."""
         self.t2r_config = t2r_config
         self.t2r_family = family_of(self)  # type: ignore[arg-type]
         self.config.t2r = {name: getattr(t2r_config, name) for name in (*OPTIONS, "merged")}
@@ -59,7 +62,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
     _forward_names: ClassVar[tuple[str, ...]]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The base model's forward, with a cache of the right kind and what cannot be done refused."""
+        """Run the base model's forward with a recurrent cache. Raises T2RError for unsupported inputs."""
         if len(args) > len(self._forward_names):
             raise TypeError(f"forward() takes {len(self._forward_names)} positional arguments, got {len(args)}")
         inputs = dict(zip(self._forward_names, args, strict=False))
@@ -70,20 +73,20 @@ class T2RModel(SavedModel, compat.ModelHooks):
             refuse_full_mask(inputs.get(name))
         wanted = inputs.get("output_attentions")
         if self.config.output_attentions if wanted is None else wanted:
-            raise T2RError("output_attentions: a recurrent layer never forms attention weights")
+            raise T2RError("output_attentions is not supported: recurrent layers do not compute attention weights")
         if compat.attention_implementation(cast(Any, self)) not in (NAME, UNMASKED):
             refuse_other_attention(compat.attention_implementation(cast(Any, self)))
         cache = inputs.get("past_key_values")
         if isinstance(cache, tuple | list):
-            raise T2RError("past_key_values is a tuple: give a cache (model.make_cache(), or what a forward returned)")
+            raise T2RError("past_key_values is a tuple: give a cache, from model.make_cache() or a forward call")
         if cache is None:
             packed = is_packed(inputs)
             if inputs.get("use_cache") is None:
-                # In training a cache would only keep every state alive.
+                # In training, a cache would only keep all states in memory.
                 inputs["use_cache"] = bool(getattr(self.config, "use_cache", True)) and not (self.training or packed)
             if inputs["use_cache"]:
                 if packed:
-                    raise T2RError("packed documents (position_ids that restart) need use_cache=False")
+                    raise T2RError("packed documents (position_ids that restart) require use_cache=False")
                 inputs["past_key_values"] = self.make_cache()
         note_padding(inputs)
         return super().forward(**inputs)  # type: ignore[misc]
@@ -91,8 +94,8 @@ class T2RModel(SavedModel, compat.ModelHooks):
     def train(self, mode: bool = True) -> Self:
         if mode and getattr(self, "t2r_config", None) is not None and self.t2r_config.merged:
             raise T2RError(
-                "a merged model does not train: its queries and keys are folded into the features, and what they "
-                "shared is gone. Train the model it was merged from, then merge again"
+                "a merged model cannot be trained: its feature maps are folded into the projections. Train the model "
+                "it was merged from, then merge again"
             )
         return super().train(mode)  # type: ignore[misc]
 
@@ -103,13 +106,13 @@ class T2RModel(SavedModel, compat.ModelHooks):
     # --- The state ------------------------------------------------------------------------------------------
 
     def kept_layers(self) -> list[int]:
-        """The decoder layers that kept softmax attention, causal or cross."""
+        """Return the numbers of the layers with softmax attention, causal or cross."""
         config, count = self.t2r_config, self.count_layers()
         partly = config.keeps(cross=False) or (self.config.is_encoder_decoder and config.keeps(cross=True))
         return list(range(count)) if partly else config.kept_layers(count)
 
     def kept_sites(self, cross: bool) -> list[int]:
-        """The decoder layers that kept softmax in this kind of attention."""
+        """Return the numbers of the layers whose cross attention, or causal attention, is softmax."""
         config, count = self.t2r_config, self.count_layers()
         return list(range(count)) if config.keeps(cross) else config.kept_layers(count)
 
@@ -117,11 +120,11 @@ class T2RModel(SavedModel, compat.ModelHooks):
         return len(self.t2r_family.decoder_layers(self))  # type: ignore[arg-type]
 
     def make_cache(self) -> T2RCache | T2REncoderDecoderCache:
-        """An empty cache: recurrent layers, and growing ones where softmax attention was kept."""
+        """Return an empty cache, with recurrent states and, for softmax layers, growing keys and values."""
         model: Any = self
         stock: list[Any] = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
         count, kept, cross_kept = self.count_layers(), self.kept_sites(cross=False), self.kept_sites(cross=True)
-        stock += [DynamicLayer() for _ in range(count - len(stock))]  # `generate` with an early exit hides them
+        stock += [DynamicLayer() for _ in range(count - len(stock))]  # hidden by assistant_early_exit
         own = T2RCache([stock[i] if i in kept else RecurrentLayer() for i in range(count)], model)
         if not self.config.is_encoder_decoder:
             return own
@@ -129,18 +132,22 @@ class T2RModel(SavedModel, compat.ModelHooks):
         return T2REncoderDecoderCache(own, cross, model)
 
     def make_static_cache(self, rows: int, max_length: int | None = None) -> Any:
-        """An empty cache of fixed size for so many sequences, which keeps its addresses (see `t2r.attention.static`).
+        """Return an empty cache of fixed size whose tensors keep their addresses (see `t2r.attention.static`).
 
-        `max_length` is needed only where softmax layers were kept: so many tokens are the most they can hold."""
+        Args:
+            rows: number of sequences.
+            max_length: maximum number of tokens in softmax layers. Required only if the model has softmax layers."""
         model: Any = self
         kept, cross_kept, count = self.kept_sites(cross=False), self.kept_sites(cross=True), self.count_layers()
         if kept and max_length is None:
-            raise T2RError(f"layers {kept} kept softmax attention: a static cache needs a max_length for them")
+            raise T2RError(f"a static cache requires max_length, because layers {kept} are softmax layers")
         stock: list[Any] = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
         if any(i in kept and layer.is_sliding for i, layer in enumerate(stock)):
-            raise T2RError("a static cache cannot hold layers that kept a sliding window: use the default cache")
+            raise T2RError(
+                "a static cache does not support softmax layers with a sliding window: use the default cache"
+            )
         if kept and self.t2r_family.positions == "relative":
-            raise T2RError("a static cache cannot hold layers that kept a relative bias: use the default cache")
+            raise T2RError("a static cache does not support softmax layers with a relative bias: use the default cache")
         made: dict[bool, list[Any]] = {False: [None] * count, True: [None] * count}
         lengths = torch.zeros(rows, dtype=torch.long, device=model.device)
         for site in self.t2r_family.sites(model):
@@ -163,31 +170,44 @@ class T2RModel(SavedModel, compat.ModelHooks):
         return T2REncoderDecoderCache(cache, T2RCache(made[True], model), model)
 
     def load_state(self, path: str | os.PathLike[str]) -> T2RCache | T2REncoderDecoderCache:
-        """A cache that was saved with `cache.save`, to generate on from."""
+        """Load a cache that was saved with `cache.save`."""
         return load_state(Path(path), self)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the base model does. Values that depend only on the weights are computed once per call."""
+        with constant_weights({}):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     @torch.no_grad()
     def continue_from(self, cache: T2RCache, input_ids: Tensor, **options: Any) -> Tensor:
-        """Generate from a state and new tokens alone: the tokens that made the state are not needed.
+        """Generate from a state and new tokens. The tokens that produced the state are not needed.
 
-        The state is left as it is, so that it can be continued many times. Returns the new tokens and their
-        continuation; options are those of `generate`. Logits processors see the new tokens only.
+        The state is not modified, so it can be continued many times. Logits processors receive only the new tokens.
+
+        Args:
+            cache: the state, of one sequence or of as many as there are prompts.
+            input_ids: the new tokens, at least one per sequence.
+            options: options of `generate`.
+
+        Returns the new tokens followed by the generated tokens.
         """
         if self.config.is_encoder_decoder:
-            raise T2RError("continue_from is for language models; give an encoder-decoder's cache to generate")
+            raise T2RError(
+                "continue_from supports language models only; pass the cache of an encoder-decoder to generate"
+            )
         rows, model = input_ids.shape[0], cast(Any, self)
         if rows != cache.rows:
             cache = cache.fork(rows) if cache.rows == 1 else cache
         if rows != cache.rows:
             raise T2RError(f"{rows} prompts for a state of {cache.rows} sequences: fork or stack the state to match")
         if input_ids.shape[1] == 0:
-            raise T2RError("continue_from needs at least one new token")
+            raise T2RError("continue_from requires at least one new token")
         defaults = options.get("generation_config") or model.generation_config
         ways = [options.get(n) or getattr(defaults, n, None) or 1 for n in ("num_beams", "num_return_sequences")]
         cache = cache.fork(max(ways))
         cache.unseen = cache.get_seq_length()
         mask = options.pop("attention_mask", torch.ones_like(input_ids))
-        # A mask longer than the ids tells `generate` that the ids are only what is new.
+        # From a mask longer than the ids, `generate` infers that the ids are only the new tokens.
         mask = torch.cat([cache.attention_mask()[:: max(ways)].to(mask), mask], dim=1)
         return model.generate(input_ids, attention_mask=mask, past_key_values=cache, **options)
 
@@ -195,8 +215,8 @@ class T2RModel(SavedModel, compat.ModelHooks):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         raise T2RError(
-            "continuous batching keeps keys and values in pages, and a recurrent model has none: give generate a "
-            "batch, or advance the rows of model.make_static_cache(rows)"
+            "continuous batching stores keys and values in pages, which a recurrent model does not have: call generate "
+            "with a batch, or use model.make_static_cache(rows)"
         )
 
     def start_cache(
@@ -205,16 +225,16 @@ class T2RModel(SavedModel, compat.ModelHooks):
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "static"):
             raise T2RError(
-                f"cache_implementation={kind!r} is for keys and values, which grow; a recurrent state is small and of "
-                "fixed size: leave it unset, or use static"
+                f"cache_implementation={kind!r} is for caches of keys and values; a recurrent state has a fixed size: "
+                "leave it unset, or use static"
             )
         if generation_config.prefill_chunk_size is not None and self.config.is_encoder_decoder:
-            raise T2RError("prefill_chunk_size would cut the mask of the source: leave it unset for encoder-decoders")
+            raise T2RError("prefill_chunk_size would split the mask of the source: leave it unset for encoder-decoders")
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False:
             cache = self.make_static_cache(rows, length) if kind == "static" else self.make_cache()
             model_kwargs["past_key_values"] = cache
-            if compat.is_assistant(generation_config):  # its guesses will be taken back
+            if compat.is_assistant(generation_config):  # rejected tokens are removed from the cache
                 cache.activate_past_recording()
             return True
         if type(given) is T2RCache and given.unseen:
@@ -223,27 +243,27 @@ class T2RModel(SavedModel, compat.ModelHooks):
             read, prompt = given.get_seq_length(), compat.prompt_length(generation_config, model_kwargs)
             if prompt is not None and prompt <= read:
                 raise T2RError(
-                    f"the cache has read {read} tokens and the input has {prompt}: to go on from a state with new "
-                    "tokens alone, use model.continue_from(cache, input_ids)"
+                    f"the cache has read {read} tokens and the input has {prompt}: to continue from a state with only "
+                    "the new tokens, use model.continue_from(cache, input_ids)"
                 )
         return False
 
     def check_generated_length(self, length: int) -> None:
-        """The last moment to say that there are not enough positions."""
+        """Raise T2RError if the model has too few positions; otherwise extend its position table if necessary."""
         model: Any = self
         limit = self.t2r_family.max_positions(model)
         if limit is not None and length > limit:
             raise T2RError(
-                f"max_length {length} is beyond the {limit} positions that this {self.t2r_family.model_type} model "
-                "has learned"
+                f"max_length {length} is beyond the {limit} positions of this {self.t2r_family.model_type} model: "
+                "generate fewer tokens"
             )
         self.t2r_family.extend_positions(model, length)
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Continuing an encoder-decoder from a cache, transformers feeds all tokens again, not the new ones."""
-        if inputs_embeds is not None:  # `generate` looks for this name in the signature
+        """Pass only the new tokens when an encoder-decoder continues from a cache; transformers would pass all."""
+        if inputs_embeds is not None:  # `generate` checks the signature for this name
             kwargs["inputs_embeds"] = inputs_embeds
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         cache, tokens = inputs.get("past_key_values"), inputs.get("decoder_input_ids")
@@ -257,7 +277,8 @@ class T2RModel(SavedModel, compat.ModelHooks):
     def class_named(cls, architectures: list[str]) -> type[T2RModel]:
         base = next((found for found in map(model_class, architectures) if found is not None), None)
         if base is None:
-            raise T2RError(f"this transformers has no model class {' or '.join(architectures) or '(none is named)'}")
+            missing = " or ".join(architectures) or "(no class is named)"
+            raise T2RError(f"this version of transformers has no model class {missing}")
         return t2r_class(base)
 
 
@@ -269,7 +290,7 @@ class T2RForCausalLM(T2RModel):
 
 
 class T2RForSeq2SeqLM(T2RModel):
-    """A swapped encoder-decoder: its decoder is recurrent, its encoder stays as it was."""
+    """A swapped encoder-decoder: the decoder is recurrent, and the encoder is unchanged."""
 
     auto_class = "AutoModelForSeq2SeqLM"
     task_name = "T2RForSeq2SeqLM"
@@ -279,13 +300,13 @@ class T2RForSeq2SeqLM(T2RModel):
 
 
 def model_class(name: str) -> Any:
-    """The model class of this name, transformers' or our own; None if there is none."""
+    """Return the model class of this name from transformers or t2r, or None if there is none."""
     return getattr(transformers, name, None) or getattr(architectures, name, None)
 
 
 @functools.cache
 def t2r_class(base: Any) -> type[T2RModel]:
-    """The class of a swapped `base` model class: everything that it is, and recurrent."""
+    """Return the class of swapped models of the class `base`."""
     if not base.can_generate():
         raise T2RError(
             f"{base.__name__} does not generate text: load the model with AutoModelForCausalLM or AutoModelForSeq2SeqLM"
@@ -313,7 +334,7 @@ def t2r_class(base: Any) -> type[T2RModel]:
 
 
 def __getattr__(name: str) -> Any:
-    """Pickle finds the classes that `t2r_class` makes by name, in a process that has not made them yet."""
+    """Build the class of a swapped model by name, so that pickle finds it in a process that has not built it yet."""
     base = model_class(name.removeprefix("T2R")) if name.startswith("T2R") else None
     if base is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -324,7 +345,7 @@ def __getattr__(name: str) -> Any:
 
 
 def is_packed(inputs: dict[str, Any]) -> bool:
-    """Are these documents one after another in a row, told apart by position ids that restart?"""
+    """Return whether rows contain several documents, separated by position ids that restart."""
     positions = inputs.get("position_ids")
     if positions is None or inputs.get("attention_mask") is not None or positions.shape[-1] == 1:
         return False
@@ -333,13 +354,13 @@ def is_packed(inputs: dict[str, Any]) -> bool:
 
 def refuse_other_attention(name: Any) -> NoReturn:
     raise T2RError(
-        f"attn_implementation={name!r} would put softmax attention back into a recurrent model; to compare with it, "
-        "use t2r.exact_attention(model)"
+        f"attn_implementation={name!r} would restore softmax attention in a recurrent model; to compare with softmax "
+        "attention, use t2r.exact_attention(model)"
     )
 
 
 def note_padding(inputs: dict[str, Any]) -> None:
-    """An empty cache of ours learns which of the positions it is about to read are padding."""
+    """Store the padding mask in an empty T2RCache."""
     cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
     if type(cache) is T2RCache and mask is not None and cache.get_seq_length() == 0:
         cache.padding = Padding.of(mask)

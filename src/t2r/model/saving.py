@@ -1,7 +1,7 @@
-"""How a swapped model is saved and loaded: under our own `model_type`, with the base model's configuration within.
+"""Saving and loading of swapped models.
 
-A plain load under the base model's type would rebuild softmax attention, so the configuration says `t2r`, and the base
-model's own class refuses the folder (see `T2RConfig.to_json_file`).
+The saved `model_type` is `t2r`, and the base model's configuration is nested in `base_config`. Loading the weights with
+the base model's class would build softmax attention; it fails instead (see `T2RConfig.to_json_file`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from t2r.storage import write_text
 logger = logging.getLogger(__name__)
 
 REMOTE_CODE = "modeling_t2r.py"
-"""Saved beside the weights, so that `trust_remote_code=True` finds t2r without an `import t2r`."""
+"""Saved with the weights, so that `trust_remote_code=True` works without `import t2r`."""
 
 
 class SavedModel:
-    """Saving and loading, for `T2RModel`."""
+    """Mixin of `T2RModel` for saving and loading."""
 
     base_class: ClassVar[type[PreTrainedModel]]
     auto_class: ClassVar[str]
@@ -39,30 +39,30 @@ class SavedModel:
 
     @classmethod
     def class_named(cls, architectures: list[str]) -> type[SavedModel]:
-        """The swapped class of the first of these base model classes that exists."""
+        """Return the swapped class of the first of these base model classes that exists."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """As any model's, but the configuration says that this is a t2r model and what it was made from."""
+        """Save the model with its T2RConfig and a model card. `kwargs` are those of `PreTrainedModel`."""
         folder = Path(save_directory)
         if folder.is_file():
-            raise T2RError(f"{save_directory} is a file: name a folder to save to")
+            raise T2RError(f"{save_directory} is a file: give a folder to save to")
         folder.mkdir(parents=True, exist_ok=True)
         code = f'from t2r import T2RConfig, {self.task_name}\n\n__all__ = ["T2RConfig", "{self.task_name}"]\n'
         write_text(folder / REMOTE_CODE, f'"""Loads this model by t2r: pip install t2r."""\n\n{code}')
         if not (folder / "README.md").exists():
             write_text(folder / "README.md", model_card(self))
-        # transformers saves `model.config`. The model itself keeps its own: a second object with the same weights has
-        # the configuration to save, so that other threads see nothing of it.
+        # transformers saves `model.config`. A shallow copy of the model gets the configuration to save, so that other
+        # threads that use the model are not affected.
         twin = copy.copy(self)
         twin.config = self.saved_config()
         super(SavedModel, twin).save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
 
     def saved_config(self) -> T2RConfig:
-        """The configuration to save: our options, and the base model's configuration within."""
+        """Return the configuration to save: the swap options and the base model's configuration."""
         base = self.config.to_dict()
         for name in [name for name in base if name.startswith("_") or name in ("attn_implementation", "t2r")]:
-            del base[name]  # of this process, not of the model
+            del base[name]  # belongs to this process, not to the model
         base["architectures"] = [self.base_class.__name__]
         module = Path(REMOTE_CODE).stem
         config = T2RConfig(
@@ -83,7 +83,7 @@ class SavedModel:
         config: Any = None,
         **kwargs: Any,
     ) -> Self:
-        """Load a saved model. Strict: a tensor that is missing, unexpected or misshaped is an error."""
+        """Load a saved model. Raises T2RError if a tensor is missing, unexpected or has the wrong shape."""
         source = pretrained_model_name_or_path
         if config is None or isinstance(config, str | os.PathLike):
             hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -94,11 +94,11 @@ class SavedModel:
             raise T2RError(f"{source} is not a saved t2r model: its configuration has no base_config")
         if kwargs.get("tp_plan") is not None:
             raise T2RError(
-                "tp_plan: tensor parallelism would divide the heads, but not their feature maps; use device_map, or "
-                "FSDP to train"
+                "tp_plan is not supported: tensor parallelism would split the heads, but not their feature maps; use "
+                "device_map, or FSDP for training"
             )
         kwargs.pop("trust_remote_code", None)
-        kwargs["ignore_mismatched_sizes"] = True  # the refusal of transformers does not name the tensor; ours does
+        kwargs["ignore_mismatched_sizes"] = True  # the error of transformers does not name the tensor
         wants_info = kwargs.pop("output_loading_info", False)
         recurrent, base = cls.building(config, kwargs)
         kwargs |= {"config": base, "output_loading_info": True}
@@ -115,12 +115,12 @@ class SavedModel:
 
     @classmethod
     def described(cls, config: Any, source: Any) -> T2RConfig:
-        """The configuration of a swapped model from that of its base model, which has the options as `config.t2r`.
+        """Build a T2RConfig from a base model's configuration that has the swap options in `config.t2r`.
 
-        Without a source (the weights are given as `state_dict`) options that are not there have their defaults."""
+        Without a source (the weights are given as `state_dict`), missing options take their defaults."""
         if not hasattr(config, "t2r") and source is not None:
             raise T2RError(
-                f"config is a plain {type(config).__name__}: give a T2RConfig, the config of a swapped model, or none"
+                f"config is a {type(config).__name__}: give a T2RConfig or the config of a swapped model, or omit it"
             )
         base = config.to_dict()
         if hasattr(cls, "base_class"):
@@ -129,21 +129,21 @@ class SavedModel:
 
     @classmethod
     def building(cls, config: Any, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
-        """The class to build, and the base configuration to build it from; `t2r_config` is added to the options.
+        """Return the class to build, and the base configuration to build it from. Adds `t2r_config` to the options.
 
-        Options that are fields of the base configuration (`use_cache=False`) are taken out and set there."""
+        Options that are fields of the base configuration (`use_cache=False`) are moved to it."""
         attention = options.pop("attn_implementation", None)
         if isinstance(config, T2RConfig):
             attention = attention or compat.requested_attention(config)
         if attention not in (None, NAME):
-            logger.warning("attn_implementation=%r has no effect: the attention of this model is recurrent", attention)
+            logger.warning("attn_implementation=%r has no effect: this model has recurrent attention", attention)
         if not isinstance(config, T2RConfig):
             return cls, config
         options["t2r_config"] = config
         base = copy.deepcopy(config.base_config)
         recurrent = cls.class_named(base.architectures or [])
         if not issubclass(recurrent, cls):
-            raise T2RError(f"this is a {recurrent.task_name}, not a {cls.__name__}")
+            raise T2RError(f"the model is a {recurrent.task_name}, not a {cls.__name__}")
         known = {field.name for field in dataclasses.fields(base)} | set(base.attribute_map)
         for name in (known & set(options)) - {"dtype"}:
             setattr(base, name, options.pop(name))
@@ -153,12 +153,12 @@ class SavedModel:
 
 
 def refuse_incomplete(source: str, info: Any) -> None:
-    """transformers only warns of tensors that do not fit; a model that is not what was saved is an error."""
+    """Raise T2RError if tensors do not match the model; transformers only warns."""
     problems = []
     for key, words in (
         ("missing_keys", "missing"),
         ("unexpected_keys", "unexpected"),
-        ("mismatched_keys", "of another shape"),
+        ("mismatched_keys", "wrong shape"),
         ("error_msgs", "not readable"),
     ):
         found = sorted(str(x[0] if isinstance(x, tuple) else x) for x in (info.get(key) or ()))
@@ -166,4 +166,4 @@ def refuse_incomplete(source: str, info: Any) -> None:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             problems.append(f"{words}: {', '.join(found[:3])}{more}")
     if problems:
-        raise T2RError(f"{source} does not hold the model that its configuration describes; {'; '.join(problems)}")
+        raise T2RError(f"the weights of {source} do not match its configuration; {'; '.join(problems)}")

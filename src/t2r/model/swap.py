@@ -1,4 +1,4 @@
-"""`swap`: a transformer's attention becomes recurrent, in place."""
+"""`swap`: replace the softmax attention of a transformer by recurrent attention."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ from t2r.surgery.proof import install_proved
 
 
 def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any) -> SwappedModel:
-    """Make a transformer's attention recurrent, in place, and return it.
+    """Replace the attention of a transformer by recurrent attention, in place, and return the model.
 
         model = t2r.swap(AutoModelForCausalLM.from_pretrained("gpt2"), feature_map="hedgehog")
 
-    Options are those of `T2RConfig`; with a `config` they override it. The weights stay as they are: the maps are
-    new and untrained, so a swapped model has yet to be trained (`t2r convert` does all of it).
+    The weights of the model are unchanged. The feature maps are untrained, so a swapped model must be trained before
+    use; `t2r.convert` swaps and trains.
+
+    Args:
+        model: a transformers model.
+        config: the swap options. None: the defaults.
+        options: fields of `t2r.options.SwapOptions`, which override `config`.
+
+    Raises T2RError if the model or an option is not supported.
     """
     refuse_other_objects(model)
     refuse_unknown(options, OPTIONS)
     if isinstance(model, T2RModel):
-        raise T2RError("this model is swapped already: start again from the base model")
+        raise T2RError("this model is already swapped: start from the base model")
     if hasattr(model, "_hf_hook") and any(weight.is_meta for weight in model.parameters()):
-        raise T2RError("some weights of this model are offloaded (to disk, or to the CPU beside a GPU): load all of it")
+        raise T2RError("some weights of this model are offloaded to disk or CPU: load the model without offloading")
     chosen = {name: getattr(config, name) for name in OPTIONS} if config is not None else {}
     config = T2RConfig(**{**chosen, **options})
     base: Any = type(model)
@@ -38,20 +45,20 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     change_class(model, recurrent)
     swapped = cast(SwappedModel, model)
     swapped.adopt(config)
-    # An adapter that PEFT saves names its base model by this: loaded on that, it would get softmax attention.
+    # PEFT saves this name as the base model of an adapter. On that model, the adapter would run with softmax attention.
     if name := model.name_or_path:
         model.name_or_path = f"{name}, swapped by t2r in memory: save the swapped model, and load the adapter on that"
     return swapped
 
 
 def refuse_other_objects(model: Any) -> None:
-    """What is not a model of transformers, in words for what it probably is."""
+    """Raise T2RError if the object is not a transformers model."""
     if isinstance(model, PreTrainedModel):
         return
     if isinstance(model, str | PathLike):
-        raise T2RError(f"swap takes a model, not a name: load {model!r} first, with AutoModelForCausalLM or t2r.load")
+        raise T2RError(f"swap requires a model, not a name: load {model!r} with AutoModelForCausalLM or t2r.load first")
     if hasattr(model, "_orig_mod"):
-        raise T2RError("this model is compiled: swap it first, then torch.compile it")
+        raise T2RError("this model is compiled: swap it first, then call torch.compile")
     if hasattr(model, "peft_config"):
-        raise T2RError("this model has PEFT adapters around it: merge them first (model = model.merge_and_unload())")
-    raise T2RError(f"swap takes a model of transformers, not a {type(model).__name__}")
+        raise T2RError("this model has PEFT adapters: merge them first (model = model.merge_and_unload())")
+    raise T2RError(f"swap requires a transformers model, not a {type(model).__name__}")

@@ -1,7 +1,7 @@
-"""The type of a swapped model, for editors and type checkers: all of `PreTrainedModel`, and of `T2RModel`.
+"""The type of a swapped model, for annotations.
 
-The class of a swapped model is made when it is swapped, from the base model's own. No class in the source has all its
-methods, so this one is there to be named in annotations. At runtime it is `T2RModel`.
+The class of a swapped model is built at runtime from the base model's class. For type checkers, `SwappedModel` has the
+methods of `PreTrainedModel` and `T2RModel`. At runtime it is `T2RModel`.
 """
 
 from typing import TYPE_CHECKING

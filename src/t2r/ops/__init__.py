@@ -1,11 +1,11 @@
-"""Linear attention: tensors in, tensors out.
+"""Linear attention on tensors.
 
     out, state = linear_attention(phi_q, phi_k, v)              # a whole sequence, in parallel
-    out, state = linear_attention(phi_q, phi_k, v, state=state) # its continuation
-    out, state = step(phi_q, phi_k, v, state)                   # one more token, as an RNN
+    out, state = linear_attention(phi_q, phi_k, v, state=state) # continue from a state
+    out, state = step(phi_q, phi_k, v, state)                   # one token, as an RNN
 
-The three agree to rounding, for any split of the sequence. `contract` says what a backend implements and declares,
-`registry` chooses one.
+The three agree up to rounding, however the sequence is split. `contract` defines the backend interface and `registry`
+selects a backend.
 """
 
 from t2r.ops.common import FASTEST_DECAY, BoundCount, State, Sums, count_bounds, normalize

@@ -1,8 +1,8 @@
-"""Linear attention in chunks: linear time, plain PyTorch, any device.
+"""Chunked linear attention in plain PyTorch. It takes linear time and runs on any device.
 
-A chunk of queries sees its own keys as a small matrix and everything before it as the state. The backward
-pass recomputes what it needs from the inputs and one state per chunk, so that neither a T x T nor a T x k x d
-tensor ever exists.
+The queries of a chunk attend to the keys of the chunk through a small matrix, and to everything before the chunk
+through the state. The backward pass recomputes intermediate results from the inputs and one state per chunk, so that
+no T x T or T x k x d tensor is allocated.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from t2r.ops.common import (
 from t2r.ops.reference import absorb, look
 
 CHUNK_SIZE = 128
-"""Within a chunk the cost is quadratic, between chunks it is a k x d state: near 128 the two balance at the paper's
-sizes. And seen from the middle of so many tokens, the fastest decay is a factor of exp(64) at either end, for which
-float32 has room."""
+"""Tokens per chunk. The cost is quadratic within a chunk, and each chunk updates a k x d state. Near 128 the two costs
+balance at the sizes used in the paper. With the fastest decay, scale factors reach exp(64) at the ends of a chunk,
+which float32 can represent."""
 CHUNKS_AT_ONCE = {"cpu": 1}
 MANY_CHUNKS = 16
-"""So many chunks are computed as one batch, and only their states one after the other. On a CPU one at a time stays in
-its cache; an accelerator would rather have fewer and larger operations."""
+"""Number of chunks computed as one batch, except for their states, which are computed in sequence. On a CPU a single
+chunk fits in the cache. Accelerators prefer fewer and larger operations."""
 
 
 def linear_attention(
@@ -50,7 +50,7 @@ def linear_attention(
     chunk_size: int = CHUNK_SIZE,
     chunks_at_once: int | None = None,
 ) -> tuple[Tensor | Sums, State]:
-    """As `t2r.ops.linear_attention`. Non-causal attention needs no chunks: it is two matrix products."""
+    """Compute `t2r.ops.linear_attention`. Non-causal attention needs no chunks: it is two matrix products."""
     if causal:
         count = CHUNKS_AT_ONCE.get(q.device.type, MANY_CHUNKS) if chunks_at_once is None else chunks_at_once
         if decay is not None:
@@ -65,7 +65,7 @@ def linear_attention(
 def two_products(
     q: Tensor, k: Tensor, v: Tensor, state: State | None, mask: Tensor | None, *, signed: bool, normalized: bool
 ) -> tuple[Tensor | Sums, State]:
-    """Non-causal attention: every key enters the state, then every query reads it."""
+    """Compute non-causal attention: add all keys to the state, then read it with all queries."""
     past = State.zeros(k, v, signed) if state is None else state
     dtype = accumulator_dtype(q, k, v)
     if mask is not None:
@@ -92,7 +92,7 @@ class _Chunked(torch.autograd.Function):
         signed: bool,
         normalized: bool,
     ) -> tuple[Tensor | None, ...]:
-        """The output, or the numerator with denominator and magnitude after it, and the final state."""
+        """Return the output (or numerator, denominator and magnitude) and the final state."""
         ctx.save_for_backward(q, k, v, s, z, z_abs, decay, mask, starts)
         ctx.size, ctx.signed, ctx.normalized = size, signed, normalized
         ctx.set_materialize_grads(False)
@@ -123,9 +123,9 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: gradient checkpointing recomputes them when they are asked for
+        saved = ctx.saved_tensors  # accessed once: gradient checkpointing recomputes the tensors on access
         g, g_den, _, ds, dz, _ = grads
-        # Someone may call backward inside autocast, which would lower the matrix products of float32 tensors.
+        # If backward is called under autocast, float32 matrix products would run in lower precision.
         with torch.autocast(saved[0].device.type, enabled=False):
             dq, dk, dv, ds, dz, d_decay = _backward(saved, ctx.size, ctx.signed, ctx.normalized, g, g_den, ds, dz)
             return dq, dk, dv, ds, dz, None, d_decay, *(None,) * 5
@@ -141,8 +141,7 @@ def _backward(
     ds: Tensor | None,
     dz: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, s, z and the decay. What nobody asks for (a state that was not given, or not used after)
-    stays None and costs nothing."""
+    """Compute the gradients of q, k, v, s, z and decay. Gradients of unused states are None and are not computed."""
     q, k, v, s, z, z_abs, decay, mask, starts = saved
     assert q is not None and k is not None and v is not None
     document = None if starts is None else starts.cumsum(1)
@@ -183,8 +182,7 @@ def _backward(
             dk_chunk += chunk.to_state(chunk.v @ after.s.mT + after.z[:, :, None])
             dv_chunk += chunk.to_state(chunk.k @ after.s)
         if frame is not None and d_decay is not None:
-            # A query shrinks with its place in the chunk, a key grows; the state fades by half a chunk on its way in
-            # and by half a chunk on its way out.
+            # Queries shrink and keys grow with their offset. The state decays by half a chunk on entry and on exit.
             d_decay += frame.age(dk_chunk * chunk.k) - frame.age(dq_chunk * chunk.q)
             if after is not None:
                 d_decay -= frame.halfway(_dot(_advance(chunk, before, signed), after))
@@ -205,19 +203,19 @@ def _backward(
 
 
 def _folded(g: Tensor, stretch: Stretch, k: Tensor) -> Tensor:
-    """The gradient of these chunks' rows, folded by groups as their queries are."""
+    """Cut the gradient into chunks and fold it by groups, as the queries are."""
     return fold_groups(stretch.cut(g).to(accumulator_dtype(k, g)), k.shape[1])
 
 
 def _through_division(g: Tensor, sums: Sums) -> tuple[Tensor, Tensor]:
-    """Gradients of numerator and denominator. The bound is a constant: where it acts, the denominator has none."""
+    """Compute the gradients of numerator and denominator. Bounded denominators are constant and have zero gradient."""
     safe, bounded, empty = safe_denominator(sums.denominator, sums.magnitude)
     g_num = (g / safe[..., None]).masked_fill_(empty[..., None], 0)
     return g_num, ((g_num * sums.numerator).sum(-1) / safe).neg_().masked_fill_(bounded, 0)
 
 
 def _gradient(k: Tensor, v: Tensor, ds: Tensor | None, dz: Tensor | None) -> State:
-    """The gradient of a state has the shape of one; what is not asked for is zero."""
+    """Return the gradient of a state as a `State`, with zeros for missing parts."""
     zeros = State.zeros(k, v)
     return State(zeros.s if ds is None else ds, zeros.z if dz is None else dz)
 
@@ -225,7 +223,7 @@ def _gradient(k: Tensor, v: Tensor, ds: Tensor | None, dz: Tensor | None) -> Sta
 def _scan(
     chunk: Chunk, state: State | None, chunks: int, signed: bool, onward: bool = True
 ) -> tuple[State | None, State | None]:
-    """The states before each chunk, as seen from its middle, and the one after the last, if it goes onward."""
+    """Compute the state before each chunk, decayed to its middle, and, with `onward`, the state after the last one."""
     if chunks == 1:
         before = None if state is None else chunk.framed(state)
         return before, chunk.framed(_advance(chunk, before, signed)) if onward else None
@@ -246,8 +244,11 @@ def _unbound(x: Tensor | None, chunks: int) -> tuple[Tensor | None, ...]:
 def _scan_back(
     chunk: Chunk, read_by: State | None, gradient: State | None, chunks: int
 ) -> tuple[State | None, State | None]:
-    """From what each chunk has to do with the state before it, and the gradient of the state after the last: those
-    of the states at the end of each chunk, as seen from its middle, and of the state before the first."""
+    """Propagate state gradients backward through the chunks.
+
+    `read_by` holds the gradients that the queries of each chunk give to the state before it, and `gradient` is that of
+    the state after the last chunk. Returns the gradients of the states after each chunk, decayed to its middle, and
+    the gradient of the state before the first chunk."""
     if chunks == 1:
         after = None if gradient is None else chunk.framed(gradient)
         if read_by is None:
@@ -269,12 +270,12 @@ def _sum(a: State, b: State) -> State:
 
 
 def _dot(state: State, gradient: State) -> Tensor:
-    """How much each row of a state has to do with the loss: `[batch, key_heads, feature]`."""
+    """Sum the product of a state and its gradient over each row: `[batch, key_heads, feature]`."""
     return (state.s * gradient.s).sum(-1) + state.z * gradient.z
 
 
 def _attend(chunk: Chunk, state: State | None, signed: bool) -> tuple[Sums, Tensor]:
-    """What the queries find, and the weights within the chunk."""
+    """Compute the sums of the queries of a chunk, and the attention weights within the chunk."""
     weights = chunk.hide(chunk.q @ chunk.k.mT)
     num, den = weights @ chunk.v, weights.sum(-1)
     total = chunk.hide(chunk.q.abs() @ chunk.k.abs().mT).sum(-1) if signed else None
@@ -287,13 +288,13 @@ def _attend(chunk: Chunk, state: State | None, signed: bool) -> tuple[Sums, Tens
 
 
 def _advance(chunk: Chunk, state: State | None, signed: bool) -> State:
-    """The state after the chunk."""
+    """Compute the state after the chunk."""
     k = chunk.to_state(chunk.k)
     return _add(chunk, state, State(k.mT @ chunk.v, k.sum(-2), k.abs().sum(-2) if signed else None))
 
 
 def _add(chunk: Chunk, state: State | None, own: State) -> State:
-    """A state, as far as it is still of the same document, and what the chunk itself adds."""
+    """Add the contribution of a chunk to the state, which is reset where a document starts in the chunk."""
     if state is None:
         return own
     z_abs = None if own.z_abs is None or state.z_abs is None else chunk.carried(state.z_abs) + own.z_abs

@@ -1,8 +1,8 @@
-"""What a chunk is: a piece of the sequence with who may see whom in it, in the frame in which nothing fades.
+"""Chunks of a sequence, their masks, and the rescaling that removes decay from them.
 
-Features that fade are scaled by powers of their decay, as seen from the middle of the chunk: a key grows with its
-position and a query shrinks, so that their product has faded by the distance between them. With queries, keys and
-state in that frame, a chunk is computed as if nothing faded.
+With decay, queries and keys are scaled by powers of the decay relative to the middle of the chunk. Keys grow and
+queries shrink with their position, so that their product is decayed by the distance between them. After queries, keys
+and state are scaled this way, a chunk is computed as if there were no decay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from t2r.ops.common import State, accumulator_dtype, clock, fade, fold_groups
 
 
 class Stretch(NamedTuple):
-    """Chunks that are computed at once, each as if it were a sequence of the batch."""
+    """Consecutive chunks that are computed at once, as additional sequences of the batch."""
 
     start: int
     chunks: int
@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
         return slice(self.start, self.start + self.chunks * self.size)
 
     def cut(self, x: Tensor) -> Tensor:
-        """`[batch, heads, time, ...]` or `[batch, time]` to the same with `[batch * chunks, ..., size, ...]`."""
+        """Cut `[batch, heads, time, ...]` or `[batch, time]` into `[batch * chunks, ..., size, ...]`."""
         if x.dim() == 2:
             return x[:, self.here].reshape(-1, self.size)
         x = x[:, :, self.here]
@@ -37,59 +37,58 @@ class Stretch(NamedTuple):
         return cut.transpose(1, 2).flatten(0, 1)
 
     def put(self, target: Tensor, rows: Tensor) -> None:
-        """Write rows of the chunks, folded by groups, back to where they belong, in the target's dtype."""
+        """Write rows of the chunks, folded by groups, to their positions in `target`, in its dtype."""
         batch, heads, _, size = target.shape
         rows = rows.reshape(batch, self.chunks, heads, self.size, size).transpose(1, 2)
         target[:, :, self.here] = rows.reshape(batch, heads, self.chunks * self.size, size)
 
 
 def stretches(time: int, size: int, count: int) -> list[Stretch]:
-    """All of the sequence: whole chunks, so many at once, and what is left of it."""
+    """Split a sequence into stretches of `count` full chunks, and a last, shorter chunk for the remainder."""
     whole = time // size
     found = [Stretch(i * size, min(count, whole - i), size) for i in range(0, whole, count)]
     return found + ([Stretch(whole * size, 1, time % size)] if time % size else [])
 
 
 class Frame(NamedTuple):
-    """How far from the middle of a chunk each position is, in tokens that count, and what that does to features."""
+    """Offsets of positions from the middle of a chunk, in unmasked tokens, and the resulting scale factors."""
 
     offset: Tensor  # [batch or 1, time]
-    half: Tensor  # [batch or 1, 1]: from either end to the middle
-    key: Tensor  # [batch or 1, key_heads, time, feature]: what keys are multiplied by
-    query: Tensor  # the same for queries: the inverse
-    state: Tensor  # [batch or 1, key_heads, feature]: what the state is multiplied by, on its way in and on its way out
+    half: Tensor  # [batch or 1, 1]: half the length of the chunk
+    key: Tensor  # [batch or 1, key_heads, time, feature]: factor of the keys
+    query: Tensor  # factor of the queries: the inverse
+    state: Tensor  # [batch or 1, key_heads, feature]: factor of the state, applied on entry and on exit
 
     def queries(self, x: Tensor) -> Tensor:
-        """Queries folded by groups, or their gradient, into the frame or out of it."""
+        """Scale queries folded by groups, or their gradient."""
         by_group: Tensor = x.unflatten(2, (-1, self.query.shape[2]))
         return (by_group * self.query[:, :, None]).flatten(2, 3)
 
     def age(self, x: Tensor) -> Tensor:
-        """The sum over positions of `x [batch, key_heads, group * time, feature]` times their offset."""
+        """Sum `x [batch, key_heads, group * time, feature]` over positions, weighted by their offset."""
         by_group: Tensor = x.unflatten(2, (-1, self.offset.shape[1]))
         return (by_group.sum(2) * self.offset[:, None, :, None]).sum((0, 2))
 
     def halfway(self, x: Tensor) -> Tensor:
-        """The sum over the batch of `x [batch, key_heads, feature]` times half the length."""
+        """Sum `x [batch, key_heads, feature]` over the batch, weighted by half the length."""
         return (x * self.half[:, :, None]).sum(0)
 
 
 class Chunk(NamedTuple):
-    """One chunk of each sequence, or several as more of a batch, in the accumulator's dtype, and who may see whom.
+    """One chunk of each sequence, or several as additional sequences, in the accumulator dtype, with its masks.
 
-    Without packed documents the next to last three are None: everything sees the state and enters it. Without a decay
-    there is no frame."""
+    Without packed documents, `same`, `fresh` and `keep` are None. Without decay, `frame` is None."""
 
     q: Tensor  # [batch, key_heads, group * time, feature]
     k: Tensor  # [batch, key_heads, time, feature], masked keys are zero
     v: Tensor
-    same: Tensor | None  # [batch, 1, 1, time, time]: query and key are of one document
-    fresh: Tensor | None  # [batch, 1, group * time]: no document has started since the chunk before
-    keep: Tensor | None  # [batch, 1, time, 1]: still the document with which the chunk ends
+    same: Tensor | None  # [batch, 1, 1, time, time]: query and key belong to the same document
+    fresh: Tensor | None  # [batch, 1, group * time]: the query belongs to the document of the previous state
+    keep: Tensor | None  # [batch, 1, time, 1]: the key belongs to the last document of the chunk
     frame: Frame | None
 
     def hide(self, weights: Tensor) -> Tensor:
-        """Zero, in place, where a query (row) may not look at a key (column)."""
+        """Set masked weights to zero in place: later keys (columns) and keys of other documents."""
         time = self.k.shape[2]
         by_group = weights.view(*weights.shape[:2], -1, time, time)
         by_group.tril_()
@@ -98,26 +97,26 @@ class Chunk(NamedTuple):
         return weights
 
     def from_state(self, x: Tensor) -> Tensor:
-        """Zero in the rows of those queries for which the state before the chunk is another document's."""
+        """Zero the rows of queries whose document differs from that of the state before the chunk."""
         return x if self.fresh is None else x * (self.fresh if x.dim() == 3 else self.fresh[..., None])
 
     def to_state(self, x: Tensor) -> Tensor:
-        """Zero in the rows of those keys that the state after the chunk does not hold."""
+        """Zero the rows of keys that the state after the chunk does not contain."""
         return x if self.keep is None else x * self.keep
 
     def carried(self, x: Tensor) -> Tensor:
-        """The state before the chunk, or its gradient after it: zero where a document started in between."""
+        """Zero the state before the chunk, or the gradient of the state after it, where a document starts in it."""
         if self.fresh is None:
             return x
         carry = self.fresh[:, :, -1]
         return x * carry.view(-1, *[1] * (x.dim() - 1))
 
     def framed(self, state: State) -> State:
-        """The state before the chunk as seen from its middle; or as seen there, from its end."""
+        """Decay a state by half a chunk: from its start to its middle, or from its middle to its end."""
         return state if self.frame is None else state.faded(self.frame.state)
 
     def split(self, chunks: int) -> list[Chunk]:
-        """What the state meets on its way, chunk by chunk."""
+        """Split into single chunks, with the `frame` and `fresh` that the scan over states needs."""
         if chunks == 1:
             return [self]
         frame, fresh = self.frame, self.fresh
@@ -127,7 +126,7 @@ class Chunk(NamedTuple):
 
 
 def by_chunk(x: Tensor, chunks: int) -> Tensor:
-    """`[batch * chunks, ...]` to `[batch, chunks, ...]`."""
+    """Reshape `[batch * chunks, ...]` to `[batch, chunks, ...]`."""
     parts: Tensor = x.unflatten(0, (-1, chunks))
     return parts
 
@@ -138,7 +137,7 @@ def _each(frame: Frame, chunks: int) -> list[Frame]:
 
 
 def stack(states: list[State]) -> State:
-    """States before (or after) each chunk, as more of a batch."""
+    """Stack the states of several chunks along the batch dimension."""
     if len(states) == 1:
         return states[0]
     return State(*(None if xs[0] is None else torch.stack(xs, 1).flatten(0, 1) for xs in zip(*states, strict=True)))  # type: ignore[arg-type]
@@ -153,7 +152,7 @@ def take(
     document: Tensor | None,
     stretch: Stretch,
 ) -> Chunk:
-    """Cut chunks, with masked keys and values as zeros, in the frame of their middle."""
+    """Cut out the chunks of a stretch, set masked keys and values to zero, and scale for decay."""
     dtype, heads = accumulator_dtype(q, k, v), k.shape[1]
     q, k, v = (stretch.cut(x).to(dtype) for x in (q, k, v))
     q, mask = fold_groups(q, heads), None if mask is None else stretch.cut(mask)
@@ -169,7 +168,7 @@ def take(
         q, k = frame.queries(q), k * frame.key
     if document is None:
         return Chunk(q, k, v, None, None, None, frame)
-    earlier = nn.functional.pad(document, (1, 0))[:, :-1]  # the document before each position; before all, the state's
+    earlier = nn.functional.pad(document, (1, 0))[:, :-1]  # the previous position's document; 0 is the initial state's
     document, before = stretch.cut(document), stretch.cut(earlier)[:, :1]
     same = (document[:, :, None] == document[:, None, :])[:, None, None]
     fresh = (document == before)[:, None].repeat(1, 1, q.shape[2] // k.shape[2])

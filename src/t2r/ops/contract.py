@@ -1,8 +1,8 @@
-"""What a backend implements, and how it says what it can do.
+"""The backend interface.
 
-A backend computes three things: `parallel` (a whole sequence), `step` (one token) and `look` (read a fixed state). It
-declares its `Abilities`, a `Request` says what a call needs, and `registry` compares the two. A backend is therefore
-never called with something it did not declare.
+A backend implements three operations: `parallel` (a whole sequence), `step` (one token) and `look` (read a fixed
+state). It declares its `Abilities`. A `Request` describes a call, and `registry` compares the two, so a backend is
+never called with arguments that it does not support.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPERATIONS = ("parallel", "step", "look")
 
 
 class Request(NamedTuple):
-    """What one call asks for. A named tuple, because torch.compile traces through its construction."""
+    """Description of one call. It is a named tuple because torch.compile traces through its construction."""
 
     operation: str = "parallel"
     device: str = "cpu"
@@ -40,10 +40,10 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a backend can do. The defaults are everything."""
+    """What a backend supports. By default, everything."""
 
     devices: tuple[str, ...] | None = None
-    """Device types; None is every one that torch has."""
+    """Supported device types. None means every device type of torch."""
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     largest_feature: int | None = None
     largest_value: int | None = None
@@ -54,14 +54,14 @@ class Abilities:
     causal: bool = True
     noncausal: bool = True
     state: bool = True
-    """An initial state."""
+    """Whether an initial state is supported."""
     sums: bool = True
-    """Numerator and denominator without their division."""
+    """Whether the numerator and denominator can be returned without dividing them."""
     gradients: tuple[str, ...] = OPERATIONS
-    """The operations that gradients flow through."""
+    """The operations that support gradients."""
 
     def lacks(self, request: Request) -> str | None:
-        """What is missing for this request, in a few words; None if nothing is."""
+        """Return what this request needs and the backend does not support, or None."""
         if self.devices is not None and request.device not in self.devices:
             return f"tensors on {request.device} (it runs on {', '.join(self.devices)})"
         for dtype in request.dtypes:
@@ -77,11 +77,11 @@ class Abilities:
             (request.decay, self.decay, "decay"),
             (request.starts, self.starts, "starts (packed documents)"),
             (request.signed, self.signed, "signed features"),
-            (request.groups, self.groups, "queries that share a key head"),
+            (request.groups, self.groups, "grouped queries (several query heads per key head)"),
             (request.causal, self.causal, "causal attention"),
             (not request.causal, self.noncausal, "non-causal attention"),
             (request.state, self.state, "an initial state"),
-            (not request.normalized, self.sums, "numerator and denominator without their division"),
+            (not request.normalized, self.sums, "unnormalized output (normalized=False)"),
         ):
             if asked and not able:
                 return what
@@ -93,13 +93,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Backend(ABC):
-    """One way to compute linear attention. Arguments are those of `t2r.ops`, already checked; masks are boolean."""
+    """An implementation of linear attention.
+
+    Arguments are those of the functions in `t2r.ops`. They are already checked, and masks are boolean.
+    """
 
     name: str
     abilities: Abilities = Abilities()
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine, in a few words; None if it can."""
+        """Return the reason why the backend cannot run on this machine, or None if it can."""
         return None
 
     @abstractmethod
@@ -117,7 +120,7 @@ class Backend(ABC):
         signed: bool,
         normalized: bool,
     ) -> tuple[Tensor | Sums, State]:
-        """A whole sequence. The decay is bounded already."""
+        """Process a whole sequence. Decay rates are already clamped."""
 
     @abstractmethod
     def step(
@@ -131,8 +134,8 @@ class Backend(ABC):
         decay: Tensor | None,
         inplace: bool,
     ) -> tuple[Tensor, State]:
-        """One token. The backend bounds the decay itself, so that a fused step is one launch."""
+        """Process one token. The backend clamps decay rates itself, so that a fused step is a single kernel launch."""
 
     @abstractmethod
     def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
-        """Read a state that does not change."""
+        """Read a fixed state."""

@@ -1,4 +1,4 @@
-"""The public functions: they check what is given, ask the registry for a backend, and call it."""
+"""Public functions. They check their arguments, select a backend from the registry, and call it."""
 
 from __future__ import annotations
 
@@ -62,25 +62,28 @@ def linear_attention(
     normalized: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor | Sums, State]:
-    """Linear attention over features, and the state after it.
+    """Compute linear attention over features. Returns the output and the final state.
 
     Args:
-        q, k: features of queries `[batch, heads, time, feature]` and keys `[batch, key_heads, time, feature]`;
-            `heads` is a multiple of `key_heads`, and each group of queries shares a key head and its state.
-        v: values `[batch, key_heads, time, value]`; the output has their dtype.
-        state: what came before; its gradient is computed too.
-        mask: `[batch, time]`, true where a key counts. A masked key enters neither sum.
-        starts: `[batch, time]`, true where a document begins: the state is reset before that position.
-        decay: `[key_heads, feature]`, rates of forgetting: with each token that counts, a row of the state shrinks to
-            exp(-rate) of what it was before the token is added. From 0 (never) to `FASTEST_DECAY`, and bounded to that.
-        causal: a query sees the keys up to its own position; otherwise all of them (cross attention), and
-            queries and keys may differ in number.
-        signed: the features may be negative (see `t2r.ops.common.safe_denominator`).
-        normalized: return the output. False returns `Sums` instead, numerator and denominator before their division;
-            `normalize` divides them as every backend does.
-        backend: `auto`, or one of `backends()` by name.
+        q, k: features of queries `[batch, heads, time, feature]` and keys `[batch, key_heads, time, feature]`.
+            `heads` is a multiple of `key_heads`. Each group of query heads shares a key head and its state.
+        v: values `[batch, key_heads, time, value]`. The output has their dtype.
+        state: initial state. Gradients flow into it.
+        mask: padding mask `[batch, time]`, true for real keys. Masked keys are ignored.
+        starts: `[batch, time]`, true where a document begins. The state is reset before that position.
+        decay: decay rates `[key_heads, feature]`. Before each unmasked token is added, each row of the state is
+            multiplied by exp(-rate). Rates are clamped to [0, `FASTEST_DECAY`].
+        causal: each query attends to the keys up to its own position. If False (cross attention), it attends to all
+            keys, and the number of queries and keys may differ.
+        signed: features may be negative (see `t2r.ops.common.safe_denominator`).
+        normalized: return the attention output. If False, return `Sums`, the numerator and denominator, which
+            `normalize` divides.
+        backend: `auto`, or a name from `backends()`.
 
-    The sums are float32 (float64 for float64 inputs) whatever the inputs are, inside `torch.autocast` too.
+    Sums are accumulated in float32 (float64 for float64 inputs) for all input dtypes, also under `torch.autocast`.
+
+    Raises:
+        T2RError: shapes or dtypes do not match, or the backend does not support the call.
     """
     _check(q, k, v, state, mask, starts, causal, signed)
     decay = None if decay is None else bound_decay(_checked_decay(decay, k, causal))
@@ -108,7 +111,7 @@ def linear_attention(
 def _nothing(
     q: Tensor, k: Tensor, v: Tensor, state: State | None, signed: bool, normalized: bool
 ) -> tuple[Tensor | Sums, State]:
-    """An empty sequence: no outputs, and the state as it was."""
+    """Return the result for an empty sequence: an empty output and the unchanged state."""
     past = State.zeros(k, v, signed) if state is None else state
     shape = (*q.shape[:3], v.shape[-1])
     if normalized:
@@ -118,7 +121,7 @@ def _nothing(
 
 
 def absorb(state: State, k: Tensor, v: Tensor, *, mask: Tensor | None = None, decay: Tensor | None = None) -> State:
-    """Add keys and values to a state without reading it."""
+    """Add keys and values to a state without computing an output. Returns the new state."""
     with torch.autocast(k.device.type, enabled=False):
         k, v = k.to(state.s.dtype), v.to(state.s.dtype)
         if mask is not None:
@@ -132,7 +135,7 @@ def absorb(state: State, k: Tensor, v: Tensor, *, mask: Tensor | None = None, de
 
 
 def look(q: Tensor, state: State, dtype: torch.dtype, *, backend: str = "auto") -> Tensor:
-    """Read a state that does not change (cross attention): queries `[batch, heads, time, feature]`."""
+    """Read a fixed state (cross attention) with queries `[batch, heads, time, feature]`."""
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *state))
     request = Request(
         operation="look",
@@ -160,15 +163,15 @@ def step(
     inplace: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, State]:
-    """One token: absorb its key and value, then read. All tensors as above with a time of 1.
+    """Process one token: add its key and value to the state, then read the state.
 
-    With `inplace` the given state's own memory is updated and returned: no allocation, and a fixed address,
-    as compiled and captured decoding steps want it.
+    Arguments are those of `linear_attention`, with a time dimension of 1. With `inplace`, the given state is updated
+    in place and returned. Its memory address then stays fixed, which compiled and captured decoding steps require.
     """
     if k.shape[2] != 1 or q.shape[2] != 1:
-        raise T2RError(f"step takes one token, got {q.shape[2]} queries and {k.shape[2]} keys")
+        raise T2RError(f"step requires exactly one token, got {q.shape[2]} queries and {k.shape[2]} keys")
     if inplace and state is None:
-        raise T2RError("step has no state to update in place: give one, or State.zeros(k, v)")
+        raise T2RError("step with inplace=True requires a state: pass one, for example State.zeros(k, v)")
     _check(q, k, v, state, mask, None, True, signed)
     decay = None if decay is None else _checked_decay(decay, k, True)
     chosen = select(_request("step", q, k, v, state, decay, signed=signed), backend)
@@ -181,7 +184,7 @@ def step(
 def _request(
     operation: str, q: Tensor, k: Tensor, v: Tensor, state: State | None, decay: Tensor | None, *, signed: bool
 ) -> Request:
-    """What a call needs, as far as tensors say it."""
+    """Describe a call, as far as its tensors determine it."""
     inputs = [q, k, v, *(() if state is None else state[:2]), *(() if decay is None else (decay,))]
     return Request(
         operation=operation,
@@ -199,7 +202,7 @@ def _request(
 
 def _checked_decay(decay: Tensor, k: Tensor, causal: bool) -> Tensor:
     if not causal:
-        raise T2RError("decay (forgetting) needs causal=True: without an order of tokens nothing is older")
+        raise T2RError("decay requires causal=True: non-causal attention has no token order")
     if tuple(decay.shape) != (k.shape[1], k.shape[3]):
         raise T2RError(f"decay has shape {tuple(decay.shape)}, expected {(k.shape[1], k.shape[3])}")
     return decay
@@ -215,7 +218,7 @@ def _check(
     causal: bool,
     signed: bool,
 ) -> None:
-    """Say what does not fit, in the caller's own words, before a matrix product says it in its."""
+    """Check shapes and dtypes. Raises T2RError naming the argument that does not match."""
 
     def shape(name: str, tensor: Tensor, *expected: int) -> None:
         if tuple(tensor.shape) != expected:
@@ -227,20 +230,20 @@ def _check(
     batch, heads, time, feature = q.shape
     key_heads, keys = k.shape[1:3]
     if heads % key_heads:
-        raise T2RError(f"{heads} query heads cannot share {key_heads} key heads evenly")
+        raise T2RError(f"the number of query heads, {heads}, must be a multiple of that of key heads, {key_heads}")
     shape("k", k, batch, key_heads, time if causal else keys, feature)
     shape("v", v, batch, key_heads, keys, v.shape[-1])
     for name, flags in (("mask", mask), ("starts", starts)):
         if flags is not None:
             shape(name, flags, batch, keys)
             if flags.is_floating_point():
-                raise T2RError(f"{name} must be boolean or 0/1 integers, not {flags.dtype}: it is not added")
+                raise T2RError(f"{name} must be boolean or 0/1 integers, not {flags.dtype}: it is not additive")
     if starts is not None and not causal:
-        raise T2RError("starts (packed documents) needs causal=True")
+        raise T2RError("starts (packed documents) requires causal=True")
     if state is not None:
         shape("state.s", state.s, batch, key_heads, feature, v.shape[-1])
         shape("state.z", state.z, batch, key_heads, feature)
         if state.s.dtype != accumulator_dtype(q, k, v):
-            raise T2RError(f"the state must be {accumulator_dtype(q, k, v)}, not {state.s.dtype}")
+            raise T2RError(f"the state must have dtype {accumulator_dtype(q, k, v)}, not {state.s.dtype}")
         if (state.z_abs is not None) != signed:
-            raise T2RError(f"signed={signed} needs a state made with signed={signed}")
+            raise T2RError(f"signed={signed} requires a state created with signed={signed}")

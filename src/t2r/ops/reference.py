@@ -1,6 +1,6 @@
-"""Linear attention twice, written to be read: as a T x T matrix, and one token at a time.
+"""Two reference implementations of linear attention: with a T x T matrix, and one token at a time.
 
-The conformance suite compares every other backend with these two. They use plain autograd and no optimization.
+The conformance tests compare every other backend with these. They use plain autograd and no optimizations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def quadratic(
     causal: bool = True,
     signed: bool = False,
 ) -> tuple[Sums, State]:
-    """Every query against every key: weights = q k^T, hidden where they may not look."""
+    """Compute all weights q k^T as a matrix and mask them."""
     dtype = accumulator_dtype(q, k, v)
     (_, heads, queries, _), (key_heads, keys) = q.shape, k.shape[1:3]
     q, k, v = fold_groups(q.to(dtype), key_heads), k.to(dtype), v.to(dtype)
@@ -49,7 +49,7 @@ def quadratic(
         num, den, seen = read(q, past)
     else:
         decay, time = decay.to(dtype), clock(mask, keys, k)
-        # How much of each feature of a key is left when a query comes; a key that comes later is hidden below.
+        # Decay of each key feature between its key and each query. Later keys are masked below.
         left = fade(decay, (time[:, :, None] - time[:, None, :]).clamp_min(0).flatten(1))
         left = left.unflatten(2, (keys, keys)).repeat(1, 1, group, 1, 1)
         weights = torch.einsum("bhif,bhjf,bhijf->bhij", q, k, left)
@@ -65,7 +65,7 @@ def quadratic(
         if starts is not None:
             document = starts.cumsum(1)
             visible = visible & (document[:, :, None] == document[:, None, :])
-            # The given state belongs to document 0; only the last document lives on in the new one.
+            # The initial state belongs to document 0. The final state contains only the last document.
             before = (document == 0).repeat(1, group)[:, None]
             num, den = num * before[..., None], den * before
             seen = None if seen is None else seen * before
@@ -103,8 +103,9 @@ def recurrent(
     causal: bool = True,
     signed: bool = False,
 ) -> tuple[Sums, State]:
-    """The recurrence of the paper: S += k v^T, z += k, out = q S / q z, for one position after another. With a decay,
-    S and z fade before each token that counts."""
+    """Compute the recurrence of the paper, S += k v^T, z += k, out = q S / q z, one position at a time.
+
+    With decay, S and z are decayed before each unmasked token."""
     dtype = accumulator_dtype(q, k, v)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     state = State.zeros(k, v, signed) if state is None else state
@@ -134,7 +135,7 @@ def forget(state: State, where: Tensor) -> State:
 
 
 def age(state: State, decay: Tensor, where: Tensor | None) -> State:
-    """One token passes, in the sequences where `where [batch]` is true, and the state fades by it."""
+    """Decay the state by one token in the sequences where `where [batch]` is true."""
     left = torch.exp(-decay.to(state.z.dtype))[None]
     if where is not None:
         left = torch.where(where[:, None, None], left, 1.0)
@@ -142,7 +143,7 @@ def age(state: State, decay: Tensor, where: Tensor | None) -> State:
 
 
 def absorb(state: State, k: Tensor, v: Tensor) -> State:
-    """Add keys and their values to the state."""
+    """Add keys and values to the state."""
     z_abs = None if state.z_abs is None else state.z_abs + k.detach().abs().sum(-2)
     return State(state.s + k.mT @ v, state.z + k.sum(-2), z_abs)
 
@@ -162,7 +163,7 @@ def step(
     decay: Tensor | None = None,
     inplace: bool = False,
 ) -> tuple[Tensor, State]:
-    """One token: fade, absorb, read. With `inplace` the state's own memory is updated."""
+    """Process one token: decay the state, add the key and value, and read. With `inplace`, update the given state."""
     dtype = state.s.dtype
     keys, values = k.to(dtype), v.to(dtype)
     if mask is not None:

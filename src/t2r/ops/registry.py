@@ -1,4 +1,4 @@
-"""The backends by name, and the one place that chooses."""
+"""The registry of backends, and backend selection."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ BACKENDS: dict[str, Backend] = {
     )
 }
 PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton",)}
-"""What `auto` asks first on a type of device. It ends at FALLBACK, which can do everything, everywhere."""
+"""Backends that `auto` tries first, by device type. If none fits, it uses FALLBACK, which supports every call."""
 FALLBACK = "chunked"
 
 
 def backends() -> dict[str, str | None]:
-    """Every backend by name: None if it is usable here, else the reason why not."""
+    """Return all backends by name. The value is None if the backend is available, otherwise the reason why not."""
     return {name: backend.missing() for name, backend in BACKENDS.items()}
 
 
 def select(request: Request, name: str = "auto") -> Backend:
-    """The backend for this request.
+    """Return the backend for a request.
 
     Raises:
-        T2RError: the named backend does not exist, cannot run here, or cannot do what is asked.
+        T2RError: the named backend does not exist, is not available here, or does not support the request.
     """
     if name == "auto":
         for candidate in PREFERENCE.get(request.device, ()):
@@ -42,11 +42,11 @@ def select(request: Request, name: str = "auto") -> Backend:
                 return backend
         return BACKENDS[FALLBACK]
     if name not in BACKENDS:
-        raise T2RError(f"no backend {name!r}: choose auto or one of {', '.join(BACKENDS)}")
+        raise T2RError(f"unknown backend {name!r}: choose auto or one of {', '.join(BACKENDS)}")
     if (reason := BACKENDS[name].missing()) is not None:
-        raise T2RError(f"backend {name!r} cannot run here: {reason}")
+        raise T2RError(f"backend {name!r} is not available: {reason}")
     if (lack := BACKENDS[name].abilities.lacks(request)) is not None:
-        raise T2RError(f"backend {name!r} lacks {lack}: choose another, or auto")
+        raise T2RError(f"backend {name!r} does not support {lack}: choose another backend, or auto")
     return BACKENDS[name]
 
 
@@ -62,9 +62,9 @@ def choose(
     signed: bool = False,
     gradients: bool = False,
 ) -> str:
-    """The name of the backend that `auto` takes for a sequence of this length on this device.
+    """Return the name of the backend that `auto` selects for a sequence of this length on this device.
 
-    No backend depends on the length so far: a short sequence is a single chunk."""
+    The length currently has no effect: a short sequence is a single chunk."""
     request = Request(
         device=device.type,
         dtypes=(dtype,),

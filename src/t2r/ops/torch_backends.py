@@ -1,4 +1,4 @@
-"""The backends in plain PyTorch: they run on any device and can do everything."""
+"""The backends in plain PyTorch. They run on any device and support every call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from t2r.ops.contract import Backend
 
 
 class TorchBackend(Backend):
-    """One token and a fixed state leave nothing to choose: these are the same for every form of the sequence."""
+    """Base of the PyTorch backends, which share `step` and `look` and differ only in `parallel`."""
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, state: State, **how: Any) -> tuple[Tensor, State]:
         if single.can_do(state, **how):
@@ -26,7 +26,7 @@ class TorchBackend(Backend):
 
 
 class Reference(TorchBackend):
-    """Obviously right, slow and large: the judge of the others."""
+    """A reference implementation. It is slow and is used to test the other backends."""
 
     def __init__(self, name: str, run: Callable[..., tuple[Sums, State]]) -> None:
         self.name, self.run = name, run

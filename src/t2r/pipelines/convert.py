@@ -1,4 +1,4 @@
-"""The whole way: a transformer and some text in, an RNN with its perplexity or BLEU beside the teacher's out."""
+"""Converts a pretrained language or translation model into an RNN: swap, train, evaluate, merge, save."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from t2r.feature_maps import AffineMap
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
+from t2r.options import refuse_unknown
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
@@ -32,7 +33,8 @@ from t2r.tasks.base import max_positions
 from t2r.tasks.language_modeling import TEACHER_TOKENS
 from t2r.training import processes
 from t2r.training.arithmetic import halve, without_denormals
-from t2r.training.plan import check_options, check_report_to, over, trainable, within
+from t2r.training.card import recall_lines
+from t2r.training.plan import check_report_to, over, trainable, within
 from t2r.training.recipe import Recipe, Stage, load_recipe
 from t2r.training.session import Session, as_table, caching, finite, table_of
 from t2r.training.trainer import Settings
@@ -74,39 +76,48 @@ def convert(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Swap, train, evaluate, merge if possible, save. Returns what was measured, which is saved too.
+    """Convert a language model: swap, train, evaluate, merge if possible, save. Returns the results, which are also
+    saved.
+
+    An interrupted conversion is resumed by the same call.
 
     Args:
-        model: a folder, a hub name, or a model (then give its `tokenizer`), which is itself converted.
-        out: the folder to make. While it works, `out.run` beside it holds the unfinished run; the same call goes on.
-        train: text files, globs, JSONL or `datasets:` names, or `teacher`: the model writes its own, or beside others
-            continues excerpts of them, so that there is more of their kind. `wiki.txt:2` is read twice in an epoch,
-            `wiki.txt:60%` makes up this share of what is read; also a mapping from source to weight, or a list of
-            pairs. None: the texts that the recipe names.
-        valid: a text to measure perplexity on, before and after.
-        source, target: of an encoder-decoder, in place of `train`: files of sources and of targets, line by line. A
-            weight stands at the source. `teacher` as a target: the model translates the sources itself (beam search).
-        valid_source, valid_target: in place of `valid`: a pair of files to measure BLEU on.
-        recipe: the name of a shipped recipe or a YAML file; `overrides` are `stage.field=value`. None: `distill-lm`, or
-            for parallel text `distill-mt`.
-        minutes: time for all of it, loading and measuring included. What is left for the stages is shared in proportion
-            to their tokens or steps; where it is short, the teacher writes less, fewer windows are measured, and a step
-            has fewer tokens. None: as long as it takes.
-        softmax_layers: layers to keep, or `auto:N`: the N that matter most, measured after the first stage.
-        merged: fold the maps into the projections at the end. None: if it can be done and pays.
-        seed: of the maps, the order of the text, dropout, and what the teacher writes.
+        model: a folder, a hub name, or a model, which is modified; a model requires `tokenizer`.
+        out: the output folder. The unfinished run is kept in `out.run`.
+        train: training text: files, globs, JSONL or `datasets:` names, or `teacher` for text that the model generates;
+            with other sources, it generates continuations of excerpts from them. `wiki.txt:2` reads a source twice per
+            epoch, `wiki.txt:60%` makes it this share of the tokens. Also a mapping from source to weight, or a list of
+            pairs. None: the recipe's sources.
+        valid: text to measure perplexity on, before and after training.
+        source: files of source sentences, one per line, for an encoder-decoder; weights as for `train`.
+        target: the file of targets of each source, or `teacher`: the model translates the source (beam search).
+        valid_source: source sentences to measure BLEU on, before and after training.
+        valid_target: references of `valid_source`.
+        recipe: the name of a shipped recipe or a YAML file. `overrides` are `stage.field=value`. None: `distill-lm`, or
+            `distill-mt` with `source`.
+        minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
+            tokens or steps. If time is short, the teacher generates less text, fewer windows are evaluated, and batches
+            are smaller. None: the recipe's budget.
+        softmax_layers: softmax layers to keep, or `auto:N` for the N most sensitive ones, measured after the first
+            stage.
+        teacher_tokens: number of tokens that the teacher generates for `train="teacher"`.
+        documents: attention does not cross document boundaries inside a block.
+        merged: merge the feature maps into the projections. None: if possible and cheaper.
+        seed: seed of the feature maps, the data order, dropout, and the text that the teacher generates.
         bf16: train in bfloat16. None: on a GPU.
-        compiled: compile layers and losses. None: on a GPU, but not for parallel text, whose batches differ in shape.
-        gradient_checkpointing: less memory for activations, which are computed twice.
-        limit: evaluate on so many windows, or lines, only.
+        compiled: compile layers and losses. None: on a GPU, except with `source`, whose batches vary in shape.
+        gradient_checkpointing: recompute activations in the backward pass, to save memory.
+        limit: maximum number of windows or lines to evaluate.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
-        restart: begin anew, where otherwise an unfinished run would go on.
-        options: of the swap, over the recipe's own. A `feature_map` comes with its own defaults of
+        report_to: `none`, or an experiment tracker of transformers.
+        overwrite: replace an existing model in `out`.
+        restart: delete an unfinished run and start again.
+        options: options of the swap, which override the recipe's. A `feature_map` uses its own defaults of
             `feature_size`, `init`, `activation`, `key_weights` and `shared`.
     """
     began = time.monotonic()
-    # What will be done, and everything that can be refused at once.
-    check_options(options)
+    # Check everything that can be checked before a model is loaded.
+    refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
     translates = check_texts(train, valid, documents, (source, target, valid_source, valid_target))
@@ -154,7 +165,7 @@ def convert(
         student.config.use_cache = True
         session.plan = plan = trainable(plan, student)
         if merged:
-            mergeable_sites(student)  # says now why it cannot be done, and not when all is trained
+            mergeable_sites(student)  # raises before training if merging is not possible
         session.prepare(
             student,
             teacher,
@@ -163,7 +174,7 @@ def convert(
         )
 
         results: dict[str, Any] = {"task": task.name, "stages": {}}
-        with exact_attention(student):  # the teacher's own attention, in the precision in which students are measured
+        with exact_attention(student):  # the teacher, in the precision in which students are evaluated
             results["teacher"] = session.measure("teacher", student)
         results["swapped"] = session.measure("swapped", student, teacher)
         for stage in plan.stages:
@@ -171,6 +182,7 @@ def convert(
             results["stages"][stage.name] = session.measure(stage.name, student, teacher)
             if auto is not None and stage is plan.stages[0]:
                 student = keep_sensitive(session, student, teacher, config, auto, stage, results)
+        results["recall"] = session.recall(student)
         results["log"] = session.logs()
         results |= session.pace() | {"mixture": session.mixture()}
         results = finite(results)
@@ -179,12 +191,19 @@ def convert(
         if merged or (merged is None and merges(student)):
             merge(student, force=bool(merged))
         results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
-        session.save(student, tokens, results, compared=True, overwrite=overwrite, state=state_lines(student))
+        session.save(
+            student,
+            tokens,
+            results,
+            compared=True,
+            overwrite=overwrite,
+            state=[*state_lines(student), *recall_lines(results["recall"])],
+        )
     return results
 
 
 def summary(results: dict[str, Any]) -> Table:
-    """What was measured, in the order in which it came about."""
+    """Return the table of the results, in the order in which they were measured."""
     return as_table(*table_of(results, compared=True))
 
 
@@ -203,41 +222,41 @@ def default_recipe(translates: bool) -> str:
 def load_base(
     model: str | PreTrainedModel, tokenizer: Any, place: torch.device, hub: dict[str, Any]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in float32, to be trained, and its tokenizer."""
+    """Load the model in float32, for training, and its tokenizer."""
     if isinstance(model, str):
-        # The model first: a name that is wrong is then asked for once, and not for each file that a tokenizer may have.
+        # The model first: a wrong name then fails at the first request, not after one for each tokenizer file.
         base = load_model(model, dtype="float32", device=str(place), **hub)
         tokenizer = tokenizer or load_tokenizer(model, **hub)
     else:
         base = model.float().to(place)
     if tokenizer is None:
-        raise T2RError("there is no tokenizer for this model: give one")
+        raise T2RError("the model has no tokenizer: give one")
     return base, tokenizer
 
 
 def parse_auto(softmax_layers: Any) -> int | None:
-    """`auto:3` is 3; anything else is not automatic."""
+    """Return N for `auto:N`, and None for anything else. Raises T2RError for any other string."""
     if not isinstance(softmax_layers, str):
         return None
     word, _, count = softmax_layers.partition(":")
     if word != "auto" or not count.isdigit() or int(count) < 1:
-        raise T2RError(f"softmax_layers={softmax_layers!r}: give layers, or auto:N to keep the N that matter most")
+        raise T2RError(f"softmax_layers={softmax_layers!r}: give layers, or auto:N for the N most sensitive layers")
     return int(count)
 
 
 def check_auto(count: int | None, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:
-    """Before anything is trained: can the layers that matter most be found and kept?"""
+    """Raise T2RError, before training, if the most sensitive layers cannot be chosen."""
     if count is None:
         return
     layers = len(family_of(model).decoder_layers(model))
     if plan.stages[0].objective != "transfer":
         raise T2RError(
-            f"softmax_layers=auto:{count} needs a recipe that begins with a transfer, which {plan.name} does not"
+            f"softmax_layers=auto:{count} requires a recipe whose first stage is a transfer; {plan.name} has none"
         )
     if config.softmax_every is not None or config.softmax_layers:
-        raise T2RError(f"softmax_layers=auto:{count} chooses the layers: give no others, and no softmax_every")
+        raise T2RError(f"softmax_layers=auto:{count} cannot be combined with other softmax layers or softmax_every")
     if count >= layers:
-        raise T2RError(f"softmax_layers=auto:{count} would keep all of the {layers} layers: nothing would be swapped")
+        raise T2RError(f"softmax_layers=auto:{count} would keep all {layers} layers: nothing would be swapped")
 
 
 def keep_sensitive(
@@ -249,12 +268,12 @@ def keep_sensitive(
     stage: Stage,
     results: dict[str, Any],
 ) -> PreTrainedModel:
-    """After the first stage: measure each layer alone, and give the ones that matter most their softmax back."""
+    """Measure the sensitivity of each layer after the first stage, and restore softmax in the most sensitive ones."""
     results["sensitivity"] = scan = session.most_sensitive(student, stage.block_size)
     kept = sorted(int(layer) for layer, _ in scan[:count])
-    logger.info("layers that matter most, kept as softmax attention: %s", kept)
+    logger.info("most sensitive layers, which keep softmax attention: %s", kept)
     weights = student.state_dict()
-    # The trunk has not been touched by a transfer: start again from the teacher, with the trained maps.
+    # A transfer trains only the maps, so the student is swapped again from the teacher, with the trained maps.
     base = copy.deepcopy(teacher).float()
     chosen = T2RConfig(**{name: getattr(config, name) for name in OPTIONS})
     chosen.softmax_layers = kept
@@ -264,7 +283,7 @@ def keep_sensitive(
 
 
 def merges(student: PreTrainedModel) -> bool:
-    """Can the maps be folded into the projections, and does it pay?"""
+    """Return whether the maps can be merged into the projections and merging saves operations."""
     sites = recurrent_sites(student)
     possible = all(
         isinstance(site.feature_map, AffineMap) and isinstance(site, Mergeable) and site.merge_obstacle is None

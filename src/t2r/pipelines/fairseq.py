@@ -1,4 +1,4 @@
-"""From a checkpoint of fairseq to the folder of an ordinary model."""
+"""Imports a fairseq checkpoint as a transformers model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Imported:
-    """What was made."""
+    """A summary of the imported model."""
 
     model_type: str
     layers: int
@@ -40,11 +40,14 @@ def import_fairseq(
     bpe_codes: str | None = None,
     overwrite: bool = False,
 ) -> Imported:
-    """Make an ordinary model, in a folder, of a language or translation model that fairseq trained.
+    """Import a language or translation model trained with fairseq, and save it in a folder.
 
-    `dictionary` is the dict.txt it was trained with, of the source if it translates; the target's is the same unless
-    it is given. `bpe_codes` are what a translation model needs besides to read raw text. Nothing that is in the
-    checkpoint is run, and every tensor of it is used, or it is refused."""
+    No code in the checkpoint is executed. Raises T2RError if any tensor is not used.
+
+    Args:
+        dictionary: the dict.txt of the checkpoint; for translation, of the source language.
+        target_dictionary: the dict.txt of the target language. None: the same as `dictionary`.
+        bpe_codes: BPE codes, which a translation model requires to read raw text."""
     with whole_folder(out, overwrite=overwrite) as folder:
         read = read_checkpoint(checkpoint)
         if any(name.startswith("encoder.") for name in read.tensors.left):
@@ -52,7 +55,7 @@ def import_fairseq(
             model, tokenizer = import_translation(read, folder, dictionary, target, bpe_codes)
         else:
             if target_dictionary or bpe_codes:
-                raise T2RError(f"{checkpoint} is a language model: it takes one dictionary and no BPE codes")
+                raise T2RError(f"{checkpoint} is a language model: give one dictionary and no BPE codes")
             model, tokenizer = import_language_model(read, folder, dictionary), True
         model.save_pretrained(folder)
     return Imported(
@@ -86,7 +89,5 @@ def import_translation(
         return model, True
     for name, path in (("dict.source.txt", dictionary), ("dict.target.txt", target_dictionary)):
         shutil.copyfile(path, folder / name)
-    logger.warning(
-        "without BPE codes there is no tokenizer of raw text: only the dictionaries were saved with the model"
-    )
+    logger.warning("no BPE codes were given: the dictionaries were saved with the model, but no tokenizer for raw text")
     return model, False

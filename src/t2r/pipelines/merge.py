@@ -1,4 +1,4 @@
-"""From a saved swapped model to a saved merged one."""
+"""Merges a saved swapped model and saves the result."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from t2r.storage import kind_of, whole_folder
 
 
 def merge_folder(source: str, out: str, *, force: bool = False, overwrite: bool = False) -> MergeCost:
-    """Merge the model in a folder and save all of it in another. Returns the cost before and after."""
+    """Merge the model in a folder and save it in another. Returns the cost before and after."""
     if kind_of(source) == "folder" and realpath(source) == realpath(out):
-        raise T2RError(f"merging cannot be undone: keep {source} and name another folder")
+        raise T2RError(f"merging cannot be undone: keep {source} and choose another folder")
     with whole_folder(out, overwrite=overwrite) as folder:
         model = load_model(source)
         if not isinstance(model, T2RModel):

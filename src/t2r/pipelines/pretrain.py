@@ -1,6 +1,6 @@
-"""A tokenizer and a model of any attention, trained on some text from random weights. For baselines, and for teachers.
+"""Trains a language model from random weights, with its tokenizer, as a teacher or a baseline.
 
-A model that is trained already can be trained on (`continued`): what its text alone teaches it, beside a conversion."""
+With `continued`, training starts from the weights of a trained model: a baseline for a conversion on the same text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r import __version__
-from t2r.config import T2RConfig
+from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model, of_tokenizer
 from t2r.data.mixture import Sources, parse_sources
 from t2r.data.vocabulary import train_tokenizer
@@ -24,20 +24,21 @@ from t2r.errors import T2RError
 from t2r.hub import choose_device, explained, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
+from t2r.options import refuse_unknown
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.tasks import LanguageModeling
 from t2r.tasks.language_modeling import max_positions
 from t2r.training import processes
 from t2r.training.arithmetic import without_denormals
-from t2r.training.plan import check_options, check_report_to, over, within
+from t2r.training.plan import check_report_to, over, within
 from t2r.training.preset import Preset, load_preset, of_folder
 from t2r.training.recipe import Recipe
 from t2r.training.session import Session, as_table, as_yaml, caching, finite, table_of
 from t2r.training.trainer import Settings
 
 SOFTMAX = "softmax"
-"""As a feature map: none, the attention that the model has anyway."""
+"""As a feature map: no swap, the model keeps its softmax attention."""
 
 
 @without_denormals()
@@ -67,38 +68,43 @@ def pretrain(
     progress: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train a language model from random initialization, and its tokenizer. Returns what was measured.
+    """Train a language model from random weights, and its tokenizer. Returns the results, which are also saved.
+
+    An interrupted run is resumed by the same call.
 
     Args:
-        config: the name of a shipped preset, a YAML file, or the folder of a model, whose shape alone is taken (and its
-            tokenizer).
-        out: the folder to make. While it works, `out.run` beside it holds the unfinished run; the same call goes on.
-        train: text files, globs, JSONL or `datasets:` names, with weights or without, as for `convert`. None: the texts
-            that the recipe names.
-        valid: a text to measure perplexity on, before and after.
-        recipe: in place of the preset's own: a shipped recipe or a YAML file; `overrides` are `stage.field=value`.
-        model_overrides: `field=value` of the model's configuration.
-        minutes: time for all of it, loading and measuring included. What is left for the stages is shared in proportion
-            to their tokens or steps; where it is short, the teacher writes less, fewer windows are measured, and a step
-            has fewer tokens. None: as long as it takes.
-        tokenizer: in place of the preset's own, which is trained on the text: one, or the folder of one.
-        continued: start from the weights of `config`, a folder or a hub name, instead of random ones.
-        seed: of the weights, the order of the text, and dropout. The weights are the same on every machine.
+        config: the name of a shipped preset, a YAML file, or a model folder, whose configuration and tokenizer are
+            used.
+        out: the output folder. The unfinished run is kept in `out.run`.
+        train: training text: files, globs, JSONL or `datasets:` names, optionally with weights, as for `convert`. None:
+            the recipe's sources.
+        valid: text to measure perplexity on, before and after training.
+        recipe: a shipped recipe or a YAML file, instead of the preset's. `overrides` are `stage.field=value`.
+        model_overrides: `field=value` for the model configuration.
+        minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
+            tokens or steps. If time is short, fewer windows are evaluated, and batches are smaller. None: the recipe's
+            budget.
+        tokenizer: a tokenizer or its folder. None: the model folder's, or one trained on the text as the preset says.
+        continued: start from the weights of `config`, a folder or a hub name.
+        documents: attention does not cross document boundaries inside a block.
+        seed: seed of the weights, the data order, and dropout. The weights are the same on every machine.
         bf16: train in bfloat16. None: on a GPU.
         compiled: compile layers and losses. None: on a GPU.
-        gradient_checkpointing: less memory for activations, which are computed twice.
-        limit: evaluate on so many windows only.
+        gradient_checkpointing: recompute activations in the backward pass, to save memory.
+        limit: maximum number of windows to evaluate.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
-        restart: begin anew, where otherwise an unfinished run would go on.
-        options: of the swap. With none of them the attention stays softmax, as it does with `feature_map="softmax"`.
+        report_to: `none`, or an experiment tracker of transformers.
+        overwrite: replace an existing model in `out`.
+        restart: delete an unfinished run and start again.
+        options: options of the swap. Without any, or with `feature_map="softmax"`, the attention stays softmax.
     """
     began = time.monotonic()
-    # What will be done, and everything that can be refused at once.
-    check_options(options)
+    # Check everything that can be checked before a model is loaded.
+    refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
     if continued and (options or model_overrides or tokenizer is not None):
-        raise T2RError("continued training keeps the model as it is: give no tokenizer and no options of model or swap")
+        raise T2RError("continued training does not change the model: give no tokenizer, model or swap options")
     preset = of_folder(config) if continued else load_preset(config, model_overrides)
     if recipe is not None:
         preset = dataclasses.replace(preset, recipe=recipe)
@@ -134,7 +140,7 @@ def pretrain(
         valid,
         documents=documents,
         limit=limit,
-        longest=max(sizes),  # a model from scratch has never read more
+        longest=max(sizes),  # the model is not trained on longer sequences
         seed=seed,
         progress=progress,
         caching=caching,
@@ -149,7 +155,7 @@ def pretrain(
             "parameters": sum(p.numel() for p in model.parameters()),
             "vocabulary": len(tokens),
             "tokens": task.tokens,
-            "untrained": session.measure("untrained", model),  # if it is continued: as it was
+            "untrained": session.measure("untrained", model),  # with `continued`, the model before training
             "stages": {},
         }
         for stage in plan.stages:
@@ -160,7 +166,7 @@ def pretrain(
         results = finite(results)
 
         model.eval()
-        done = dataclasses.replace(preset, recipe=plan.to_dict(), swap=chosen)  # with all that was changed on the way
+        done = dataclasses.replace(preset, recipe=plan.to_dict(), swap=chosen)  # with all overrides
         card = model_card(model, preset, chosen, results, continued)
         files = {"README.md": card, "preset.yaml": as_yaml(done.to_dict())}
         state = state_lines(model) if isinstance(model, T2RModel) else ()
@@ -173,17 +179,17 @@ def make_plan(preset: Preset, overrides: Sequence[str]) -> Recipe:
     for stage in plan.stages:
         if stage.objective != "task":
             raise T2RError(
-                f"stage {stage.name!r} of recipe {plan.name} is a {stage.objective}, which needs a teacher: pretrain "
-                "has none, and runs stages of the objective task"
+                f"stage {stage.name!r} of recipe {plan.name} has the objective {stage.objective}, which requires a "
+                "teacher: pretrain supports only the objective task"
             )
     return plan
 
 
 def attention(planned: dict[str, Any], options: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The options of the swap: what the caller says over what the preset and its recipe say. None: softmax."""
+    """Return the options of the swap: the caller's, over those of the preset and its recipe. Empty: softmax."""
     if options.get("feature_map") == SOFTMAX:
         if others := sorted(set(options) - {"feature_map"}):
-            raise T2RError(f"softmax attention has no {', '.join(others)}: choose another feature_map")
+            raise T2RError(f"feature_map softmax does not use {', '.join(others)}: choose another feature_map")
         return {}
     chosen = over(planned, options)
     return chosen | {"seed": seed} if chosen else {}
@@ -197,14 +203,14 @@ def make_tokenizer(
     progress: bool,
     continued: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """The one that was given, the one in the folder of the model, or one that is trained on the text."""
+    """Return the given tokenizer, the one in the model folder, or one trained on the text."""
     if isinstance(tokenizer, str):
         with explained(tokenizer, "the tokenizer of "):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     elif tokenizer is None and (continued or Path(config).is_dir()):
         tokenizer = load_tokenizer(config)
     if continued and tokenizer is None:
-        raise T2RError(f"{config} has no tokenizer: save the one it was trained with into that folder")
+        raise T2RError(f"{config} has no tokenizer: save the model's tokenizer in that folder")
     if tokenizer is not None:
         return tokenizer
     wanted = preset.tokenizer or {"kind": "bpe", "vocab_size": preset.model["vocab_size"]}
@@ -212,21 +218,21 @@ def make_tokenizer(
 
 
 def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int) -> PreTrainedModel:
-    """Random weights, drawn on the CPU: the same on every machine, and whatever was drawn before."""
+    """Make a model with random weights, drawn on the CPU: they depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
         except (ValueError, RuntimeError) as error:
-            raise T2RError(f"this configuration of {shape.model_type} makes no model: {error}") from error
+            raise T2RError(f"this configuration of {shape.model_type} is not valid: {error}") from error
     return swap(model, T2RConfig(**options)) if options else model
 
 
-# --- What came of it ----------------------------------------------------------------------------------------
+# --- Results ------------------------------------------------------------------------------------------------
 
 
 def summary(results: dict[str, Any]) -> Table:
-    """What was measured, in the order in which it came about."""
+    """Return the table of the results, in the order in which they were measured."""
     return as_table(*table_of(results, compared=False))
 
 
@@ -250,7 +256,7 @@ def model_card(
 
 A language model ({model.config.model_type}, {made} attention, {results["parameters"]:,} parameters)
 trained from {start} by t2r {__version__}, on {results["tokens"]:,} tokens with a vocabulary of
-{results["vocabulary"]:,}: preset.yaml and recipe.yaml say how.
+{results["vocabulary"]:,}. See preset.yaml and recipe.yaml.
 
 ```python
 {"import t2r" + chr(10) if needs_us else ""}from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""From a saved transformer to a saved RNN, not yet trained."""
+"""Swaps a saved model and saves the result, not yet trained."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ def swap_folder(
     overwrite: bool = False,
     **options: Any,
 ) -> Inspection:
-    """Swap the model in a folder or on the hub and save all of it in another: `options` are those of `swap`.
+    """Swap the model in a folder or on the hub, and save it with its tokenizer in another folder.
 
-    Returns what was done. What cannot be done is found out before any weights are loaded."""
+    `options` are those of `swap`. Returns an inspection of the swapped model. Errors are raised before weights are
+    loaded."""
     if kind_of(source) == "folder" and Path(realpath(source)).is_relative_to(realpath(out)):
-        raise T2RError(f"saving to {out} would replace the base model in {source}: name another folder")
+        raise T2RError(f"saving to {out} would replace the base model in {source}: choose another folder")
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with whole_folder(out, overwrite=overwrite) as folder:
         inspection = inspect_model(source, dtype=dtype, **hub, **options)
         if inspection.swapped:
-            raise T2RError(f"{source} is a t2r model already: swap starts from the base model")
+            raise T2RError(f"{source} is already a t2r model: give the base model")
         tokenizer = load_tokenizer(source, **hub)
         model = swap(load_model(source, dtype=dtype, **hub), **options)
         model.save_pretrained(folder)
         if tokenizer is None:
-            logger.warning("%s has no tokenizer, so neither has %s", source, out)
+            logger.warning("%s has no tokenizer; none is saved in %s", source, out)
         else:
             tokenizer.save_pretrained(folder)
     return inspection

@@ -1,6 +1,6 @@
-"""What is told: inspections of models, this machine, tables of options, and pages of results.
+"""Reports: inspections of models, a description of the machine, tables of options, and pages of results.
 
-`reporting.Page` is a page of tables and figures (`bars`, `lines`), `reporting.environment` describes the machine.
+`reporting.Page` is a page of tables and figures (`bars`, `lines`). `reporting.environment` describes the machine.
 """
 
 from t2r.reporting import environment

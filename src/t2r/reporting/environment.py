@@ -1,4 +1,4 @@
-"""What this machine offers: versions, devices, and the backends that run here."""
+"""Describes this machine: versions, devices, and available backends."""
 
 import os
 import platform
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("torch", "transformers", "accelerate", "triton")
 LENGTHS = (1, 256, 8192)
-"""Where to ask what `auto` takes: a decoding step, a short prompt and a long one."""
+"""Lengths for which the choice of `auto` is shown: a decoding step, a short prompt and a long one."""
 
 
 def describe() -> dict[str, Any]:
-    """All that a bug report should say of the machine, ready for JSON."""
+    """Return the facts about this machine that a bug report should contain, for JSON."""
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return {
         "versions": {"t2r": __version__, "python": platform.python_version()}
@@ -30,7 +30,7 @@ def describe() -> dict[str, Any]:
 
 
 def _version(library: str) -> str | None:
-    """Read from the installed metadata: importing a library to ask its version is slow, and can fail."""
+    """Read a version from installed metadata. Importing the library would be slow, and can fail."""
     try:
         return version(library)
     except PackageNotFoundError:
@@ -47,7 +47,7 @@ def _devices() -> dict[str, Any]:
 
 
 def tables(facts: dict[str, Any]) -> "list[Table]":
-    """The same for people."""
+    """Return the facts as tables."""
     from rich.table import Table
 
     versions = Table(title="versions", show_header=False)
@@ -63,7 +63,7 @@ def tables(facts: dict[str, Any]) -> "list[Table]":
         devices.add_row("cuda", "none")
     devices.add_row("mps", "yes" if facts["devices"]["mps"] else "none")
 
-    backends = Table("backend", "runs here", "auto takes it for", title="backends")
+    backends = Table("backend", "available", "chosen by auto for", title="backends")
     for name, backend in facts["backends"].items():
         chosen = [
             f"{kind} at {', '.join(length for length, taken in choices.items() if taken == name)}"

@@ -1,7 +1,6 @@
-"""What a swap changes, or would: layer by layer, in parameters and in bytes. No weights are loaded for it.
+"""Reports what a swap changes, or would change: parameters and bytes of each layer. No weights are loaded.
 
-Bytes are not computed by a formula of ours: the caches themselves are filled, with tensors that have a shape and
-no content, and asked what they hold.
+Bytes are not computed by a formula: the caches are filled with tensors on the meta device, and measured.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class SiteReport:
     head_dim: int
     feature_size: int | None
     parameters_added: int
-    """More than the base model has here: those of a feature map; after a merge, perhaps less than none."""
+    """Parameters beyond those of the base model. After a merge this can be negative."""
     state_bytes: int
     kv_bytes: dict[int, int]
-    """What softmax attention holds here after so many tokens, whether it is still here or not."""
+    """Bytes of keys and values of softmax attention, by number of tokens, also where it was swapped."""
 
     def cache_bytes(self, length: int) -> int:
         return self.state_bytes if self.recurrent else self.kv_bytes[length]
@@ -56,7 +55,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Ungrouped:
-    """What a state for every query head would take, where now those of a group share one."""
+    """The cost of a state for every query head, where now the heads of a group share one."""
 
     parameters_added: int
     state_bytes: int
@@ -64,28 +63,28 @@ class Ungrouped:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was swapped, or would be. All bytes are those of one sequence."""
+    """The result of a swap, or of the swap that would be made. All bytes are per sequence."""
 
     model: str
     model_type: str
     swapped: bool
-    """It is swapped already; otherwise this is what swapping it would do."""
+    """Whether the model is swapped. Otherwise this describes what a swap would do."""
     merged: bool
     dtype: str
     options: dict[str, Any]
     sites: list[SiteReport]
     encoder_layers: int
-    """They stay softmax attention, and hold nothing from token to token."""
+    """They keep softmax attention, and have no cache."""
     parameters: int
-    """Of the base model."""
+    """Parameters of the base model."""
     parameters_added: int
     share: float
-    """Parameters added, over those of the base model."""
+    """`parameters_added` divided by `parameters`."""
     state_bytes: int
     kv_bytes: dict[int, int]
-    """The base model's cache, by tokens of text (and as many of the source, if it translates)."""
+    """The base model's cache, by number of tokens (for an encoder-decoder, also of the source)."""
     cache_bytes: dict[int, int]
-    """The same of the swapped model: its state, and the keys and values of layers that stay softmax."""
+    """The swapped model's cache: its state, and the keys and values of softmax layers."""
     ungrouped: Ungrouped | None
 
 
@@ -97,12 +96,11 @@ def inspect_model(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Inspection:
-    """What swapping a model by these options (those of `swap`) would do; of a swapped one, what was done.
+    """Report what a swap of a model with these options (those of `swap`) would do, or what was done to a swapped model.
 
     Args:
-        source: a model, which stays as it is; or the folder or hub name of one, of which only the
-            configuration is read.
-        dtype: of the weights, and so of keys and values. `auto`: as saved.
+        source: a model, which is not modified; or a folder or hub name, of which only the configuration is read.
+        dtype: dtype of the weights, and so of keys and values. `auto`: as saved.
     """
     if isinstance(source, PreTrainedModel):
         model: Any = source
@@ -110,14 +108,14 @@ def inspect_model(
         model = empty_model(fspath(source), dtype, revision=revision, trust_remote_code=trust_remote_code)
     swapped = isinstance(model, T2RModel)
     if swapped and options:
-        raise T2RError(f"{name_of(model)} is swapped already: leave out {', '.join(sorted(options))}")
+        raise T2RError(f"{name_of(model)} is already swapped: do not give {', '.join(sorted(options))}")
     if not swapped:
         model = swap(empty_twin(type(model), model), **options)
     return report(model, swapped)
 
 
 def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
-    """The model without its weights: tensors on the meta device have shapes only."""
+    """Return the model on the meta device, without its weights."""
     config = load_config(source, **hub)
     chosen = choose_dtype(dtype)
     saved = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -129,19 +127,19 @@ def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
             return auto_class(config).from_config(config, **options)
     except T2RError:
         raise
-    except ValueError as error:  # the Auto classes have no such language model
+    except ValueError as error:  # the Auto classes have no language model of this type
         raise T2RError(
             f"models of type {config.model_type!r} cannot be swapped: transformers has no language model of that "
             f"type; supported are {', '.join(FAMILIES)}"
         ) from error
-    except Exception as error:  # sizes that do not fit together make a model fail in any way
+    except Exception as error:  # inconsistent sizes raise many kinds of errors
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise T2RError(f"the configuration of {source} makes no model ({reason})") from error
+        raise T2RError(f"the configuration of {source} is not valid ({reason})") from error
 
 
 def empty_twin(base_class: Any, model: Any) -> Any:
-    """The base model of another, without weights. Its attention is stock: families that are not on the attention
-    interface know no other name for it."""
+    """Return the base model of another, without weights. Its attention is `eager`, the only name that families outside
+    the attention interface accept."""
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
         return compat.build_from_config(base_class, config, dtype=model.dtype, attn_implementation="eager")
@@ -154,7 +152,7 @@ def report(model: Any, swapped: bool) -> Inspection:
     layers = len(kin.decoder_layers(model))
     kept = config.kept_layers(layers)
     stock: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    stock += [DynamicLayer() for _ in range(layers - len(stock))]  # T5's configuration counts the encoder's
+    stock += [DynamicLayer() for _ in range(layers - len(stock))]  # T5's configuration counts encoder layers
     sites = []
     for site, parameters in zip(kin.sites(model), before, strict=True):
         layer = DynamicLayer() if site.cross else stock[site.layer]
@@ -188,7 +186,7 @@ def site_report(
     layer: CacheLayerMixin,
     dtype: torch.dtype,
 ) -> SiteReport:
-    """One site with its feature map, if it has one; `parameters` and `layer` are those of the base model."""
+    """Report on one site. `parameters` and `layer` are those of the base model."""
     return SiteReport(
         name=site.name,
         layer=site.layer,
@@ -206,7 +204,7 @@ def encoder_layers(model: Any) -> int:
     if not model.config.is_encoder_decoder:
         return 0
     encoder = model.get_encoder()
-    return len(encoder.block if hasattr(encoder, "block") else encoder.layers)  # T5 says block
+    return len(encoder.block if hasattr(encoder, "block") else encoder.layers)  # T5's name
 
 
 def state_bytes(feature_map: FeatureMap, value_size: int, dtype: torch.dtype) -> int:
@@ -214,7 +212,7 @@ def state_bytes(feature_map: FeatureMap, value_size: int, dtype: torch.dtype) ->
 
 
 def kv_bytes(layer: CacheLayerMixin, shape: Shape, length: int, dtype: torch.dtype) -> int:
-    """What a layer of a stock cache holds after so many tokens; one with a window drops the oldest."""
+    """Return the bytes of a layer of a stock cache after `length` tokens, considering its window."""
     layer = copy.copy(layer)
     read = torch.empty(1, shape.num_key_value_heads, length, shape.head_dim, dtype=dtype, device="meta")
     layer.update(read, read)
@@ -223,7 +221,7 @@ def kv_bytes(layer: CacheLayerMixin, shape: Shape, length: int, dtype: torch.dty
 
 
 def ungrouped(config: T2RConfig, sites: list[SiteReport], dtype: torch.dtype) -> Ungrouped | None:
-    """The sites again with `grouped=False`; None where that would change nothing."""
+    """Return the cost of the sites with `grouped=False`. None: it would change nothing."""
     recurrent = [site for site in sites if site.recurrent]
     if config.merged or not config.grouped or all(site.num_heads == site.num_key_value_heads for site in recurrent):
         return None
@@ -246,11 +244,11 @@ def name_of(model: Any) -> str:
     return model.config.name_or_path or type(model).__name__
 
 
-# --- For people ---------------------------------------------------------------------------------------------
+# --- Formatting ---------------------------------------------------------------------------------------------
 
 
 def tables(inspection: Inspection) -> list[Table | str]:
-    """Every layer, the whole, and in words what it comes to."""
+    """Return a table of the layers, one of the totals, and a summary."""
     from rich.table import Table
 
     shapes = dict.fromkeys((site.num_heads, site.num_key_value_heads, site.head_dim) for site in inspection.sites)
@@ -270,7 +268,7 @@ def tables(inspection: Inspection) -> list[Table | str]:
             *(human(site.kv_bytes[n]) for n in LENGTHS),
         )
     whole = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in ("tokens", "KV cache of the base model", "state and KV of kept layers", "ratio"):
+    for heading in ("tokens", "KV cache of the base model", "state and KV of softmax layers", "ratio"):
         whole.add_column(heading, justify="right")
     for n in LENGTHS:
         before, after = inspection.kv_bytes[n], inspection.cache_bytes[n]
@@ -279,7 +277,7 @@ def tables(inspection: Inspection) -> list[Table | str]:
 
 
 def summary(inspection: Inspection) -> list[str]:
-    """What was done, or would be, in a few lines."""
+    """Return a summary of the swap, one fact per line."""
     lines = []
     for cross, kind in ((False, "self"), (True, "cross")):
         sites = [site for site in inspection.sites if site.cross == cross]
@@ -290,7 +288,7 @@ def summary(inspection: Inspection) -> list[str]:
                 f"{len(sites) - recurrent} softmax"
             )
     if inspection.encoder_layers:
-        lines.append(f"encoder: all {inspection.encoder_layers} layers stay softmax attention")
+        lines.append(f"encoder: all {inspection.encoder_layers} layers keep softmax attention")
     merged = " (feature maps are merged into the projections)" if inspection.merged else ""
     lines.append(
         f"parameters added: {inspection.parameters_added:,}{merged}, {inspection.share:.2%} of the base "
@@ -298,18 +296,18 @@ def summary(inspection: Inspection) -> list[str]:
     )
     lines.append(
         f"per sequence: {human(inspection.state_bytes)} of state; at 4K tokens "
-        f"{human(inspection.cache_bytes[4096])} in all, and {human(inspection.kv_bytes[4096])} before"
+        f"{human(inspection.cache_bytes[4096])} in total, instead of {human(inspection.kv_bytes[4096])}"
     )
     if inspection.ungrouped is not None:
         lines.append(
-            f"un-grouped (--no-grouped) it would be {human(inspection.ungrouped.state_bytes)} of state and "
-            f"{inspection.ungrouped.parameters_added:,} parameters"
+            f"with --no-grouped: {human(inspection.ungrouped.state_bytes)} of state and "
+            f"{inspection.ungrouped.parameters_added:,} parameters added"
         )
     return lines
 
 
 def state_lines(model: PreTrainedModel) -> list[str]:
-    """What a swapped model carries from token to token: its effective feature sizes, and bytes."""
+    """Describe the state of a swapped model: feature sizes and bytes."""
     found = inspect_model(model)
     sizes = sorted({site.feature_size for site in found.sites if site.feature_size is not None})
     recurrent = sum(site.recurrent for site in found.sites)
@@ -324,7 +322,7 @@ def tokens(number: int) -> str:
 
 
 def human(number: int) -> str:
-    """Bytes as people read them."""
+    """Format bytes."""
     size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

@@ -1,6 +1,6 @@
-"""The tables of options in docs/recipes.md, from where the options are defined.
+"""Generates the tables of options in docs/recipes.md.
 
-Run `python -m t2r.reporting.options docs/recipes.md` to bring the page up to date.
+Run `python -m t2r.reporting.options docs/recipes.md` to update the page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TABLE = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def table(group: type) -> str:
-    """Every option of a group, a row each."""
+    """Return a Markdown table of the options of a group."""
     rows = [("option", "default", "allowed", "meaning"), ("---",) * 4]
     rows += [
         (f"`{name}`", default(option), "" if option.choices else allowed(option), option.help)
@@ -39,7 +39,7 @@ def allowed(option: Option) -> str:
 
 
 def page(text: str) -> str:
-    """The same page with its tables up to date."""
+    """Return the page with its tables updated."""
     return TABLE.sub(lambda found: f"{found[1]}{table(GROUPS[found[2]])}{found[3]}", text)
 
 

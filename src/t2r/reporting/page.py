@@ -1,7 +1,7 @@
-"""Results as one HTML file that needs nothing else: no network, no scripts, light and dark as the reader has it.
+"""Results as a self-contained HTML file, without scripts or network access, in light and dark mode.
 
-It is well-formed XML too, so that a program can find the numbers in it. Figures are drawn by matplotlib (the `plots`
-extra) and stand in the page as SVG.
+The file is also well-formed XML, so that programs can read the numbers. Figures are drawn with matplotlib (the `plots`
+extra) and embedded as SVG.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = ("#d9652b", "#3d85c6", "#2c9c6a", "#9a66cc", "#c2477f", "#8a8a2e")
-"""Each is seen on white and on black."""
+"""Visible on white and on black."""
 INK = "#010203"
-"""What matplotlib is told to draw axes and words in; in the page it becomes the color of the text around."""
+"""A placeholder color for axes and labels, replaced by the text color of the page."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --soft: #6b7480; --line: #d8dde3; }
@@ -46,7 +46,7 @@ svg text { font-family: inherit !important; }
 
 
 class Page:
-    """A page that is written from top to bottom."""
+    """A page, to which parts are added from top to bottom."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -67,7 +67,7 @@ class Page:
         self.parts.append(f"<table>{title}<thead>{row(header, 'th')}</thead><tbody>\n{body}\n</tbody></table>")
 
     def quotes(self, texts: Mapping[str, str]) -> None:
-        """Texts side by side, each under its name."""
+        """Add texts side by side, each under its name."""
         each = "".join(
             f"<div><strong>{escape(name)}</strong><blockquote>{escape(_printable(text))}</blockquote></div>"
             for name, text in texts.items()
@@ -75,7 +75,7 @@ class Page:
         self.parts.append(f'<div class="side">{each}</div>')
 
     def figures(self, svgs: Mapping[str, str]) -> None:
-        """Drawings side by side, each over its caption."""
+        """Add figures side by side, each over its caption."""
         each = "".join(f"<figure>{svg}<figcaption>{escape(name)}</figcaption></figure>" for name, svg in svgs.items())
         self.parts.append(f'<div class="side">{each}</div>')
 
@@ -88,7 +88,7 @@ class Page:
         )
 
     def write(self, path: Path) -> None:
-        """All or nothing: a reader never sees half a page."""
+        """Write the page atomically. Raises T2RError if it cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, self.html())
@@ -100,7 +100,7 @@ UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def _printable(text: str) -> str:
-    """What a model writes may hold characters that no XML may."""
+    """Replace characters that XML does not allow, which generated text may contain."""
     return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -117,7 +117,7 @@ def lines(
     markers: bool = False,
     colors: Sequence[str] = COLORS,
 ) -> str:
-    """A line for each name, given as its xs and ys, as SVG. With `log_x`, ticks stand where there are points."""
+    """Draw a line for each name, given as its xs and ys, as SVG. With `log_x`, ticks are at the points."""
 
     def draw(axes: Axes) -> None:
         for i, (name, (xs, ys)) in enumerate(series.items()):
@@ -142,7 +142,7 @@ def lines(
 
 
 def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: Sequence[str] = COLORS) -> str:
-    """A bar for each name, with its value beside it, as SVG. With `log` they begin at 1, or below the smallest."""
+    """Draw a bar for each name, with its value, as SVG. With `log` the axis starts at 1, or below all values."""
 
     def draw(axes: Axes) -> None:
         own = [colors[i % len(colors)] for i in range(len(values))]
@@ -160,7 +160,7 @@ def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: S
 
 
 def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
-    """On a logarithmic axis: 0.1 and 0.2 and 0.5, not powers; over many decades, the decades alone."""
+    """Label a logarithmic axis with plain numbers: 0.1, 0.2, 0.5; over many decades, only powers of 10."""
     from matplotlib.ticker import LogLocator
 
     wide = max(values) > 1e3 * min(values)
@@ -170,23 +170,23 @@ def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
 
 
 def _svg(draw: Any, words: str) -> str:
-    """What `draw` draws on axes, as an SVG element to stand in a page; `words` say it to those who do not see it."""
+    """Return the result of `draw` as an SVG element for a page. `words` is its text alternative."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise T2RError("figures need the plots extra: pip install 't2r[plots]'") from error
+        raise T2RError("figures require the plots extra: pip install 't2r[plots]'") from error
 
     inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
     look: Any = {name: INK for name in inks}
     look |= {"svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
-    # Names inside an SVG must differ from those of other SVGs in the page, and not from one run to the next.
+    # Ids in an SVG must be unique in the page, and reproducible.
     look["svg.hashsalt"] = words
     with matplotlib.rc_context(look):
         figure = Figure(figsize=(5.6, 3.6), layout="constrained")
         draw(figure.add_subplot())
         file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # it would name sites on the network
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # the default metadata contains URLs
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor").strip()

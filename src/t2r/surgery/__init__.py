@@ -1,1 +1,1 @@
-"""How a model becomes recurrent: families, the exchange of their attention, and its proof."""
+"""Making a model recurrent: adapters of model families, the swap of their attention, and its equivalence check."""

@@ -1,4 +1,4 @@
-"""The surgery: walk a model's attention sites and give each a feature map and a recurrent class."""
+"""The swap of a model's attention: each site gets a feature map and a recurrent class."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ logger = logging.getLogger(__name__)
 
 
 def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
-    """Swap every site that the configuration does not keep, in place. Everything is checked before anything is
-    touched. Returns the sites that were swapped."""
+    """Swap every site in place, except those kept as softmax layers. Returns the swapped sites.
+
+    All checks run before the model is modified. Raises T2RError if it cannot be swapped."""
     family = family_of(model)
     sites = list(family.sites(model))
     if any(isinstance(site.module, Recurrence) for site in sites):
-        raise T2RError("this model is swapped already: start again from the base model")
+        raise T2RError("this model is already swapped: start from the base model")
     kept = config.kept_layers(len(family.decoder_layers(model)))
     chosen = [site for site in sites if site.layer not in kept and not config.keeps(site.cross)]
     if not chosen and config.recurrent != "causal,cross" and len(kept) < len(family.decoder_layers(model)):
         raise T2RError(f"recurrent={config.recurrent}: {family.model_type} has no such attention to swap")
     if not chosen:
-        raise T2RError("every layer is kept as softmax attention: nothing would be swapped")
+        raise T2RError("all layers are kept as softmax layers, so nothing would be swapped: keep fewer")
     rotated_by_stock = family.positions == "rotary" and family.recurrent is None
     if not config.rotary and rotated_by_stock and not all(takes_rotation(s.module) for s in chosen):
         raise T2RError(
-            f"the attention of {family.model_type} does not say how it rotates queries and keys: "
-            "rotary=False cannot be done here"
+            f"rotary=False is not supported for {family.model_type}: its attention does not take "
+            "position_embeddings, so the rotation cannot be removed"
         )
     maps = [make_map(family, site, config, index) for index, site in enumerate(chosen)]
     for site, feature_map in zip(chosen, maps, strict=True):
         operate(site.module, family.recurrent_class(site.module), feature_map)
-        if hasattr(site.module, "rotary"):  # of the recurrent classes for families that rotate
+        if hasattr(site.module, "rotary"):  # only classes of families with rotary positions
             site.module.rotary = config.rotary  # type: ignore[assignment]
         if isinstance(site.module, InterfaceAttention):
             site.module.direct = family.plain_projections and site.module.merge_obstacle is None
@@ -63,7 +64,7 @@ def takes_rotation(module: nn.Module) -> bool:
 
 
 def make_map(family: Family, site: Site, config: T2RConfig, index: int) -> FeatureMap:
-    """The map of one site, on its device and in its dtype; no two sites start alike."""
+    """Create the feature map of a site, on its device and in its dtype. Each site has its own seed."""
     shape, options = family.shape(site.module), config.map_options(site.cross)
     feature_map_class(config.feature_map).check(shape.head_dim, options["feature_size"])
     options["seed"] += index
@@ -74,7 +75,7 @@ def make_map(family: Family, site: Site, config: T2RConfig, index: int) -> Featu
 
 
 def operate(module: nn.Module, recurrent: type[nn.Module], feature_map: FeatureMap) -> None:
-    """The module stays where and what it is, with all its weights and names; its class changes."""
+    """Change the class of a module and add its feature map. Its weights and their names stay the same."""
     change_class(module, recurrent)
     module.feature_map = feature_map
     feature_map.train(module.training)

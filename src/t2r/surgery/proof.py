@@ -1,7 +1,7 @@
-"""Proof of a surgery, for families that are not tested.
+"""Equivalence check of a swap, for untested families.
 
-The tested families are known to be what their files say. Any other has been found by looking, so it must show on the
-very model that is swapped that it was understood: or else the model is given back as it came.
+The adapters of tested families are known to be correct. For other models the attention is detected automatically, so
+the swap is checked on the model itself. If the check fails, the model is restored.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from t2r.surgery.adapters import change_class, family_of, refusal
 from t2r.surgery.install import install
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How far two ways to the same logits may be apart, of the largest; 0.05 in half precision."""
+"""Largest difference of logits, relative to the largest logit. 0.05 in half precision."""
 
 
 def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
-    """`install`, with proof where the family is not a tested one."""
+    """Run `install`, with an equivalence check if the family is not tested.
+
+    Raises T2RError, and restores the model, if the check fails."""
     family = family_of(model)
     if family.tested or model.device.type == "meta":
         install(model, config)
@@ -51,8 +53,10 @@ def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
 
 
 def misunderstanding(model: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor) -> str | None:
-    """What is wrong with a swapped model, if anything: exact attention in its sites must be the model that was, and
-    the recurrence read in two pieces must be the recurrence read at once."""
+    """Return why a swapped model fails the equivalence check, or None if it passes.
+
+    With exact attention in its sites, the model must give the logits of the base model. The recurrence must give the
+    same logits for a sequence processed in two parts as for the whole sequence."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     half, cache = ids.shape[1] // 2, DynamicCache()
     try:
@@ -61,10 +65,10 @@ def misunderstanding(model: PreTrainedModel, inputs: dict[str, Tensor], expected
         whole = model(**inputs, use_cache=False).logits
         first = model(ids[:, :half], attention_mask=mask[:, :half], past_key_values=cache, use_cache=True).logits
         rest = model(ids[:, half:], attention_mask=mask, past_key_values=cache, use_cache=True).logits
-    except Exception as error:  # whatever another's forward may raise
-        return f"an attempt failed ({type(error).__name__}: {error})".replace("\n", " ")
+    except Exception as error:  # an unknown forward may raise anything
+        return f"its forward failed after the swap ({type(error).__name__}: {error})".replace("\n", " ")
     for actual, wanted, doubt in (
-        (exact, expected, "softmax attention in its swapped layers is not the model as it was"),
+        (exact, expected, "with softmax attention in its swapped layers it does not match the base model"),
         (torch.cat([first, rest], dim=1), whole, "its recurrent layers do not continue from their state"),
     ):
         difference = (actual - wanted)[mask.bool()].abs().max().item()
@@ -75,7 +79,7 @@ def misunderstanding(model: PreTrainedModel, inputs: dict[str, Tensor], expected
 
 
 def small_batch(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Two texts of random tokens, one of them padded on the left."""
+    """Return two sequences of random tokens, one of them padded on the left."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (2, 8), generator=generator)
     mask = torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""What the training session asks of a task."""
+"""The interface between the training session and a task."""
 
 from __future__ import annotations
 
@@ -16,77 +16,78 @@ from t2r.surgery.adapters import family_of
 
 
 class Task(ABC):
-    """Where the data comes from, how it is batched, which positions are scored against which labels, and the metric.
+    """A task defines the data, its batches, the labels of each position, and the metric.
 
     The session calls, in this order: `check` with the model, `read`, `prepare`, `dataset` for each stage, then for
     every batch `collate`, `inputs`, `teacher_inputs` and `labels`, and between the stages `measure`.
     """
 
     name: ClassVar[str]
-    """In results.json."""
+    """The name in results.json."""
     pipeline_tag: ClassVar[str] = "text-generation"
-    """In the model card: what the hub lists such a model under."""
+    """The pipeline tag in the model card."""
 
     measured_in: ClassVar[str] = "windows"
     """What `windows` counts, in the plan that is told."""
 
     uniform: bool = False
-    """Whether every item is one text of the same length: nothing is padded, and no documents are packed."""
+    """Whether all items have the same length, without padding and packed documents."""
 
     # --- Data -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What makes this data this data, for JSON. A run that is resumed must be given the same."""
+        """Return what identifies the data, for JSON. A run can be resumed only with the same description."""
 
     @abstractmethod
     def check(self, model: PreTrainedModel, block_sizes: Iterable[int]) -> None:
-        """Refuse a model that cannot do this task, or cannot read blocks of these sizes."""
+        """Raise T2RError if the model does not support this task or blocks of these sizes."""
 
-    def read(self) -> None:  # noqa: B027  (most tasks have nothing to do)
-        """Read the data that is there before anything is timed or written, so that bad data is refused first."""
+    def read(self) -> None:  # noqa: B027  (optional)
+        """Read the existing data, so that invalid data is detected before anything is timed or generated."""
 
     @property
     def asked_of_teacher(self) -> int:
-        """How many tokens the teacher is to write."""
+        """The number of tokens that the teacher generates."""
         return 0
 
     def example(self, rows: int, length: int) -> dict[str, Tensor]:
-        """A batch to time a step with: so many items of `length` tokens, or of as many as they have."""
+        """Return a batch of `rows` items with at most `length` tokens, to measure the time of a step."""
         items: Any = self.dataset(length)
         return self.collate([items[i % len(items)] for i in range(rows)])
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are to train on, so far."""
+        """The number of training tokens available so far."""
         return 0
 
     @property
     def epoch_tokens(self) -> int:
-        """How many tokens an epoch reads, of what there is so far."""
+        """The number of tokens per epoch, for the data available so far."""
         return self.tokens
 
     def told_data(self) -> str:
-        """What was trained on, in words, for the model card."""
+        """Return a description of the training data for the model card."""
         return ""
 
     def mixture(self, read: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
-        """What was read of each source, for JSON. `read`: for each stage, the tokens of each source, in the order of
-        `tokens_of_sources` of the dataset."""
+        """Return the tokens read from each source, for JSON.
+
+        `read` has, for each stage, the tokens of each source, in the order of `tokens_of_sources` of the dataset."""
         return []
 
     @abstractmethod
     def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
-        """Make the data, of which no item has more than `longest` tokens; `teacher` may be asked to write some.
+        """Prepare the data, with at most `longest` tokens per item. The `teacher` may generate some of it.
 
-        Returns names that change when the content of the data does."""
+        Returns names that change with the content of the data."""
 
     @abstractmethod
     def dataset(self, block_size: int) -> Dataset[Any]:
-        """Items of about `block_size` tokens each: as many of them make a batch as have its number of tokens."""
+        """Return the items, of about `block_size` tokens each."""
 
     def collate(self, items: Sequence[Any]) -> dict[str, Tensor]:
-        """A batch of items. It has `labels` as the model's own loss would take them."""
+        """Return a batch of items, with `labels` in the form expected by the model's own loss."""
         batch: dict[str, Tensor] = default_collate(list(items))
         return batch
 
@@ -97,52 +98,60 @@ class Task(ABC):
     # --- Loss -----------------------------------------------------------------------------------------------
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the student reads."""
+        """Return the inputs of the student."""
         return {name: x for name, x in batch.items() if name != "labels"}
 
     def teacher_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the teacher reads, where the student reads `inputs`."""
+        """Return the inputs of the teacher that correspond to `inputs` of the student."""
         return inputs
 
     @abstractmethod
     def labels(self, batch: dict[str, Tensor]) -> Tensor:
-        """The token that the logits at each position are scored against, `[batch, time]`; -100: none."""
+        """Return the target token of the logits at each position, `[batch, time]`, or -100 for no target."""
 
     @abstractmethod
     def disturbed(self, inputs: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
-        """The inputs with this share of the tokens exchanged at random for others of the batch. A tensor of shape
-        [rows, 1] has a share for each row."""
+        """Return the inputs with token noise: this share of the tokens is replaced by random tokens of the batch.
 
-    # --- Measuring and telling ------------------------------------------------------------------------------
+        A tensor of shape [rows, 1] has a share for each row."""
+
+    # --- Evaluation -----------------------------------------------------------------------------------------
 
     def windows(self, model: PreTrainedModel) -> tuple[int, int]:
-        """How many windows one measurement reads, and the tokens of each."""
+        """Return the number of windows of a measurement, and the tokens per window."""
         return 0, 0
 
     def restrict(  # noqa: B027
         self, *, teacher_tokens: int | None = None, windows: int | None = None
     ) -> None:
-        """Let the teacher write no more than this, and measure on so many windows only: there is no time for more."""
+        """Limit the tokens that the teacher generates, and the windows of a measurement, to fit a time budget."""
 
     @abstractmethod
     def measure(self, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> dict[str, Any] | None:
-        """The metrics on the validation data, for JSON; None without such data."""
+        """Return the metrics on the validation data, for JSON, or None without validation data."""
+
+    def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
+        """How often the model recalls a word after some distances, for JSON; empty where that cannot be measured."""
+        return []
 
     @abstractmethod
     def told(self, measured: dict[str, Any]) -> str:
-        """A measurement in a few words, for the log."""
+        """Return a short summary of a measurement, for the log."""
 
     @staticmethod
     @abstractmethod
     def table(
         measured: Sequence[tuple[str, dict[str, Any] | None]], *, compared: bool
     ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """The header and the rows of a table of measurements; `compared`: with the first of them, the teacher's."""
+        """Return the header and the rows of a table of measurements.
+
+        With `compared`, they are compared with the first measurement, which is that of the teacher."""
 
 
 def exchanged(ids: Tensor, share: float | Tensor) -> Tensor:
-    """Tokens, of which this share, at random, are others of the same batch. A model that is to be like its teacher on
-    any text learns more from a text it has seen before if it is not quite the same."""
+    """Apply token noise: replace this share of the tokens by random tokens of the same batch.
+
+    The noise varies a text that is read several times. A student that imitates its teacher learns more from it."""
     others = ids.flatten()[torch.randint(ids.numel(), ids.shape, device=ids.device)]
     return torch.where(torch.rand(ids.shape, device=ids.device) < share, others, ids)
 

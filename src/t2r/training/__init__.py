@@ -1,1 +1,1 @@
-"""Training: recipes of stages, their objectives, and a run that survives being stopped."""
+"""Training: recipes, stages, objectives, optimizers, and runs that can be resumed."""

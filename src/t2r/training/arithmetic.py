@@ -1,4 +1,4 @@
-"""How numbers are computed while a model trains."""
+"""Numerical settings for training: TF32, denormals and bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def fast_sums(place: torch.device) -> Iterator[None]:
-    """On a GPU, TF32 for the float32 products of bf16 features while it trains; measurements keep full precision."""
+    """Use TF32 for float32 matrix products on a GPU, for training. Evaluation keeps full precision."""
     before = torch.get_float32_matmul_precision()
     if place.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -23,9 +23,10 @@ def fast_sums(place: torch.device) -> Iterator[None]:
 
 @contextmanager
 def without_denormals() -> Iterator[None]:
-    """Numbers below 1e-38 are zero. Features that forget fade into these, and a CPU takes many times as long for each:
-    the transfer of some layers was five times as slow. Threads inherit the setting when they start, so it should come
-    first; those that are started keep it."""
+    """Flush denormals (below 1e-38) to zero. Decaying features produce them, and they are slow on a CPU: transfer of
+    some layers took five times as long.
+
+    Threads inherit the setting when they start, so enter this context before any are started; those keep it."""
     flushed = (torch.tensor(1e-39) * 1.0).item() == 0.0
     torch.set_flush_denormal(True)
     try:
@@ -35,6 +36,6 @@ def without_denormals() -> Iterator[None]:
 
 
 def halve(model: PreTrainedModel) -> None:
-    """Weights in bfloat16. Not buffers: the frequencies of rotary positions would be rounded too."""
+    """Convert the parameters to bfloat16, but not the buffers: rotary frequencies must not be rounded."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

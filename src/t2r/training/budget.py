@@ -1,7 +1,8 @@
-"""A budget of minutes is for all of it: loading, the teacher's writing, timing, training, the scan, measuring, saving.
+"""Fits a run into a budget of minutes. The budget covers everything: loading, the teacher's generation, timing,
+training, the scan of the layers, evaluation and saving.
 
-What can be less is made less, so that training has most of the time: the teacher writes fewer tokens, fewer windows are
-measured, and a step has fewer tokens. All of this is decided from what was timed, by arithmetic alone.
+If time is short, the teacher generates fewer tokens, fewer windows are evaluated, and batches are smaller, so that
+training keeps most of the time. The schedule is computed from measured speeds.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from t2r.training.recipe import Recipe, Stage
 from t2r.training.timing import Speeds
 
 WRITING, MEASURING, SCANNING, SAVING = 0.25, 0.2, 0.15, 0.02
-"""At most these shares of a budget are for the teacher's writing, for measuring, for the scan and for saving."""
+"""Maximum shares of a budget for the teacher's generation, for evaluation, for the scan and for saving."""
 WANTED_STEPS = 20
-"""A batch is made smaller until a stage has so many steps."""
+"""The batch is made smaller until a stage has this many steps."""
 FEWEST_STEPS = 5
-"""With fewer there is nothing to learn, and the budget is refused."""
+"""A budget in which a stage has fewer steps is refused."""
 LONGEST = 60.0 * 525_600
 """The largest budget, in seconds."""
 FEWEST_BLOCKS, FEWEST_WINDOWS, FEWEST_SCANNED = 16, 4, 4
-"""Blocks that the teacher writes, windows that are measured and blocks that are scanned, however short the time is."""
+"""Minimum numbers of blocks that the teacher generates, of windows evaluated, and of blocks scanned."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked for, before any of it is made less."""
+    """The requested work, before anything is reduced."""
 
     plan: Recipe
     teacher_tokens: int = 0
-    """What the teacher is to write."""
+    """Tokens that the teacher generates."""
     tokens: int = 0
-    """What there is to train on, without that."""
+    """Tokens of the other training text."""
     windows: int = 0
-    """Of one measurement."""
+    """Windows of one evaluation."""
     window: int = 0
     """Tokens of a window."""
     unit: str = "windows"
     """What is measured, in words."""
     reads: int = 0
-    """How often the windows are read, by students and by the teacher."""
+    """Number of forward passes over the windows, by students and by the teacher."""
     passes: int = 0
-    """How often the scan reads its blocks; 0: there is none."""
+    """Number of forward passes of the scan over its blocks. 0: there is no scan."""
     scanned: int = 16
     """Blocks of the scan."""
 
@@ -61,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How long a stage is expected to be."""
+    """The planned length of a stage."""
 
     steps: int
     batch_tokens: int
@@ -70,20 +71,20 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What will be done, and in how many seconds."""
+    """The work that will be done, and the seconds planned for each part."""
 
     stages: dict[str, StagePlan]
     teacher_tokens: int = 0
     windows: int = 0
     scanned: int = 0
     before: float = 0.0
-    """Seconds until now."""
+    """Seconds spent so far."""
     writing: float = 0.0
     measuring: float = 0.0
     scanning: float = 0.0
     saving: float = 0.0
     shrunk: list[str] = field(default_factory=list)
-    """What was made less, in words."""
+    """Descriptions of what was reduced."""
 
     @property
     def seconds(self) -> float:
@@ -103,9 +104,9 @@ class Schedule:
 
 
 def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Schedule:
-    """What fits into `total` seconds, of which `spent` are gone; None: all that is asked for.
+    """Return a schedule that fits into `total` seconds, `spent` of which have passed. None: no limit.
 
-    Raises T2RError where a stage would have too few steps, with the minutes that would be enough."""
+    Raises T2RError if a stage would have too few steps; the message says how many minutes are enough."""
     schedule = arrange(work, speeds, total, spent)
     if total is None or schedule.enough:
         return schedule
@@ -115,13 +116,13 @@ def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Sch
         longer = arrange(work, speeds, needed, spent)
     name, stage = min(schedule.stages.items(), key=lambda item: item[1].steps)
     raise T2RError(
-        f"{in_minutes(total)} are too few on this machine: stage {name} would have {stage.steps} steps of "
+        f"{in_minutes(total)} are not enough on this machine: stage {name} would have {stage.steps} steps of "
         f"{stage.batch_tokens} tokens; give about {in_minutes(needed)}, or use a smaller model"
     )
 
 
 def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Schedule:
-    """A schedule, however few steps it has."""
+    """Return a schedule, without checking its number of steps."""
     shrunk: list[str] = []
     written = work.teacher_tokens
     windows, scanned = work.windows, work.scanned if work.passes else 0
@@ -133,9 +134,9 @@ def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Sc
         windows = fewer(windows, FEWEST_WINDOWS, MEASURING * total, of_window)
         scanned = fewer(scanned, FEWEST_SCANNED, SCANNING * total, of_block)
         for now, asked, words in (
-            (written, work.teacher_tokens, "the teacher writes {:,} tokens instead of {:,}"),
-            (windows, work.windows, f"{{:,}} {work.unit} of {{:,}} are measured"),
-            (scanned, work.scanned if work.passes else 0, "each layer is measured on {:,} blocks instead of {:,}"),
+            (written, work.teacher_tokens, "the teacher generates {:,} tokens instead of {:,}"),
+            (windows, work.windows, f"{{:,}} of {{:,}} {work.unit} are evaluated"),
+            (scanned, work.scanned if work.passes else 0, "each layer is scanned on {:,} blocks instead of {:,}"),
         ):
             if now < asked:
                 shrunk.append(words.format(now, asked))
@@ -157,12 +158,12 @@ def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Sc
 
 
 def fewer(count: int, least: int, seconds: float, each: float) -> int:
-    """As many as there is time for, but not fewer than `least`."""
+    """Return how many of `count` items fit into `seconds` at `each` seconds, but not fewer than `least`."""
     return count if count * each <= seconds else min(count, max(least, int(seconds / each)))
 
 
 def plan_stage(stage: Stage, speeds: Speeds, seconds: float | None, tokens: int) -> StagePlan:
-    """Steps of a stage, in so many seconds or by its own budget, for a text of so many tokens."""
+    """Plan the steps of a stage for `seconds`, or by its own budget, on a text of `tokens` tokens."""
     cost = speeds.stages[stage.name]
     if seconds is None and stage.minutes is not None:
         seconds = 60 * stage.minutes
@@ -178,13 +179,13 @@ def plan_stage(stage: Stage, speeds: Speeds, seconds: float | None, tokens: int)
 
 
 def halved(blocks: int) -> int:
-    """About half as many, which all processes can share; 0: there is no smaller batch."""
+    """Return about half as many blocks, divisible among all processes. 0: there is no smaller batch."""
     each = blocks // processes.count()
     return each // 2 * processes.count() if each > 1 else 0
 
 
 def steps_of(stage: Stage, tokens: int) -> int:
-    """The optimizer steps of a stage that says how long it is by anything but time."""
+    """Return the optimizer steps of a stage whose budget is not minutes."""
     if stage.steps is not None:
         return stage.steps
     wanted = stage.tokens if stage.tokens is not None else (stage.epochs or 0.0) * tokens
@@ -192,16 +193,19 @@ def steps_of(stage: Stage, tokens: int) -> int:
 
 
 def smaller_batch(stage: Stage, batch_tokens: int) -> str:
-    words = f"a step of {stage.name} has {batch_tokens:,} tokens instead of {stage.batch_tokens:,}"
+    words = f"a batch of {stage.name} has {batch_tokens:,} tokens instead of {stage.batch_tokens:,}"
     made = with_batch(stage, batch_tokens)
-    return words if made.learning_rate == stage.learning_rate else f"{words}, at a rate of {made.learning_rate:.2g}"
+    if made.learning_rate == stage.learning_rate:
+        return words
+    return f"{words}, with learning rate {made.learning_rate:.2g}"
 
 
 def with_batch(stage: Stage, batch_tokens: int) -> Stage:
-    """The stage with a batch of another size.
+    """Return the stage with another batch size.
 
-    Learning rates follow the root of the batch, as Adam's noise does: at the recipe's rate, steps of one block make a
-    model worse. Maps alone, which learn from every attention output of a block, keep theirs."""
+    Learning rates are scaled by the square root of the batch size, as the gradient noise of Adam is: at the recipe's
+    learning rate, steps of one block make a model worse. Stages that train only the maps keep their learning rate,
+    because every attention output of a block is a training signal."""
     if batch_tokens == stage.batch_tokens:
         return stage
     scale = 1.0 if stage.train == "maps" else math.sqrt(batch_tokens / stage.batch_tokens)
@@ -215,7 +219,7 @@ def in_minutes(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Words for a time that is known roughly."""
+    """Format an approximate time."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

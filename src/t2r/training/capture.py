@@ -1,7 +1,7 @@
 """A forward and backward pass as one CUDA graph.
 
-A step of training a small model consists of thousands of short kernels, and starting them from Python takes longer than
-running them. The shapes of a stage never change, so the kernels of one step are recorded and replayed.
+A training step of a small model launches thousands of short kernels, and launching them from Python takes longer than
+running them. The shapes of a stage are constant, so the kernels of one step are captured once and replayed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 logger = logging.getLogger(__name__)
 
 WARM_UP = 3
-"""Steps that run as usual first: they compile kernels and allocate what lasts."""
+"""Eager steps before the capture: they compile kernels and allocate persistent buffers."""
 
 Work = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 class CapturedStep:
-    """Calls `work` on tensors of a fixed shape: as it is at first, then by replaying a graph.
+    """Calls `work` on tensors of a fixed shape: eagerly at first, then by replaying a graph.
 
-    The tensors that a replay returns are overwritten by the next one. Inputs of another shape run as usual. A step that
-    cannot be captured runs as usual from then on, with a warning.
+    The tensors that a replay returns are overwritten by the next one. Inputs of another shape run eagerly. If a step
+    cannot be captured, all later steps run eagerly, with a warning.
 
     Args:
-        work: computes a loss from inputs and its gradients. It must not wait for the device.
-        parameters: what the gradients are of.
+        work: computes a loss from inputs and its gradients. It must not synchronize with the device.
+        parameters: the parameters that get gradients.
         accumulates: gradients are summed over several calls. Otherwise they are assigned.
     """
 
@@ -44,7 +44,7 @@ class CapturedStep:
         self.gradients: list[Tensor | None] = []
 
     def __call__(self, inputs: Mapping[str, Tensor], variant: Any = None) -> dict[str, Tensor]:
-        """The results of `work`. `variant` is whatever else the work depends on: a graph serves one."""
+        """Return the results of `work`. `variant` is anything else that the work depends on; a graph serves one."""
         key = variant, {name: (x.shape, x.dtype) for name, x in inputs.items()}
         if self.graph is None and self.waiting is not None:
             if self.waiting == 0:
@@ -60,7 +60,7 @@ class CapturedStep:
         return self.outputs
 
     def capture(self, inputs: Mapping[str, Tensor], key: Any) -> None:
-        """Record the work. Nothing is computed, and gradients that are there already are kept."""
+        """Capture the work. Nothing is computed, and existing gradients are kept."""
         self.waiting = None
         before = [p.grad for p in self.parameters]
         device = next(iter(inputs.values())).device
@@ -70,17 +70,17 @@ class CapturedStep:
                 p.grad = None
             self.inputs = {name: x.clone() for name, x in inputs.items()}
             torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # the graph has memory of its own
+            torch.cuda.empty_cache()  # the graph allocates from a pool of its own
             # Other threads, such as one that pins the next batch, may call CUDA meanwhile.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.outputs = self.work(dict(self.inputs))
             self.gradients = [p.grad for p in self.parameters]
             self.graph, self.key = graph, key
             logger.info("training steps are replayed as one CUDA graph")
-        except RuntimeError as error:  # out of memory too
+        except RuntimeError as error:  # includes out of memory
             self.inputs, self.outputs, self.gradients = {}, {}, []
             torch.cuda.synchronize(device)
-            cause = error.__context__ or error  # the end of a capture that failed hides why
+            cause = error.__context__ or error  # the error at the end of a failed capture hides the cause
             first = next(iter(str(cause).splitlines()), type(cause).__name__)
             logger.warning("training steps are not captured as a CUDA graph, which is slower: %s", first)
         finally:
@@ -88,7 +88,7 @@ class CapturedStep:
                 p.grad = gradient
 
     def hand_over(self) -> None:
-        """Give the parameters the gradients of a replay."""
+        """Assign or add the gradients of a replay to the parameters."""
         for p, gradient in zip(self.parameters, self.gradients, strict=True):
             if gradient is None:
                 continue

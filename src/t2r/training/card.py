@@ -1,4 +1,4 @@
-"""What training adds to a model card."""
+"""The sections that training adds to a model card."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 
 def completed(card: str, metadata: Mapping[str, str]) -> str:
-    """A card whose head also says this, unless it says something else already."""
+    """Add metadata to the header of a model card. Existing fields are kept."""
     _, head, body = card.split("---\n", 2) if card.startswith("---\n") else ("", "", f"\n{card}")
     known = yaml.safe_load(head) or {}
     if known.get("pipeline_tag") == "text2text-generation":  # what any encoder-decoder is listed under
@@ -21,17 +21,25 @@ def completed(card: str, metadata: Mapping[str, str]) -> str:
 def training_section(
     data: str, mixture: Sequence[Mapping[str, Any]], read: Mapping[str, int], state: Sequence[str]
 ) -> str:
-    """The text, how much of it each stage has read, and what the model carries from token to token. Several sources
-    get a table."""
+    """Return a section on the training text, the tokens that each stage read, and the state of the model. Several
+    sources are listed in a table."""
     lines = ["", "## Training", ""]
     if data:
         lines.append(f"- text: {data}")
     lines += [f"- {stage}: {tokens:,} tokens read" for stage, tokens in read.items()]
     lines += [f"- {line}" for line in state]
     if len(mixture) > 1:
-        lines += ["", "| source | tokens | tokens read | share of what was read |", "| --- | --- | --- | --- |"]
+        lines += ["", "| source | tokens | tokens read | share of tokens read |", "| --- | --- | --- | --- |"]
         for source in mixture:
             count, share = sum(source["read"].values()), source["share_read"]
             told = "" if share is None else f"{share:.1f} %"
             lines.append(f"| {Path(source['source']).name} | {source['tokens']:,} | {count:,} | {told} |")
     return "\n".join([*lines, ""])
+
+
+def recall_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe how often a word is recalled at each distance, in one line."""
+    if not rows:
+        return []
+    found = ", ".join(f"{100 * row['accuracy']:.0f} % after {row['distance']:,} tokens" for row in rows)
+    return [f"recall of a word mentioned once: {found} ({rows[0]['trials']} trials, chance {rows[0]['chance']:.1%})"]

@@ -1,4 +1,4 @@
-"""Checkpoints that are believed only if they are whole: a last file lists the others with their checksums."""
+"""Checkpoints with checksums. A last file lists the others, and a checkpoint that does not match it is not used."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from t2r.storage import write_text
 logger = logging.getLogger(__name__)
 
 COMPLETE = "complete"
-"""The last file of a checkpoint. Without it the checkpoint was cut off and is not used."""
+"""The last file of a checkpoint. A checkpoint without it is incomplete and is not used."""
 PIECE = 1 << 24
 
 
 def seal(folder: Path) -> None:
-    """Flush every file of a checkpoint to the disk, then write the list of them."""
+    """Flush every file of a checkpoint to disk, then write the list of sizes and checksums."""
     listed = {}
     for path in files(folder):
         flush(path)
@@ -30,7 +30,7 @@ def seal(folder: Path) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Are all files of a sealed checkpoint as they were written?"""
+    """Return whether all files of a sealed checkpoint are as they were written."""
     try:
         listed = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
         return bool(listed) and all(
@@ -42,12 +42,12 @@ def is_whole(folder: Path) -> bool:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole. A damaged one is passed over with a warning."""
+    """Return the newest complete checkpoint, or None. Damaged ones are skipped with a warning."""
     sealed = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
     for checkpoint in sorted(sealed, key=lambda path: int(path.name.split("-")[1]), reverse=True):
         if is_whole(checkpoint):
             return checkpoint
-        logger.warning("%s is damaged: an older checkpoint is used, if there is one", checkpoint)
+        logger.warning("%s is damaged; the next older checkpoint is used if there is one", checkpoint)
     return None
 
 
@@ -56,7 +56,7 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def checksum(path: Path) -> int:
-    """CRC-32: it is fast, and it is there to find damage, not malice."""
+    """Return the CRC-32 of a file. It is fast, and detects damage, not tampering."""
     value = 0
     with path.open("rb") as file:
         while piece := file.read(PIECE):
@@ -65,7 +65,7 @@ def checksum(path: Path) -> int:
 
 
 def flush(path: Path) -> None:
-    """To the disk. Not every system can do this for a folder."""
+    """Flush a file or folder to disk. Folders are skipped on systems that cannot flush them."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,7 +1,7 @@
-"""A stage by the clock: it ends when its time is over, and its learning rate follows the time, not the steps.
+"""Stages with a time budget: the stage ends when its time is over, and its learning rate follows the elapsed time.
 
-A machine that gets busy while it trains makes fewer steps in the same time, and one that gets idle makes more. Either
-way the schedule ends where it should. A checkpoint records how much of the time has passed.
+The number of steps depends on how busy the machine is, but the learning rate schedule always reaches its end. The
+elapsed time is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from t2r.storage import write_text
 from t2r.training import processes
 
 FILE = "deadline.json"
-"""In a checkpoint."""
+"""The file in a checkpoint."""
 FASTER = 8
-"""At most so many times as many steps are made as were planned."""
+"""The number of steps is limited to this multiple of the plan."""
 AGREE = 10
-"""Several processes must agree on the time, which costs something: they do so after so many steps."""
+"""Several processes synchronize their elapsed time once in this many steps."""
 
 
 class Deadline(TrainerCallback):
-    """Ends a stage after so many seconds of training.
+    """Ends a stage after a number of seconds of training.
 
     Args:
-        seconds: the time for the stage, in all processes that work on it one after the other.
-        steps: how many were planned: the length of the schedule.
+        seconds: the time for the stage, including the time before it was resumed.
+        steps: the planned number of steps: the length of the schedule.
     """
 
     def __init__(self, seconds: float, steps: int) -> None:
@@ -37,24 +37,24 @@ class Deadline(TrainerCallback):
         self.elapsed = 0.0
         self.began: float | None = None
         self.step = self.first = 0
-        """The last step, and the one with which this process began."""
+        """The last step, and the first step of this process."""
         self.before = 0.0
 
     @property
     def done(self) -> float:
-        """The share of the time that has passed."""
-        return min(1.0, self.elapsed / self.seconds)
+        """The fraction of the time that has passed."""
+        return min(1.0, self.elapsed / self.seconds) if self.seconds > 0 else 1.0
 
     @property
     def over(self) -> bool:
-        """Whether there is no time for most of another step."""
+        """Whether less than half of another step fits into the time."""
         made = self.step - self.first
         each = (self.elapsed - self.before) / made if made else 0.0
         return self.elapsed + each / 2 >= self.seconds
 
     def planned_step(self, step: int) -> float:
-        """The planned step that the schedule has reached after `step` steps were made."""
-        if step != self.step:  # it is asked once for each group of parameters
+        """Return the planned step that corresponds to the time elapsed after `step` steps."""
+        if step != self.step:  # the scheduler calls this once per parameter group
             self.step = step
             if self.began is not None and (processes.count() == 1 or step % AGREE == 0):
                 self.elapsed = processes.agreed(self.before + time.monotonic() - self.began)

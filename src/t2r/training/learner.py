@@ -1,4 +1,4 @@
-"""A student with its objective, as one module whose forward is the loss."""
+"""A student with its objective, as one module whose forward returns the loss."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from t2r.training.recipe import Stage
 
 
 class Learner(nn.Module):
-    """What Trainer trains. The whole loss is computed in the forward, head included, so that wrappers for several
-    devices see all of it.
+    """The module that Trainer trains. The whole loss, including the head, is computed in the forward, as wrappers for
+    distributed training require.
 
     Args:
         student: the model that learns, with its LoRA adapters if there are any.
-        teacher: for a distillation.
-        whole: form the logits of a whole batch by the model's own forward. Otherwise a slice at a time, where the
-            model's head allows it.
+        teacher: the teacher of a distillation.
+        whole: compute the logits of a whole batch with the model's own forward. Otherwise they are computed in slices
+            where the model's head allows it.
     """
 
     def __init__(
@@ -41,24 +41,26 @@ class Learner(nn.Module):
         super().__init__()
         self.student = student
         self.stage, self.task, self.compiled, self.whole = stage, task, compiled, whole
-        self._teacher = (teacher,)  # in a tuple, because it is no part of this module
+        self._teacher = (teacher,)  # in a tuple, so that it is not registered as a submodule
         self._readouts: dict[int, Readout] = {}
-        # An adaptive softmax computes the logits of the words it needs and of no others.
+        # An adaptive softmax computes only the logits that the loss needs.
         self.own_loss = stage.objective == "task" and bool(getattr(student, "loss_without_logits", False))
         if self.own_loss and stage.label_smoothing:
             raise T2RError(f"stage {stage.name!r}: an adaptive softmax has no label smoothing")
-        # Nobody reads the logits of a transfer: one row of them has to be formed.
+        # A transfer does not use the logits, so only one position is computed.
         takes_rows = "logits_to_keep" in inspect.signature(student.forward).parameters
         self.without_logits = {"logits_to_keep": 1} if takes_rows else {}
 
     @property
     def _no_split_modules(self) -> Any:
-        """What FSDP wraps."""
+        """The module classes that FSDP wraps."""
         return getattr(self.student, "_no_split_modules", None)
 
     def forward(self, batch: dict[str, Tensor], count: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch, and sums for the log. It is a mean over what is scored, or where the batch is a part of
-        a larger one their sum divided by `count`."""
+        """Return the loss of a batch, and sums for the log.
+
+        The loss is a mean over the scored positions or, if the batch is a part of a larger one, their sum divided by
+        `count`."""
         reading = batch.get(READING)
         batch = {name: x for name, x in batch.items() if name != READING}
         inputs = self.task.inputs(batch)
@@ -80,7 +82,7 @@ class Learner(nn.Module):
     def against(
         self, inputs: dict[str, Tensor], labels: Tensor, count: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss against the labels and, in a distillation, against the teacher's distribution."""
+        """Return the loss on the labels and, in a distillation, on the teacher's distribution."""
         stage, (teacher,) = self.stage, self._teacher
         distills = stage.objective == "distill"
         kl_weight, task_weight = (stage.kl_weight, stage.task_weight) if distills else (0.0, 1.0)
@@ -110,7 +112,7 @@ class Learner(nn.Module):
         return loss, {name: x.detach() for name, x in sums.items()}
 
     def read(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Any]:
-        """What goes into a model's head, a row for each position, and the head; or the logits, and None."""
+        """Return the inputs of the model's head, one row per position, and the head; or the logits and None."""
         if self.whole:
             return model(**inputs, use_cache=False).logits.flatten(0, 1), None
         if id(model) not in self._readouts:

@@ -1,4 +1,4 @@
-"""How much memory training takes: weights, gradients and optimizer by counting, activations by a formula."""
+"""Estimates of training memory: weights, gradients and optimizer states are counted, activations follow a formula."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import nn
 from t2r.training.recipe import Stage
 
 FLOAT = 4
-"""Bytes of a weight that learns, of its gradient and of each number of the optimizer's."""
+"""Bytes of a trained weight, of its gradient and of each of its optimizer states."""
 
 
 def states_of(stage: Stage) -> int:
-    """Numbers that the stage's optimizer keeps for each weight."""
+    """Return the number of optimizer states per weight."""
     return 1 if stage.optimizer == "nag" else 2
 
 
 def weight_bytes(
     parameters: int, trained: int, *, teacher: int = 0, teacher_bytes: int = FLOAT, states: int = 2
 ) -> int:
-    """Bytes of a student with `trained` of its parameters learning, of its optimizer, and of a teacher."""
+    """Return the bytes of a student of which `trained` parameters are trained, of its optimizer, and of a teacher."""
     return FLOAT * (parameters + trained * (1 + states)) + teacher * teacher_bytes
 
 
 def held_bytes(model: nn.Module, stage: Stage, teacher: nn.Module | None = None) -> int:
-    """The same for a model whose parameters say which of them learn."""
+    """Return the bytes of weights, gradients and optimizer of a model, by its parameters' `requires_grad`."""
     size = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     bytes_: int = weight_bytes(size, trained, states=states_of(stage))
@@ -35,7 +35,7 @@ def held_bytes(model: nn.Module, stage: Stage, teacher: nn.Module | None = None)
     return bytes_
 
 
-# --- Before there is a model --------------------------------------------------------------------------------
+# --- By the size of a model ---------------------------------------------------------------------------------
 
 METHODS = ("maps", "lora", "all")
 FEATURES = 32
@@ -44,7 +44,7 @@ FEATURES = 32
 
 @dataclass(frozen=True)
 class Size:
-    """What of a language model decides on memory."""
+    """The dimensions of a language model that determine its memory."""
 
     name: str
     parameters: int
@@ -56,8 +56,8 @@ class Size:
 
     @property
     def maps(self) -> int:
-        """Parameters of the maps of the default recipe: for each head an affine map of queries and one of keys, weights
-        of keys, and rates of decay."""
+        """Parameters of the feature maps of the default recipe: for each head an affine map of queries and one of keys,
+        key weights, and decay rates."""
         head = self.hidden // self.heads
         return self.layers * self.heads * (2 * FEATURES * (head + 1) + head + FEATURES)
 
@@ -72,7 +72,7 @@ SIZES = (
 
 
 def trained_parameters(size: Size, method: str, rank: int = 16) -> int:
-    """How many learn. Adapters of rank `rank` stand on the four projections of attention and three of the MLP."""
+    """Return the number of trained parameters. LoRA adapts four projections of attention and three of the MLP."""
     if method == "maps":
         return size.maps
     if method == "lora":
@@ -82,36 +82,36 @@ def trained_parameters(size: Size, method: str, rank: int = 16) -> int:
 
 
 def activation_bytes(size: Size, method: str, tokens: int, *, checkpointing: bool = False, bytes_: int = FLOAT) -> int:
-    """What the backward pass needs of the forward pass over so many tokens.
+    """Return the bytes of activations kept for the backward pass over `tokens` tokens.
 
-    In numbers a token and layer: a transfer of maps keeps 4 times the hidden size, training all or LoRA 10 times that
-    and 4 times the size of the MLP; both keep 4 times the features of all heads. With gradient checkpointing only the
-    input of each layer is kept, and all of one layer at a time; a transfer has nothing to gain from it."""
+    Values per token and layer: a transfer keeps 4 times the hidden size; training all parameters or LoRA keeps 10 times
+    the hidden size and 4 times the MLP size; both keep 4 times the features of all heads. With gradient checkpointing,
+    only the input of each layer and the activations of one layer are kept; a transfer does not benefit from it."""
     features = 4 * FEATURES * size.heads
     if method == "maps":
         return tokens * size.layers * (4 * size.hidden + features) * bytes_
     layer = 10 * size.hidden + 4 * size.intermediate + features
     kept = size.layers * size.hidden + layer if checkpointing else size.layers * layer
-    head = size.vocabulary * size.hidden if method == "all" else 0  # its gradient, which comes in slices
+    head = size.vocabulary * size.hidden if method == "all" else 0  # the gradient of the head, computed in slices
     return (tokens * (kept + 3 * size.hidden) + head) * bytes_
 
 
 def training_bytes(size: Size, method: str, tokens: int, *, checkpointing: bool = False, bf16: bool = True) -> int:
-    """All of it: the student and its optimizer in float32, a teacher (not for maps alone), and activations."""
+    """Return the total: the student and its optimizer in float32, the teacher, and activations."""
     trained = trained_parameters(size, method)
     adapters = trained - size.maps if method == "lora" else 0
     bytes_ = 2 if bf16 else FLOAT
     held = weight_bytes(
         size.parameters + size.maps + adapters,
         trained,
-        teacher=size.parameters,  # it is loaded for all stages
+        teacher=size.parameters,  # loaded for all stages
         teacher_bytes=bytes_,
     )
     return held + activation_bytes(size, method, tokens, checkpointing=checkpointing, bytes_=bytes_)
 
 
 def memory_table(tokens: int = 16384) -> list[str]:
-    """Lines of Markdown for docs/training.md."""
+    """Return the lines of the Markdown table in docs/training.md."""
     lines = [
         "| model | maps | LoRA | LoRA, checkpointing | all | all, checkpointing |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""Muon: momentum whose step has the same length in every direction (Jordan et al. 2024), for matrices."""
+"""The Muon optimizer (Jordan et al. 2024): momentum SGD with orthogonalized updates for matrices."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of a fifth-order polynomial whose iteration takes singular values from 0.01 to near 1 in five steps: not
-to 1 exactly, which is not needed, but fast."""
+"""Coefficients of a quintic polynomial. Five iterations map singular values from 0.01 up to near 1. They do not
+converge to 1 exactly, which is not needed."""
 ITERATIONS = 5
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but for groups that are `orthogonal`: of those every parameter is a matrix, or a stack of them.
+    """AdamW, with Muon updates for parameter groups marked `orthogonal`, whose parameters are (stacks of) matrices.
 
-    Adam moves all entries alike, so that in a matrix a few directions of large gradients get nearly all of the step.
-    Here the step is turned into an orthogonal matrix, all of whose directions count the same. Its entries are scaled to
-    the size that Adam's have, the rate, so that the same rates serve both.
+    Adam normalizes entries one by one, so a few directions with large gradients dominate the update of a matrix. Muon
+    replaces the update by the nearest orthogonal matrix, in which all directions have the same length. Its entries are
+    scaled to the magnitude of Adam's, the learning rate, so that both use the same learning rates.
     """
 
     @torch.no_grad()
@@ -29,7 +29,7 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             if group["orthogonal"]:
                 self.turn(group)
-        for p in turned:  # what has no gradient, Adam leaves alone
+        for p in turned:  # AdamW skips parameters without a gradient
             p.grad = None
         try:
             return super().step(closure)
@@ -43,7 +43,7 @@ class Muon(torch.optim.AdamW):
         for p in group["params"]:
             if p.grad is not None:
                 alike[p.shape, p.device, p.dtype].append(p)
-        for parameters in alike.values():  # as one stack: a few operations instead of many small ones
+        for parameters in alike.values():  # stacked, for fewer and larger operations
             moments = []
             for p in parameters:
                 state = self.state[p]
@@ -51,13 +51,13 @@ class Muon(torch.optim.AdamW):
                     state["step"], state["momentum_buffer"] = torch.tensor(0.0), torch.zeros_like(p)
                 state["step"] += 1
                 state["momentum_buffer"].mul_(momentum).add_(p.grad)
-                moments.append(p.grad + momentum * state["momentum_buffer"])  # Nesterov's
+                moments.append(p.grad + momentum * state["momentum_buffer"])  # Nesterov momentum
             for p, move in zip(parameters, orthogonal(torch.stack(moments)).unbind(), strict=True):
                 p.mul_(1 - rate * group["weight_decay"]).add_(move, alpha=-rate * max(p.shape[-2:]) ** 0.5)
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Matrices with the singular vectors of `x [..., rows, columns]`, and singular values near 1."""
+    """Return matrices with the singular vectors of `x [..., rows, columns]` and singular values near 1."""
     dtype, tall = x.dtype, x.shape[-2] > x.shape[-1]
     x = (x.mT if tall else x).to(torch.promote_types(dtype, torch.float32))
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-12)

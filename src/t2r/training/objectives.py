@@ -1,4 +1,4 @@
-"""What a stage minimizes: the task's cross entropy, the distance of attention outputs, or the KL to a teacher."""
+"""Training objectives: the error of attention outputs (transfer), KL divergence from a teacher, and cross entropy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from t2r.model.logits import logits_at_once, widened
 
 @cache
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once for all its callers: on a GPU, where many small operations wait for each other."""
+    """Return the compiled function, compiled once for all callers."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
     return compiled
 
@@ -29,16 +29,15 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def transferring(model: nn.Module, compiled: bool = False) -> Iterator[list[Tensor]]:
-    """Inside the `with` block every site computes both attentions and passes the exact one on; the list collects the
-    error of each.
+    """Compute both attentions at every site, and pass softmax attention on. Yields a list that collects the errors.
 
-    One model is enough: its trunk is the teacher's as long as only the maps are trained. It is in evaluation mode, as a
-    teacher is: no dropout in what is to be matched, and no layer left out. The maps train."""
+    One model is enough: its other weights are the teacher's as long as only the maps are trained. The model is in
+    evaluation mode, as a teacher is, so that the targets have no dropout. The maps are in training mode."""
     errors: list[Tensor] = []
     measure = fused(site_error) if compiled else site_error
 
     def observe(site: Recurrence, inputs: Inputs, exact: Tensor) -> None:
-        if compiled:  # of strided values in bf16, torch 2.13 compiles vector code for a CPU whose gradient is NaN
+        if compiled:  # for strided bf16 values, torch 2.13 generates vectorized CPU code whose gradient is NaN
             inputs = inputs._replace(v=inputs.v.contiguous())
         errors.append(measure(site, inputs, exact))
 
@@ -56,8 +55,9 @@ def transferring(model: nn.Module, compiled: bool = False) -> Iterator[list[Tens
 
 
 def site_error(site: Recurrence, inputs: Inputs, exact: Tensor) -> Tensor:
-    """The squared error of the recurrence relative to the size of what it should have given, a mean over the rows of
-    the batch: so it does not matter how a batch is divided."""
+    """Return the squared error of the recurrence relative to the squared target, averaged over the rows of the batch.
+
+    The mean over rows does not depend on how a batch is divided."""
     wide = torch.promote_types(exact.dtype, torch.float32)
     exact = exact.detach().to(wide)
     error, size = (x.square().flatten(1).mean(1) for x in (site.imitate(inputs).to(wide) - exact, exact))
@@ -81,14 +81,14 @@ def distillation_loss(
     label_smoothing: float = 0.0,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kl_weight` KL(teacher || student) + `task_weight` cross entropy, a mean over the tokens whose label is not
-    -100, or their sum divided by `count` where they are a part of a larger batch. Also the two terms, for the log.
-    Without a teacher there is only the cross entropy. With `label_smoothing` it is against the label with this share
-    taken off and spread evenly over the vocabulary.
+    """Return `kl_weight` KL(teacher || student) + `task_weight` cross entropy, and the two terms for the log.
 
-    With a head, `student` or `teacher` is what goes into it, `[tokens, hidden]`, and logits are formed for a chunk of
-    tokens at a time, forward and backward; without, it is the logits themselves. A head is a linear layer, or anything
-    that can be called and has `out_features`.
+    Each is a mean over the tokens whose label is not -100, or their sum divided by `count` if they are a part of a
+    larger batch. Without a teacher there is only the cross entropy. `label_smoothing` applies to the cross entropy.
+
+    With a head, `student` or `teacher` is the input of the head, `[tokens, hidden]`, and logits are computed for a
+    chunk of tokens at a time, in the forward and in the backward pass. Without, it is the logits. A head is a linear
+    layer, or a callable with `out_features`.
     """
     if not all(head is None or type(head) is nn.Linear for head in (student_head, teacher_head)):
         terms = (kl_weight, task_weight, temperature, label_smoothing)
@@ -98,7 +98,7 @@ def distillation_loss(
     reference = (None, None) if teacher_head is None else (teacher_head.weight.detach(), teacher_head.bias)
     scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
     weights = (0.0 if teacher is None else kl_weight, task_weight, temperature, label_smoothing, compiled)
-    # A batch of prompts alone has nothing to learn from: its loss is 0, not 0 / 0.
+    # The loss of a batch without any scored token is 0, not 0 / 0.
     return _ChunkedDistillation.apply(student, *heads, teacher, *reference, labels, scored.clamp_min(1), *weights)
 
 
@@ -114,8 +114,9 @@ def in_pieces(
     temperature: float,
     label_smoothing: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for heads of any kind (an adaptive softmax, capped logits): each piece is computed once more in the
-    backward pass, so that only one piece's logits are there at a time."""
+    """Compute the distillation loss for heads of any kind (an adaptive softmax, capped logits).
+
+    Each piece is recomputed in the backward pass, so that the logits of only one piece are in memory at a time."""
     vocabulary = getattr(student_head, "out_features", student.shape[-1])
     rows = max(1, logits_at_once(student.device) // vocabulary)
 
@@ -147,7 +148,7 @@ def as_they_are(logits: Tensor) -> Tensor:
 
 
 class _ChunkedDistillation(torch.autograd.Function):
-    """The gradient is formed in the forward pass, while a chunk's logits are there."""
+    """The gradient is computed in the forward pass, while the logits of a chunk are in memory."""
 
     @staticmethod
     def forward(
@@ -170,7 +171,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         vocabulary = (student if weight is None else weight).shape[1 if weight is None else 0]
         size = max(1, logits_at_once(student.device) // vocabulary)
-        size = math.ceil(len(student) / max(1, math.ceil(len(student) / size))) or 1  # as even as can be
+        size = math.ceil(len(student) / max(1, math.ceil(len(student) / size))) or 1  # chunks of even size
         terms = fused(loss_and_gradient) if compiled else loss_and_gradient
         wide = torch.promote_types(student.dtype, torch.float32)
         kl_sum = task_sum = student.new_zeros((), dtype=wide)
@@ -209,7 +210,7 @@ class _ChunkedDistillation(torch.autograd.Function):
 
 
 def apply_head(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Logits of hidden states, or the logits that are given."""
+    """Return the logits of hidden states, or `x` itself without a head."""
     return x if weight is None else linear(x.to(weight.dtype), weight, bias)
 
 
@@ -223,8 +224,8 @@ def loss_and_gradient(
     temperature: float,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the tokens that count of T^2 KL(reference || logits) at temperature T and of the cross entropy; and the
-    gradient of the weighted two by the logits, in their dtype, for a mean over `scored` tokens."""
+    """Return T^2 KL(reference || logits) at temperature T and the cross entropy, summed over the scored tokens, and the
+    gradient of their weighted sum divided by `scored`, with respect to the logits and in their dtype."""
     wide, ignored = widened(logits), labels < 0
     kl = task = wide.new_zeros(())
     gradient = None

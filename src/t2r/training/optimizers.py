@@ -1,4 +1,4 @@
-"""What a stage trains, and the optimizer that trains it."""
+"""The parameters that a stage trains, and its optimizer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from t2r.training.recipe import Stage
 
 
 def choose_trained(model: nn.Module, stage: Stage) -> None:
-    """Set which parameters learn. A frozen map stays frozen; LoRA has frozen the rest itself."""
+    """Set `requires_grad` for a stage. Frozen maps stay frozen. With LoRA, peft has done this already."""
     if stage.train == "lora":
         return
     learning = trained_by(model, stage)
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in learning)
     if not learning:
-        raise T2RError(f"stage {stage.name!r} has nothing to train: its maps have no parameters, or are frozen")
+        raise T2RError(f"stage {stage.name!r} has nothing to train: the feature maps have no parameters or are frozen")
 
 
 def trained_by(model: nn.Module, stage: Stage) -> set[int]:
-    """The ids of the parameters that a stage without LoRA trains."""
+    """Return the ids of the parameters that a stage without LoRA trains."""
     sites = recurrent_sites(model)
     frozen = {id(p) for site in sites if not site.feature_map.trainable for p in site.feature_map.parameters()}
     frozen |= {id(p) for m in model.modules() if "Sinusoidal" in type(m).__name__ for p in m.parameters()}
@@ -41,7 +41,7 @@ def trained_by(model: nn.Module, stage: Stage) -> set[int]:
 
 
 class Kind(NamedTuple):
-    """Parameters of one kind make up a group of the optimizer."""
+    """Parameters of one kind form one parameter group."""
 
     rate: float
     orthogonal: bool
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 
 def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
-    """The stage's optimizer over what learns. Weight decay spares norms, biases, embeddings and rates of decay."""
+    """Return the stage's optimizer. Weight decay excludes norms, biases, embeddings and decay rates."""
     sites = recurrent_sites(model)
     maps = {id(p) for site in sites for p in site.feature_map.parameters()}
     paces = {id(p): pace for site in sites for p, pace in site.feature_map.paces().items()}
@@ -58,7 +58,7 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
     decaying = decayed(model, maps)
     alike: dict[Kind, list[nn.Parameter]] = defaultdict(list)
     trained = [p for p in model.parameters() if p.requires_grad]
-    for p in sorted(trained, key=lambda p: id(p) not in maps):  # the rate that is logged is the first group's
+    for p in sorted(trained, key=lambda p: id(p) not in maps):  # Trainer logs the learning rate of the first group
         rate = map_rate * paces.get(id(p), 1.0) if id(p) in maps else stage.learning_rate
         alike[Kind(rate, id(p) in matrices, id(p) in decaying or not stage.weight_decay)].append(p)
     groups: list[dict[str, Any]] = [
@@ -70,7 +70,7 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
         }
         for kind, own in alike.items()
     ]
-    if stage.optimizer == "nag":  # fairseq's is this, its velocity rescaled with the rate (and its decay decoupled)
+    if stage.optimizer == "nag":  # equivalent to fairseq's, which rescales the velocity by the learning rate
         return torch.optim.SGD(groups, lr=stage.learning_rate, momentum=stage.momentum, nesterov=True)
     kind = {"muon": Muon, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[stage.optimizer]
     beta1, beta2 = stage.betas
@@ -79,15 +79,17 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
 
 
 def decayed(model: nn.Module, maps: set[int]) -> set[int]:
-    """The parameters that weight decay applies to: weights of linear layers, and those of maps, one for each head. In
-    a map, biases and rates of decay have a row for each head too, so a weight is what has three dimensions."""
+    """Return the ids of the parameters with weight decay: weights of linear layers and of feature maps.
+
+    In a map, biases and decay rates have a row for each head, so only parameters of three dimensions are weights."""
     tables = embeddings(model)
     return {id(p) for p in model.parameters() if p.dim() > (2 if id(p) in maps else 1) and id(p) not in tables}
 
 
 def orthogonalized(model: nn.Module, maps: set[int]) -> set[int]:
-    """The parameters that Muon takes for matrices: weights of linear layers, and those of maps, one for each head. Not
-    embeddings, whose rows have nothing to do with each other, nor what has a row for each head and is no matrix."""
+    """Return the ids of the parameters that Muon updates: weights of linear layers and of feature maps.
+
+    Embeddings are excluded, because their rows are independent. So are parameters of maps with one row per head."""
     tables = embeddings(model)
 
     def is_matrix(p: Tensor) -> bool:
@@ -97,7 +99,7 @@ def orthogonalized(model: nn.Module, maps: set[int]) -> set[int]:
 
 
 def embeddings(model: nn.Module) -> set[int]:
-    """The parameters of input and output embeddings, and of positions."""
+    """Return the ids of the parameters of input, output and position embeddings."""
     tables: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if isinstance(model, PreTrainedModel):
         tables += [model.get_input_embeddings(), model.get_output_embeddings()]

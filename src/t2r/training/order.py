@@ -1,9 +1,9 @@
-"""The order in which a stage reads its data: epoch after epoch, each a permutation drawn by the seed.
+"""The order in which a stage reads its data: in epochs, each a permutation determined by the seed.
 
-Of a source with r readings, epoch e reads block b as often as a whole number lies in ((b + e) r, (b + e + 1) r]. So the
-blocks of a fraction are spread evenly, each epoch reads within one block of its share, and after n epochs every block
-was read n r times, rounded up or down. How often a block was read before follows by arithmetic: nothing has to be
-stored, and a stage that is resumed goes on in the same order.
+For a source that is read r times per epoch, epoch e reads block b as often as there are integers in
+((b + e) r, (b + e + 1) r]. So for fractional r the blocks are spread evenly, each epoch is within one block of its
+share, and after n epochs every block was read n r times, rounded up or down. The number of earlier readings of a block
+is computed, not stored, so a resumed stage continues in the same order.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 READING = "reading"
-"""In a batch: the number of this reading of each row, from 1."""
+"""The key in a batch for the number of this reading of each row, from 1."""
 LARGEST = 1 << 26
-"""Items that are permuted at a time. A longer epoch is divided."""
+"""The most items that are permuted at a time. A longer epoch is divided."""
 
 
 class Order(Dataset[tuple[Any, int]]):
-    """The items that a stage reads, in their order, each with the number of its reading in this stage, from 1.
+    """The items that a stage reads, in order, each with the number of its reading in this stage, from 1.
 
     Args:
-        items: what is read. If it has `portions`, these are the counts of its parts, each with its readings in an
-            epoch; otherwise every item is read once.
-        length: how many items the stage reads.
-        seed: of the permutations.
+        items: the dataset. Its `portions`, if any, are pairs of a count of items and their readings per epoch.
+            Otherwise every item is read once per epoch.
+        length: number of items that the stage reads.
+        seed: seed of the permutations.
     """
 
     def __init__(self, items: Any, length: int, seed: int = 0) -> None:
@@ -41,7 +41,7 @@ class Order(Dataset[tuple[Any, int]]):
         divided = -(-int(epoch_items(items)) // LARGEST) or 1
         self.portions = [(count, Fraction(readings) / divided) for count, readings in portions]
         self.starts = [0]
-        """Where each epoch starts, as far as it is known."""
+        """Where each epoch starts, as far as computed."""
         self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Order(Dataset[tuple[Any, int]]):
         return self.items[index], reading
 
     def at(self, place: int) -> tuple[int, int]:
-        """Which item is read there, and the number of this reading."""
+        """Return the index of the item at a place, and the number of this reading."""
         while self.starts[-1] <= place:
             epoch = len(self.starts) - 1
             total = sum(
@@ -66,13 +66,13 @@ class Order(Dataset[tuple[Any, int]]):
         return int(indices[place - self.starts[epoch]]), int(readings[place - self.starts[epoch]])
 
     def epoch(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The items of an epoch in their order, and the number of each reading."""
+        """Return the item indices of an epoch in order, and the number of each reading."""
         if number not in self._epochs:
-            while len(self._epochs) > 1:  # what is read ahead may be of the next one
+            while len(self._epochs) > 1:  # two are kept: prefetching may read from the next epoch
                 del self._epochs[min(self._epochs)]
             before, counts = self.read_before(number), self.counts(number)
             shuffled = np.random.default_rng([self.seed, number]).permutation(np.repeat(np.arange(len(counts)), counts))
-            # In a stable sort the readings of an item follow each other in the order of time.
+            # A stable sort keeps the readings of an item in the order in which they occur.
             by_item = np.argsort(shuffled, kind="stable")
             first = np.cumsum(counts) - counts
             readings = np.empty_like(shuffled)
@@ -81,11 +81,11 @@ class Order(Dataset[tuple[Any, int]]):
         return self._epochs[number]
 
     def counts(self, epoch: int) -> NDArray[np.int64]:
-        """How often an epoch reads each item."""
+        """Return how often an epoch reads each item."""
         return self.read_before(epoch + 1) - self.read_before(epoch)
 
     def read_before(self, epoch: int) -> NDArray[np.int64]:
-        """How often each item is read before this epoch."""
+        """Return how often each item is read before this epoch."""
         parts = []
         for count, readings in self.portions:
             items = np.arange(count, dtype=np.int64)
@@ -93,7 +93,7 @@ class Order(Dataset[tuple[Any, int]]):
         return np.concatenate(parts)
 
     def totals(self, length: int | None = None) -> NDArray[np.int64]:
-        """How often each item is among the first `length` that are read. None: among all of them."""
+        """Return how often each item is among the first `length` read. None: among all."""
         length = self.length if length is None else length
         if not length:
             return self.read_before(0)
@@ -104,12 +104,12 @@ class Order(Dataset[tuple[Any, int]]):
 
 
 def times(readings: Fraction, items: Any) -> Any:
-    """How many readings so many items make, in whole ones."""
+    """Return the number of complete readings of this many items, rounded down."""
     return items * readings.numerator // readings.denominator
 
 
 def epoch_items(items: Any) -> float:
-    """How many items an epoch reads."""
+    """Return the number of items in an epoch."""
     portions = getattr(items, "portions", None)
     return len(items) if portions is None else float(sum(count * readings for count, readings in portions))
 
@@ -119,6 +119,6 @@ def collate(
     batch: Callable[[Sequence[Any]], dict[str, Tensor]],
     rows: Callable[[Any], int] = lambda item: 1,
 ) -> dict[str, Tensor]:
-    """A batch of items, with the number of each row's reading. `rows`: how many rows an item makes."""
+    """Collate items into a batch, with the number of each row's reading. `rows` is the number of rows of an item."""
     readings = [reading for item, reading in items for _ in range(rows(item))]
     return batch([item for item, _ in items]) | {READING: torch.tensor(readings)}

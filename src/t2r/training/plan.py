@@ -1,4 +1,4 @@
-"""What a session will do: the recipe's stages fitted to the caller's time, model and feature map."""
+"""Adapts the stages of a recipe to the caller's time, model and feature map."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations
 
-from t2r.config import OPTIONS
 from t2r.errors import T2RError
 from t2r.training.optimizers import trained_by
 from t2r.training.recipe import Recipe
@@ -17,12 +16,7 @@ from t2r.training.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 OF_THE_MAP = ("feature_size", "cross_feature_size", "init", "activation", "key_weights", "shared")
-"""Options that a recipe chooses for its own feature map. Another map has its own defaults of these."""
-
-
-def check_options(options: dict[str, Any]) -> None:
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise T2RError(f"no option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+"""Options that a recipe sets for its own feature map. Another map uses its own defaults for these."""
 
 
 def check_report_to(name: str) -> None:
@@ -31,15 +25,15 @@ def check_report_to(name: str) -> None:
 
 
 def over(planned: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a swap over those of a plan. A feature map that is named comes with its own defaults."""
+    """Merge options of a swap into those of a plan. A `feature_map` among them brings its own defaults."""
     if "feature_map" in options:
         planned = {name: x for name, x in planned.items() if name not in OF_THE_MAP}
     return planned | options
 
 
 def within(plan: Recipe, minutes: float | None) -> Recipe:
-    """The same stages in so many minutes, shared as their steps are, or as their own minutes are. None: as long as they
-    say themselves."""
+    """Return the plan with a total budget in minutes, shared in proportion to the stages' steps or minutes. None: the
+    stages keep their own budgets."""
     if minutes is None:
         return plan
     own = [stage.minutes for stage in plan.stages]
@@ -47,7 +41,7 @@ def within(plan: Recipe, minutes: float | None) -> Recipe:
         own = [stage.steps or (stage.tokens or 0) / stage.batch_tokens for stage in plan.stages]
     shares = [share for share in own if share]
     if len(shares) < len(own):
-        raise T2RError("minutes can be shared only among stages whose budgets are all minutes, or all steps or tokens")
+        raise T2RError("minutes requires a recipe whose budgets are all in minutes, or all in steps or tokens")
     stages = tuple(
         dataclasses.replace(stage, steps=None, tokens=None, minutes=minutes * share / sum(shares))
         for stage, share in zip(plan.stages, shares, strict=True)
@@ -56,11 +50,11 @@ def within(plan: Recipe, minutes: float | None) -> Recipe:
 
 
 def trainable(plan: Recipe, model: PreTrainedModel) -> Recipe:
-    """The plan without stages that train maps which have nothing to train (Performer's, elu), with a warning."""
+    """Return the plan without stages that train maps without parameters (performer, elu), with a warning."""
     stages = tuple(s for s in plan.stages if s.train != "maps" or trained_by(model, s))
     for stage in plan.stages:
         if stage not in stages:
-            logger.warning("stage %s is left out: the feature map has nothing to train", stage.name)
+            logger.warning("stage %s is skipped: the feature map has nothing to train", stage.name)
     if not stages:
-        raise T2RError(f"recipe {plan.name} has nothing to train: the feature map has no parameters, or is frozen")
+        raise T2RError(f"recipe {plan.name} has nothing to train: the feature map has no parameters or is frozen")
     return dataclasses.replace(plan, stages=stages)

@@ -1,4 +1,4 @@
-"""A model made ready for a stage, and as it was when the stage is over."""
+"""Prepares a model for a stage, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from t2r import compat
-from t2r.attention.interface import UNMASKED, InterfaceAttention
+from t2r.attention.interface import UNMASKED
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
@@ -23,11 +23,11 @@ from t2r.training.trainer import Settings, captures
 def prepared(
     trained: Any, model: PreTrainedModel, teacher: PreTrainedModel | None, stage: Stage, settings: Settings, task: Task
 ) -> Iterator[None]:
-    """Layers compiled and checkpointed as the settings say. However the stage ends, they are as before, and all
-    parameters can learn again."""
+    """Enable compilation and gradient checkpointing by the settings. On exit they are disabled, and all parameters
+    require gradients again."""
     fused = [model] if teacher is None else [model, teacher]
     attention = [compat.attention_implementation(part) for part in fused]
-    recomputes = settings.gradient_checkpointing and stage.objective != "transfer"  # which has gradients in maps alone
+    recomputes = settings.gradient_checkpointing and stage.objective != "transfer"  # whose gradients stay in the maps
     try:
         if recomputes:
             check_checkpointing(model)
@@ -49,21 +49,21 @@ def prepared(
 
 
 def needs_no_mask(model: PreTrainedModel, task: Task) -> bool:
-    """Whether attention can do without a mask: the texts have no padding or documents, and queries, keys and values of
-    every site come through transformers' attention interface."""
-    return task.uniform and all(isinstance(site, InterfaceAttention) for site in recurrent_sites(model))
+    """Return whether attention needs no mask: batches have no padding or packed documents, and every attention module
+    uses transformers' attention interface."""
+    return task.uniform and compat.on_attention_interface(model)
 
 
 def check_checkpointing(model: PreTrainedModel) -> None:
-    """Refuse gradient checkpointing where the model has none."""
+    """Raise T2RError if the model does not support gradient checkpointing."""
     if not model.supports_gradient_checkpointing:
-        raise T2RError(f"{model.config.model_type} has no gradient checkpointing: train it without")
+        raise T2RError(f"{model.config.model_type} does not support gradient checkpointing: train without it")
 
 
 def compile_layers(model: PreTrainedModel, undo: bool = False) -> None:
     try:
         layers = family_of(model).decoder_layers(model)
-    except T2RError:  # a model of which we know nothing trains as it is
+    except T2RError:  # models of an unknown family are not compiled
         return
     for layer in layers:
         if undo:
@@ -73,11 +73,11 @@ def compile_layers(model: PreTrainedModel, undo: bool = False) -> None:
 
 
 def with_lora(model: PreTrainedModel, stage: Stage, seed: int) -> Any:
-    """The model with low-rank adapters on its linear layers, the maps trained in full."""
+    """Return the model with LoRA adapters on its linear layers. The maps are trained in full."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise T2RError("train: lora needs the peft extra: pip install 't2r[peft]'") from error
+        raise T2RError("train: lora requires the peft extra: pip install 't2r[peft]'") from error
     config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, target_modules="all-linear")
     with torch.random.fork_rng():
         torch.manual_seed(seed)

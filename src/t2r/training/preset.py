@@ -1,4 +1,4 @@
-"""Presets: a model to train from nothing, as a short YAML file: its tokenizer, its configuration, and its recipe."""
+"""Presets for pretraining: a YAML file with the tokenizer, the model configuration and the recipe."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from t2r.storage import kind_of
 from t2r.training.recipe import Recipe, check_swap, load_recipe, make_recipe, parse_yaml, read_yaml, shipped
 
 RECIPE = "scratch-lm"
-"""For a configuration that comes without one."""
+"""The recipe of a configuration that has none."""
 MULTIPLE = 8
-"""A model's vocabulary is rounded up to this, as fairseq rounds its dictionaries."""
+"""The vocabulary size is rounded up to a multiple of this, as in fairseq."""
 EXPONENT = re.compile(r"[-+]?[\d.]+e[-+]?\d+", re.IGNORECASE)
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PASSING = ("architectures", "dtype", "transformers_version", "model_type", *TOKEN_IDS)
-"""What a saved configuration says that is not of its shape."""
+"""Fields of a saved configuration that do not describe the architecture."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What `pretrain` starts from.
+    """The starting point of `pretrain`.
 
     Args:
-        tokenizer: `kind` and `vocab_size` of one to be trained. Empty: the model comes with its own, or it is a BPE of
-            the size of the model's vocabulary.
-        model: `model_type`, and fields of that configuration; the vocabulary's size is the tokenizer's unless given.
-        recipe: the name of a recipe, or one written out.
+        tokenizer: `kind` and `vocab_size` of the tokenizer to train. Empty: the model folder's tokenizer, or a BPE
+            tokenizer with the vocabulary size of the model.
+        model: `model_type` and fields of its configuration. `vocab_size` defaults to the tokenizer's.
+        recipe: the name of a recipe, or its contents.
         swap: options of the swap. Empty: softmax attention.
     """
 
@@ -58,7 +58,7 @@ class Preset:
         return make_recipe(self.recipe, self.name, overrides)
 
     def make_config(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-        """The configuration of a model that reads what this tokenizer writes."""
+        """Return the configuration of a model for this tokenizer. Raises T2RError if it is not valid."""
         ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
         chosen = {"vocab_size": -(-len(tokenizer) // MULTIPLE) * MULTIPLE, **ids, **self.model}
         if chosen["vocab_size"] < len(tokenizer):
@@ -67,13 +67,13 @@ class Preset:
             )
         try:
             config: PreTrainedConfig = AutoConfig.for_model(chosen.pop("model_type"), **chosen)
-            with torch.device("meta"):  # shapes alone: what cannot be built is said before any text is read
+            with torch.device("meta"):  # finds errors before any text is read, without allocating weights
                 AutoModelForCausalLM.from_config(config)
-        except NotImplementedError:  # of the meta device
+        except NotImplementedError:  # an operation that the meta device does not support
             return config
         except Exception as error:  # each configuration and model checks its fields in its own way
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise T2RError(f"preset {self.name}: this configuration makes no model ({reason})") from error
+            raise T2RError(f"preset {self.name}: the model configuration is not valid ({reason})") from error
         return config
 
 
@@ -82,9 +82,9 @@ def shipped_presets() -> list[str]:
 
 
 def load_preset(name: str | Path, overrides: Iterable[str] = ()) -> Preset:
-    """A shipped preset by name, a YAML file by path, or the folder of a model, whose shape alone is taken.
+    """Load a shipped preset by name, a YAML file by path, or the configuration of a model folder.
 
-    `overrides` are `field=value`, of the model."""
+    `overrides` are `field=value` for the model configuration."""
     changes = dict(read_override(override) for override in overrides)
     if kind_of(name) == "folder":
         preset = of_folder(str(name))
@@ -92,7 +92,7 @@ def load_preset(name: str | Path, overrides: Iterable[str] = ()) -> Preset:
     elif Path(name).suffix not in (".yaml", ".yml") and kind_of(name) != "file" and str(name) not in shipped_presets():
         raise T2RError(
             f"no preset {str(name)!r}: choose one of {', '.join(shipped_presets())}, "
-            "or give a YAML file or the folder of a model"
+            "or give a YAML file or a model folder"
         )
     else:
         preset = make_preset(read_yaml("preset", name), name)
@@ -103,12 +103,12 @@ def load_preset(name: str | Path, overrides: Iterable[str] = ()) -> Preset:
 def read_override(override: str) -> tuple[str, Any]:
     key, equals, value = override.partition("=")
     if not equals or not key.strip() or key.strip() == "model_type":
-        raise T2RError(f"override {override!r}: write field=value, of a field of the model's configuration")
+        raise T2RError(f"override {override!r}: write field=value, with a field of the model configuration")
     return key.strip(), read_number(parse_yaml(value, f"override {override!r}: the value"))
 
 
 def of_folder(name: str) -> Preset:
-    """The shape of a saved model. Of a t2r model also its swap."""
+    """Return a preset with the configuration of a saved model and, for a t2r model, its swap options."""
     config, swap = load_config(name), {}
     if isinstance(config, T2RConfig):
         own = config.to_diff_dict()
@@ -119,29 +119,27 @@ def of_folder(name: str) -> Preset:
 
 
 def make_preset(plan: Any, name: str | Path) -> Preset:
-    """A preset from what YAML says, every field of it known."""
+    """Make a preset from parsed YAML. Raises T2RError for unknown or wrong fields."""
     where = f"preset {name}"
     if not isinstance(plan, dict) or not isinstance(plan.get("model"), dict):
-        raise T2RError(
-            f"{where} describes no model: it needs `model` with a `model_type` and fields of its configuration"
-        )
+        raise T2RError(f"{where} has no model: it requires `model` with a `model_type` and fields of its configuration")
     if unknown := set(plan) - {f.name for f in fields(Preset)}:
         raise T2RError(f"{where}: no field {', '.join(sorted(map(str, unknown)))}")
     tokenizer = plan.get("tokenizer") or {}
     if not isinstance(tokenizer, dict) or (
         "kind" not in tokenizer and (tokenizer or "vocab_size" not in plan["model"])
     ):
-        raise T2RError(f"{where}: `tokenizer` needs a kind, such as {{kind: bpe, vocab_size: 8000}}")
+        raise T2RError(f"{where}: `tokenizer` requires a kind, such as {{kind: bpe, vocab_size: 8000}}")
     if unknown := set(tokenizer) - {"kind", "vocab_size"}:
         raise T2RError(f"{where}: a tokenizer has no field {', '.join(sorted(map(str, unknown)))}")
     if tokenizer:
         size = tokenizer.get("vocab_size")
         if size is not None and type(size) is not int:
-            raise T2RError(f"{where}: vocab_size {size!r} is not a whole number")
+            raise T2RError(f"{where}: vocab_size must be an integer; got {size!r}")
         check_tokenizer(tokenizer["kind"], size)
     recipe = plan.get("recipe", RECIPE)
     if not isinstance(recipe, str | dict):
-        raise T2RError(f"{where}: `recipe` is the name of one, or its stages; got {recipe!r}")
+        raise T2RError(f"{where}: `recipe` must be the name of a recipe or its contents; got {recipe!r}")
     return Preset(
         str(plan.get("name", Path(name).stem)),
         {key: read_number(value) for key, value in plan["model"].items()},
@@ -153,18 +151,20 @@ def make_preset(plan: Any, name: str | Path) -> Preset:
 
 
 def check_model(preset: Preset, given: Iterable[str]) -> None:
-    """A language model that transformers knows, with fields that it has: transformers itself would take any."""
+    """Raise T2RError unless the model is a causal language model of transformers and has all given fields.
+
+    transformers itself accepts unknown fields."""
     where, model_type = f"preset {preset.name}", str(preset.model.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        raise T2RError(f"{where}: transformers knows no model_type {model_type!r}")
+        raise T2RError(f"{where}: transformers has no model_type {model_type!r}")
     config: Any = CONFIG_MAPPING[model_type]
     if not compat.is_causal_language_model(config) or config.is_encoder_decoder:
-        raise T2RError(f"{where}: {model_type} is not a plain language model")
+        raise T2RError(f"{where}: {model_type} is not a causal language model")
     known = {f.name for f in fields(config)} | set(config.attribute_map) | {"model_type"}
     if unknown := sorted(str(name) for name in given if name not in known):
         raise T2RError(f"{where}: the configuration of {model_type} has no field {', '.join(unknown)}")
 
 
 def read_number(value: Any) -> Any:
-    """YAML reads 1e-5 as a string."""
+    """Convert a number such as 1e-5, which YAML reads as a string."""
     return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value

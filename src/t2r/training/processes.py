@@ -1,4 +1,4 @@
-"""Several processes, one conversion (`accelerate launch -m t2r convert …`): the main one writes, and all agree."""
+"""Distributed training (`accelerate launch -m t2r convert …`): the main process writes and decides for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 PATIENCE = timedelta(days=1)
-"""How long the others wait for the main one, which may have a large corpus to tokenize or to write."""
+"""How long other processes wait for the main one, which may tokenize a large corpus."""
 
 
 def count() -> int:
@@ -21,7 +21,7 @@ def count() -> int:
 
 
 def join(place: torch.device) -> torch.device:
-    """Before anything else: get to know the others. Returns the device of this process."""
+    """Initialize distributed training, before anything else. Returns the device of this process."""
     if count() == 1:
         return place
     if place.type == "cuda":
@@ -42,7 +42,7 @@ def wait() -> None:
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """The main process goes through the block before the others, which then find what it has made."""
+    """Run the block in the main process before the others, which can then use its results."""
     if not is_main():
         wait()
     yield
@@ -51,5 +51,5 @@ def main_first() -> Iterator[None]:
 
 
 def agreed(value: Any) -> Any:
-    """What the main process says."""
+    """Return the main process's value in all processes."""
     return value if count() == 1 else broadcast_object_list([value])[0]

@@ -1,4 +1,4 @@
-"""Recipes: the training plan, as short YAML files with stages."""
+"""Recipes: training plans in YAML, as a list of stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A plan: options for the swap, stages in order, and the texts to train on unless the caller names others."""
+    """A training plan: options of the swap, stages in order, and default sources of training text."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -44,7 +44,7 @@ class Recipe:
         return values
 
     def told(self) -> list[str]:
-        """The stages in words, a line each."""
+        """Describe the stages, one line each."""
         lines = [f"recipe {self.name}:"]
         for stage in self.stages:
             name = next(name for name in BUDGETS if getattr(stage, name) is not None)
@@ -60,14 +60,14 @@ class Recipe:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def for_positions(self, positions: int | None) -> Recipe:
-        """The same for a model with so many positions (None: without a limit). Larger blocks shrink, with a notice."""
+        """Limit the block size to a number of positions, with a warning. None: no limit."""
         if positions is None:
             return self
         stages = []
         for stage in self.stages:
             if stage.block_size > positions >= 2:
                 logger.warning(
-                    "stage %s: blocks of %d tokens shrink to the %d positions that the model has",
+                    "stage %s: block_size %d is reduced to the model's %d positions",
                     stage.name,
                     stage.block_size,
                     positions,
@@ -82,17 +82,17 @@ def shipped_recipes() -> list[str]:
 
 
 def shipped(kind: str) -> list[str]:
-    """The names of the YAML files that come with t2r, of this kind: `recipe` or `preset`."""
+    """Return the names of the shipped YAML files of a kind: `recipe` or `preset`."""
     folder = files("t2r.training").joinpath(f"{kind}s")
     return sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def read_yaml(kind: str, name: str | Path) -> Any:
-    """What a shipped file of this name says, or a YAML file at this path."""
+    """Parse a shipped file by name, or a YAML file by path."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or kind_of(path) == "file":
         if kind_of(path) != "file":
-            raise T2RError(f"there is no {kind} file {path}")
+            raise T2RError(f"{kind} file {path} does not exist")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -107,23 +107,23 @@ def read_yaml(kind: str, name: str | Path) -> Any:
 def parse_yaml(text: str, what: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # a date that does not exist; depth
-        raise T2RError(f"{what} is not YAML: {error or type(error).__name__}") from error
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # invalid dates, deep nesting
+        raise T2RError(f"{what} is not valid YAML: {error or type(error).__name__}") from error
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A shipped recipe by name, or a YAML file by path, with `stage.field=value` overrides."""
+    """Load a shipped recipe by name, or a YAML file by path, with `stage.field=value` overrides."""
     return make_recipe(read_yaml("recipe", name), name, overrides)
 
 
 def make_recipe(plan: Any, name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from what YAML says; `name` is what it goes by in errors, and unless it has one of its own."""
+    """Make a recipe from parsed YAML. `name` is used in errors, and as its name if it has none."""
     stages = plan.get("stages") if isinstance(plan, dict) else None
     if not isinstance(stages, list) or not stages:
         raise T2RError(f"recipe {name} has no list of stages")
     for stage in stages:
         if not isinstance(stage, dict) or "name" not in stage or "objective" not in stage:
-            raise T2RError(f"recipe {name}: a stage needs a name and an objective: {stage!r}")
+            raise T2RError(f"recipe {name}: a stage requires a name and an objective; got {stage!r}")
     plan = plan | {"stages": [dict(stage) for stage in stages]}
     for override in overrides:
         apply_override(plan, override)
@@ -138,11 +138,11 @@ def make_recipe(plan: Any, name: str | Path, overrides: Iterable[str] = ()) -> R
 
 
 def read_train(train: Any, where: str) -> tuple[WeightedSource, ...]:
-    """The texts of a recipe: a list of sources."""
-    from t2r.data.mixture import parse_sources  # it imports torch, which help texts of recipes do without
+    """Parse the sources of training text in a recipe."""
+    from t2r.data.mixture import parse_sources  # imports torch, which the command-line help must not
 
     if not isinstance(train, list):
-        raise T2RError(f"{where}: train is a list of sources; got {train!r}")
+        raise T2RError(f"{where}: train must be a list of sources; got {train!r}")
     try:
         return tuple(parse_sources(train))
     except T2RError as error:
@@ -150,10 +150,10 @@ def read_train(train: Any, where: str) -> tuple[WeightedSource, ...]:
 
 
 def check_swap(swap: Any, where: str) -> dict[str, Any]:
-    """The options of a swap as YAML says them."""
+    """Return the swap options of parsed YAML. Raises T2RError for unknown or wrong ones."""
     swap, known = swap or {}, options_of(SwapOptions)
     if not isinstance(swap, dict):
-        raise T2RError(f"{where}: swap is made of the options {', '.join(known)}; got {swap!r}")
+        raise T2RError(f"{where}: swap must be a mapping of the options {', '.join(known)}; got {swap!r}")
     refuse_unknown(swap, known, f"{where}: swap: ")
     read = {name: known[name].read(value) for name, value in swap.items()}
     for name, value in read.items():
@@ -162,7 +162,7 @@ def check_swap(swap: Any, where: str) -> dict[str, Any]:
 
 
 def apply_override(plan: dict[str, Any], override: str) -> None:
-    """`stage.field=value`, or `field=value` for every stage; a budget replaces the one that was there."""
+    """Apply `stage.field=value`, or `field=value` for every stage. A budget replaces the existing one."""
     key, equals, value = override.partition("=")
     stage_name, dot, name = key.strip().rpartition(".")
     stages = [s for s in plan["stages"] if not dot or s.get("name") == stage_name]
@@ -170,7 +170,7 @@ def apply_override(plan: dict[str, Any], override: str) -> None:
         raise T2RError(f"override {override!r}: write stage.field=value")
     if not stages:
         known = ", ".join(str(s.get("name")) for s in plan["stages"])
-        raise T2RError(f"override {override!r}: no stage {stage_name!r}; there are {known}")
+        raise T2RError(f"override {override!r}: no stage {stage_name!r}; the stages are {known}")
     refuse_unknown({name: value}, options_of(Stage), f"override {override!r}: ")
     read = parse_yaml(value, f"override {override!r}: the value")
     for stage in stages:

@@ -1,4 +1,4 @@
-"""The folder of a run: its plan, what is finished, and the checkpoints of what is not."""
+"""The folder of a run: its plan, the results of finished stages, and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from t2r.training.checkpoints import checksum
 
 try:
     import fcntl
-except ImportError:  # Windows has none, and no lock
+except ImportError:  # not on Windows, where there is no lock
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
@@ -32,25 +32,24 @@ FACTS, BACKUP, LOCK = "run.json", "run.json.old", "lock"
 
 
 def run_folder(out: str | Path) -> Path:
-    """Where the unfinished run of a destination is: beside it, however its path is written."""
+    """Return the folder of the unfinished run of `out`: `out.run`."""
     final = Path(os.path.abspath(out))
     return final.with_name(f"{final.name}.run")
 
 
 class Run:
-    """What is known of a run, in `run.json`, and what is saved of it.
+    """The facts of a run, saved in `run.json`, and its saved weights.
 
-    Every file is written to a temporary name and renamed: whenever the process dies, the folder says how far the run
-    came. Of several processes only the main one writes, and not before the first fact is found: what is refused at once
-    leaves no folder behind.
+    Every file is written under a temporary name and renamed, so the folder is consistent whenever the process dies.
+    Only the main process writes, and not before the first fact is known: refused input leaves no folder behind.
 
-    As a context manager it also holds a lock on the folder, which the system releases when the process ends, however it
-    ends. Another process that wants the same folder is refused.
+    As a context manager it holds a lock on the folder. The operating system releases the lock when the process ends.
+    Another process that uses the same folder gets a T2RError.
 
     Args:
-        folder: where it is.
-        plan: what makes this run this run.
-        restart: forget what is there. It is removed when the lock is taken.
+        folder: the folder.
+        plan: identifies the run. A run can be resumed only with the same plan.
+        restart: ignore an existing run. It is removed when the lock is taken.
         began: when the work began, by `time.monotonic`.
     """
 
@@ -70,13 +69,13 @@ class Run:
 
     @property
     def begun(self) -> bool:
-        """Is there anything that the same command would go on with?"""
+        """Whether there is a run that the same command would resume."""
         return (self.folder / FACTS).exists()
 
     @property
     def seconds(self) -> float:
-        """How long it has worked, in all processes that worked on it one after the other. What was not recorded when
-        a process was killed is missing."""
+        """Total working time, including that before the run was resumed. Time not yet recorded when a process was
+        killed is not included."""
         return self.before + time.monotonic() - self.began
 
     # --- The lock -------------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ class Run:
         try:
             if self.restart:
                 self.clear()
-            elif self.version != version(self.folder / FACTS):  # another process wrote it before the lock was taken
+            elif self.version != version(self.folder / FACTS):  # another process wrote before the lock was taken
                 self.read()
         except BaseException:
             self.release_lock()
@@ -119,14 +118,14 @@ class Run:
                 raise T2RError(
                     f"another process is working in {self.folder}: wait for it to end, or choose another folder"
                 ) from None
-            # The process that had the lock may have removed the folder when it was done, and this file with it.
+            # The previous owner of the lock may have removed the folder, and this file with it, when it finished.
             if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                 self.lock = lock
             else:
                 lock.close()
 
     def clear(self) -> None:
-        """Remove what the folder holds, but for the lock."""
+        """Remove all contents of the folder except the lock."""
         if processes.is_main():
             with writing(self.folder):
                 for path in self.folder.iterdir():
@@ -139,7 +138,7 @@ class Run:
     def release_lock(self) -> None:
         if self.lock is None:
             return
-        if not (self.folder / FACTS).exists():  # nothing was begun
+        if not (self.folder / FACTS).exists():  # the run was not started
             (self.folder / LOCK).unlink(missing_ok=True)
             if self.folder.is_dir() and not any(self.folder.iterdir()):
                 self.folder.rmdir()
@@ -149,18 +148,18 @@ class Run:
     # --- Facts ----------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """The facts of a run that was begun. For a damaged file there is a copy."""
+        """Read the facts of an existing run, from the backup if the file is damaged."""
         self.version = version(self.folder / FACTS)
         for name in (FACTS, BACKUP):
             path = self.folder / name
             try:
                 facts = json.loads(path.read_text(encoding="utf-8"))
                 if not isinstance(facts, dict) or "plan" not in facts:
-                    raise ValueError("it has no plan")
+                    raise ValueError("there is no plan in it")
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:
-                logger.warning("%s is damaged (%s): its copy is used, if there is one", path, error)
+                logger.warning("%s is damaged (%s); its backup is used if there is one", path, error)
                 continue
             self.facts = facts
             self.before = float(facts.pop("seconds", 0.0))
@@ -168,12 +167,12 @@ class Run:
             return
 
     def check(self, key: str, now: Any) -> None:
-        """What is now must be what was when the run began."""
+        """Raise T2RError if a fact differs from its value when the run began."""
         old, new = {key: self.facts[key]}, {key: json.loads(json.dumps(now))}
         if old != new:
             raise T2RError(
-                f"{self.folder} holds an unfinished run with other options ({difference(old, new)}): "
-                "repeat its command to go on, or say --restart to begin anew"
+                f"{self.folder} contains an unfinished run with other options ({difference(old, new)}): "
+                "repeat its command to resume it, or use --restart to start again"
             )
 
     def write(self) -> None:
@@ -185,7 +184,7 @@ class Run:
                 write_text(self.folder / BACKUP, text)
 
     def remember(self, key: str, make: Callable[[], Any]) -> Any:
-        """A fact that is found once: on resuming it is what it was. Every process looks; the main one's counts."""
+        """Return a saved fact, or compute and save it. All processes compute it; the main one's value is used."""
         if key not in self.facts:
             self.facts[key] = processes.agreed(make())
             self.write()
@@ -200,7 +199,7 @@ class Run:
 
     @property
     def logs(self) -> Path:
-        """For those who write logs as files: beside the result, where they stay."""
+        """The folder for log files, beside the result. It is kept when the run is removed."""
         return self.folder.with_suffix(".logs")
 
     def weights(self, stage: str) -> Path:
@@ -210,7 +209,7 @@ class Run:
         return self.folder / f"{stage}.checkpoints"
 
     def finish(self, stage: str, model: PreTrainedModel) -> None:
-        """Keep the result of a stage, in place of its checkpoints."""
+        """Save the weights of a finished stage, and remove its checkpoints."""
         path = self.weights(stage)
         if processes.is_main():
             save_weights(model, path)
@@ -222,14 +221,14 @@ class Run:
         processes.wait()
 
     def restore(self, stage: str, model: PreTrainedModel) -> bool:
-        """Give the model the weights of a finished stage. False: it is not finished, or its file is damaged."""
+        """Load the weights of a finished stage. Returns False if it is not finished or its file is damaged."""
         path = self.weights(stage)
         if not processes.agreed(path.exists()):
             return False
         known = self.facts.get(f"{stage}.checksum")
         damaged = None
         if processes.agreed(known is not None and checksum(path) != known):
-            damaged = "its checksum is another"
+            damaged = "wrong checksum"
         else:
             try:
                 load_weights(model, path)
@@ -237,7 +236,7 @@ class Run:
                 damaged = str(error)
         if damaged is None:
             return True
-        logger.warning("%s is damaged (%s): the stage %s is trained again", path, damaged, stage)
+        logger.warning("%s is damaged (%s); stage %s is trained again", path, damaged, stage)
         processes.wait()
         self.forget(*(f"{stage}.{name}" for name in ("checksum", "log", "read", "done")), f"measured.{stage}")
         if processes.is_main():
@@ -245,7 +244,7 @@ class Run:
         return False
 
     def remove(self) -> None:
-        """All is done and saved elsewhere."""
+        """Remove the folder, after the result was saved elsewhere."""
         if processes.is_main():
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -255,14 +254,14 @@ def version(path: Path) -> int | None:
 
 
 def difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:
-    """The first thing in which two plans differ."""
+    """Describe the first difference between two plans."""
     for key in sorted({*old, *new}):
         if old.get(key) != new.get(key):
             was, now = (dict(enumerate(x)) if isinstance(x, list) else x for x in (old.get(key), new.get(key)))
             if isinstance(was, dict) and isinstance(now, dict):
                 return f"{key}.{difference(was, now)}"
-            return f"{key}: {str(old.get(key))[:60]} there, {str(new.get(key))[:60]} now"
-    return "their order"
+            return f"{key}: was {str(old.get(key))[:60]}, now {str(new.get(key))[:60]}"
+    return "order"
 
 
 def save_weights(model: PreTrainedModel, path: Path) -> None:
@@ -280,5 +279,5 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
     missing, unexpected = model.load_state_dict(load_file(path), strict=False)
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     if unexpected or set(missing) - tied:
-        raise T2RError(f"{path} is not of this model: remove the folder it is in to start anew")
+        raise T2RError(f"{path} has the weights of another model: remove its folder to start again")
     model.tie_weights()

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, and nothing else: what a test can compare with a table."""
+"""The learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ KINDS = ("constant", "linear", "cosine", "inverse_sqrt", "cosine_restarts")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm up linearly from `warmup_init` to `peak` over `warmup_steps`, then follow the kind to step `steps`.
+    """Linear warm-up from `warmup_init` to `peak` over `warmup_steps`, then a schedule of the given kind up to `steps`.
 
-    `linear` and `cosine` end at `floor`; `inverse_sqrt` falls with the root of the step; `cosine_restarts` is
-    fairseq's: cycles of `period` steps, each `period_mult` times as long as the one before and between rates `shrink`
-    times as high.
+    `linear` and `cosine` end at `floor`. `inverse_sqrt` falls with the square root of the step. `cosine_restarts` is
+    fairseq's: cycles of `period` steps; each cycle is `period_mult` times as long as the one before, and its learning
+    rates are multiplied by `shrink`.
     """
 
     kind: str
@@ -33,14 +33,14 @@ class Schedule:
         if self.kind not in KINDS:
             raise T2RError(f"no schedule {self.kind!r}: choose one of {', '.join(KINDS)}")
         if self.kind == "cosine_restarts" and (self.period is None or self.period < 1):
-            raise T2RError("schedule cosine_restarts needs a period, in steps, at least 1")
+            raise T2RError("schedule cosine_restarts requires a period of at least 1 step")
         if self.warmup_steps < 0:
-            raise T2RError(f"warmup_steps is {self.warmup_steps}: it cannot be negative")
+            raise T2RError(f"warmup_steps must be at least 0; got {self.warmup_steps}")
         if self.period_mult < 1:
-            raise T2RError(f"period_mult is {self.period_mult}: a cycle cannot be shorter than the one before")
+            raise T2RError(f"period_mult must be at least 1; got {self.period_mult}")
 
     def at(self, step: float) -> float:
-        """The rate of step `step`, counted from 0; by the clock also between two steps."""
+        """Return the learning rate at `step`, from 0. With a time budget, steps can be fractional."""
         if step < self.warmup_steps:
             return self.warmup_init + (self.peak - self.warmup_init) * step / self.warmup_steps
         since = step - self.warmup_steps

@@ -1,4 +1,4 @@
-"""Which layers need their softmax attention most? Each is made recurrent alone, and the loss it adds is its cost."""
+"""The sensitivity of each layer: the increase in loss when this layer alone is recurrent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from t2r.model.logits import Readout, evaluating
 from t2r.tasks import Task
 
 BLOCKS = 16
-"""How many blocks of text are scored for each layer."""
+"""Blocks of text that are scored for each layer."""
 ROWS = 4
-"""How many of them at a time."""
+"""Blocks per batch."""
 
 
 def most_sensitive(
@@ -28,10 +28,10 @@ def most_sensitive(
     remember: Callable[[str, Callable[[], float]], float] = lambda name, measure: measure(),
     progress: bool = False,
 ) -> list[tuple[int, float]]:
-    """Layers and the loss that making this one alone recurrent adds, the most costly first. After a transfer: the
-    maps must be trained, the trunk must still be the teacher's.
+    """Return pairs of a layer and its increase in loss, the most sensitive layer first.
 
-    `remember` keeps each loss by a name, so that a scan that was stopped goes on where it was."""
+    Call this after a transfer: the maps must be trained, and all other weights must still be the teacher's. `remember`
+    saves each loss under a name, so that an interrupted scan can be resumed."""
     blocks: Any = task.dataset(block_size)
     chosen = [blocks[i * len(blocks) // count] for i in range(min(count, len(blocks)))]
     batches = [task.collate(chosen[i : i + ROWS]) for i in range(0, len(chosen), ROWS)]
@@ -39,7 +39,7 @@ def most_sensitive(
     layers = sorted({site.layer_idx for site in recurrent_sites(model)})
     with (
         evaluating(model),
-        progress_bar("each layer is measured alone", len(layers) + 1, "layers", shown=progress) as report,
+        progress_bar("scanning layers", len(layers) + 1, "layers", shown=progress) as report,
     ):
         with exact_attention(model):
             exact = remember("exact", lambda: loss_of(model, task, batches))
@@ -54,7 +54,7 @@ def most_sensitive(
 
 
 def loss_of(model: PreTrainedModel, task: Task, batches: list[dict[str, Any]]) -> float:
-    """The mean cross entropy over all positions that are scored."""
+    """Return the mean cross entropy over all scored positions."""
     readout = Readout(model, task.inputs(batches[0]))
     total: Any = 0.0
     count: Any = 0

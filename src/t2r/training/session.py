@@ -1,4 +1,4 @@
-"""One training session, for every task: the run folder, the data, the stages, what is measured, and the result."""
+"""A training session, for every task: the run folder, the data, the stages, evaluation, and the result."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from t2r.training.trainer import Settings
 logger = logging.getLogger(__name__)
 
 WORTH_TIMING = 50
-"""Without a stage of so many steps, nobody is told how long it will take: to find out would take as long."""
+"""If all stages have fewer steps, they are not timed before training: timing would take as long."""
 
 
 class Session:
-    """A plan on its way to a folder.
+    """Executes a plan and saves the result in a folder.
 
-    As a context manager it holds the run folder's lock. Everything that is refused should be refused before `prepare`
-    returns: from then on the run has begun, and the same call goes on with it.
+    As a context manager it holds the lock of the run folder. Errors of the user should be found before `prepare`
+    returns: from then on the run has started, and the same call resumes it.
 
     Args:
-        out: the folder to make. `out.run` beside it holds the unfinished run.
+        out: the output folder. The unfinished run is kept in `out.run`.
         plan: the stages.
-        task: the data, the scores and the metric.
-        settings: how it is trained.
+        task: the data, the loss and the metric.
+        settings: the training settings.
         place: the device.
-        facts: what else makes this run this run: a resumed one must have the same.
-        minutes: the time for all of it; the stages of the plan then have minutes of their own, which are shares of it.
+        facts: further facts that identify this run. A resumed run must have the same.
+        minutes: total time budget. The stages of the plan then have minutes too, which are their shares of it.
         began: when the work began, by `time.monotonic`. None: now.
-        restart: remove what is left of an unfinished run.
+        restart: remove an unfinished run.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Session:
         self.compared = False
         by_the_clock = minutes is not None or any(stage.minutes is not None for stage in plan.stages)
         self.threads = torch.get_num_threads() if by_the_clock and can_choose(place) else None
-        """The most threads that may be chosen. None: there is no choice."""
+        """The maximum number of threads. None: the number of threads is not tuned."""
         self.reading: float | None = None
-        """Seconds in which the windows were last read once."""
+        """Seconds of the last forward pass over the evaluation windows."""
         self.schedule: Schedule | None = None
         self.speeds: Speeds | None = None
         known = {"recipe": plan.to_dict(), "seed": settings.seed, "bf16": settings.bf16}
@@ -94,8 +94,8 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt) and processes.is_main() and self.run.begun:
-            self.run.write()  # how long it has worked
-            logger.warning("stopped: the same command goes on from here, with --restart it begins anew")
+            self.run.write()  # records the working time
+            logger.warning("interrupted: the same command resumes this run, with --restart it starts again")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         self.run.__exit__(kind, error, trace)
@@ -103,11 +103,11 @@ class Session:
     def prepare(
         self, model: PreTrainedModel, teacher: PreTrainedModel | None = None, *, writer: Any = None, scans: bool = False
     ) -> None:
-        """Time this machine, tell the plan, and make the data. After this nothing is refused, and the run begins.
+        """Time this machine, log the plan, and prepare the data. The run starts when this returns.
 
         Args:
-            writer: times the teacher's writing, for samples of a length.
-            scans: the layers that matter most will be looked for.
+            writer: a function that times the teacher's generation of samples of a given length.
+            scans: the sensitivity of the layers will be measured.
         """
         if self.settings.gradient_checkpointing:
             check_checkpointing(model)
@@ -118,7 +118,7 @@ class Session:
             for size in sizes:
                 self.task.dataset(size)
         if self.run.begun:
-            logger.info("going on with the unfinished run in %s", self.run.folder)
+            logger.info("resuming the unfinished run in %s", self.run.folder)
         work = self.work(model, scans)
         if "schedule" not in self.run.facts:
             threads = None
@@ -144,7 +144,7 @@ class Session:
         self.run.check("corpus", names)
 
     def work(self, model: PreTrainedModel, scans: bool) -> Work:
-        """All that is asked for."""
+        """Return the requested work."""
         windows, window = self.task.windows(model)
         return Work(
             self.plan,
@@ -159,14 +159,15 @@ class Session:
         )
 
     def reads(self) -> int:
-        """How often the windows are read: before training and after each stage; to compare, by the teacher too."""
+        """Return the number of passes over the evaluation windows: before training and after each stage, with a teacher
+        also by the teacher."""
         count = len(self.plan.stages)
         return 3 + 2 * count if self.compared else 1 + count
 
     def arrange(
         self, work: Work, model: PreTrainedModel, teacher: PreTrainedModel | None, writer: Any
     ) -> tuple[Speeds, Schedule] | None:
-        """What fits into the time there is. None: it is so little that timing it would not pay."""
+        """Time the work and schedule it. None: the work is too short to be timed."""
         stages = self.plan.stages
         timed = self.minutes is not None or any(stage.minutes is not None for stage in stages)
         if not timed and all(steps_of(s, work.tokens + work.teacher_tokens) < WORTH_TIMING for s in stages):
@@ -177,18 +178,18 @@ class Session:
         total = None if self.minutes is None else 60 * self.minutes
         schedule = decide(work, speeds, total, processes.agreed(self.run.seconds))
         for words in schedule.shrunk:
-            logger.warning("%s, to end in %s", words, "its time" if total is None else in_minutes(total))
+            logger.warning("%s, to fit into %s", words, "its minutes" if total is None else in_minutes(total))
         return speeds, schedule
 
     def restrict(self, work: Work, schedule: Schedule) -> None:
-        """Have the task do as much as the schedule says."""
+        """Limit the task to the schedule."""
         self.task.restrict(
             teacher_tokens=schedule.teacher_tokens if schedule.teacher_tokens < work.teacher_tokens else None,
             windows=schedule.windows if schedule.windows < work.windows else None,
         )
 
     def seconds_for(self, stage: Stage) -> float | None:
-        """The stage's share of the time that is left for training. None: it says itself how long it is."""
+        """Return the stage's share of the time left for training. None: the stage has its own budget."""
         if self.minutes is None or self.schedule is None:
             return None
         index = self.plan.stages.index(stage)
@@ -201,7 +202,7 @@ class Session:
         return left * (stage.minutes or 0.0) / sum(each.minutes or 0.0 for each in later)
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> Any:
-        """The task's metrics now, once: on resuming they are what they were."""
+        """Evaluate the task's metrics. A resumed run returns the saved values."""
         began, known = time.monotonic(), f"measured.{name}" in self.run.facts
         measured = self.run.remember(f"measured.{name}", lambda: self.task.measure(model, teacher))
         if measured is not None:
@@ -210,8 +211,13 @@ class Session:
             logger.info("%s: %s", name, self.task.told(measured))
         return measured
 
+    def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
+        """Measure the recall of the trained model. A resumed run returns the saved values."""
+        rows: list[dict[str, Any]] = self.run.remember("recall", lambda: self.task.recall(model))
+        return rows
+
     def train(self, model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel | None = None) -> PreTrainedModel:
-        """Run a stage, or take its result if it is finished."""
+        """Run a stage, or load its result if it is finished."""
         with fast_sums(self.place):
             return run_stage(
                 self.run,
@@ -226,7 +232,7 @@ class Session:
             )
 
     def most_sensitive(self, model: PreTrainedModel, block_size: int) -> list[list[Any]]:
-        """Layers and what making each alone recurrent costs, the most costly first. Each is measured once."""
+        """Return pairs of a layer and its increase in loss, the most sensitive first. A resumed run keeps them."""
         scan = most_sensitive(
             model,
             self.task,
@@ -238,21 +244,21 @@ class Session:
         return [list(cost) for cost in scan]
 
     def pace(self) -> dict[str, Any]:
-        """How far training came: the steps of each stage, and by the clock on a CPU the threads that were used last."""
+        """Return the steps of each stage and, if the number of threads was tuned, the last number."""
         return {"steps": self.steps()} | ({} if self.threads is None else {"threads": torch.get_num_threads()})
 
     def logs(self) -> dict[str, Any]:
-        """The losses of each stage."""
+        """Return the logged losses of each stage."""
         return {stage.name: self.run.facts[f"{stage.name}.log"] for stage in self.plan.stages}
 
     def mixture(self) -> list[dict[str, Any]]:
-        """What was read of each source of data, by stage."""
+        """Return the tokens read from each source, by stage."""
         facts = self.run.facts
         names = [stage.name for stage in self.plan.stages]
         return self.task.mixture({name: facts[f"{name}.read"] for name in names if f"{name}.read" in facts})
 
     def read_tokens(self) -> dict[str, int]:
-        """How many tokens each stage has read."""
+        """Return the number of tokens that each stage read."""
         facts = self.run.facts
         return {
             stage.name: steps * facts.get(f"{stage.name}.batch_tokens", stage.batch_tokens)
@@ -260,7 +266,7 @@ class Session:
         }
 
     def steps(self) -> dict[str, int]:
-        """How many steps each stage has made."""
+        """Return the number of optimizer steps of each stage."""
         facts, names = self.run.facts, [stage.name for stage in self.plan.stages]
         return {name: facts.get(f"{name}.done", facts[f"{name}.steps"]) for name in names}
 
@@ -275,10 +281,10 @@ class Session:
         files: dict[str, str] | None = None,
         state: Sequence[str] = (),
     ) -> None:
-        """All of it in one folder, whole or not at all; the run folder goes.
+        """Save everything in the output folder, atomically, and remove the run folder.
 
-        The text, the tokens that were read and a table of the results are added to the model card; `state` are lines on
-        what the model carries from token to token; `files` are more texts by name, written before the model is saved.
+        The training text, the tokens read and a table of the results are added to the model card. `state` are lines
+        about the model's state for the card. `files` are further text files by name, written before the model is saved.
         """
         if processes.is_main():
             with whole_folder(self.out, overwrite=overwrite) as folder:
@@ -298,11 +304,11 @@ class Session:
         processes.wait()
 
 
-# --- Telling ------------------------------------------------------------------------------------------------
+# --- Reporting ----------------------------------------------------------------------------------------------
 
 
 def table_of(results: dict[str, Any], *, compared: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows: what was measured, in the order in which it came about, in the words of its task."""
+    """Return the header and rows of the results, in the order in which they were measured."""
     task = TASKS.get(results.get("task", ""), LanguageModeling)
     before = [("teacher", "teacher"), ("swapped, not trained", "swapped")] if compared else [("untrained",) * 2]
     measured = [(words, results[key]) for words, key in before]
@@ -318,7 +324,7 @@ def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def results_section(plan: Recipe, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """For the model card: how it was trained, and what came of it."""
+    """Return the section of the model card with the recipe and the results."""
     lines = [
         "",
         "## Results",
@@ -332,7 +338,7 @@ def results_section(plan: Recipe, header: Sequence[str], rows: Sequence[Sequence
 
 
 def finite(value: Any) -> Any:
-    """The same without infinities and NaN, which JSON does not have."""
+    """Replace infinities and NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -346,9 +352,9 @@ def as_yaml(value: dict[str, Any]) -> str:
 
 @contextmanager
 def caching() -> Iterator[None]:
-    """Text becomes tokens, once: the main process goes first, and the others find what it has cached."""
+    """Tokenize in the main process first. The other processes then read its cache."""
     with processes.main_first():
         try:
             yield
         except OSError as error:
-            raise T2RError(f"the tokens of the text cannot be cached: {error}") from error
+            raise T2RError(f"the tokenized text cannot be cached: {error}") from error

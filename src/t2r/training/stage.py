@@ -1,4 +1,4 @@
-"""A stage: one stretch of training, and every option it has."""
+"""A stage of training and its options."""
 
 from __future__ import annotations
 
@@ -20,128 +20,131 @@ BUDGETS = ("steps", "tokens", "epochs", "minutes")
 
 @dataclass(frozen=True)
 class Stage:
-    """What is minimized, what is trained, for how long, and how.
+    """The objective, the trained parameters, the budget and the optimizer of a stage.
 
-    Exactly one of `steps`, `tokens`, `epochs` and `minutes` says how long.
+    Exactly one of `steps`, `tokens`, `epochs` and `minutes` sets the budget.
     """
 
-    name: str = option(help="Names the stage's folder and its part of the results.")
+    name: str = option(help="Name of the stage, used for its folder and in the results.")
     objective: str = option(
-        help="`transfer`: attention outputs as the layer's own softmax gives them; `distill`: the teacher's "
-        "distribution (KL); `task`: the text (cross entropy).",
+        help="`transfer`: match the outputs of each layer's softmax attention; `distill`: match the teacher's "
+        "distribution (KL divergence); `task`: predict the text (cross entropy).",
         choices=OBJECTIVES,
     )
     train: str = option(
         "all",
-        help="`maps`, `attention`, `all`, or `lora`: the maps, and adapters that are folded in at the end.",
+        help="Parameters to train: `maps`, `attention`, `all`, or `lora` (the maps, and LoRA adapters that are merged "
+        "at the end).",
         choices=TRAINED,
     )
     steps: int | None = option(None, help="Budget in optimizer steps.", minimum=1, maximum=10**9)
     tokens: int | None = option(None, help="Budget in tokens.", minimum=1, maximum=10**15)
-    epochs: float | None = option(None, help="Budget in passes over the text.", above=0, maximum=10**6)
+    epochs: float | None = option(None, help="Budget in epochs.", above=0, maximum=10**6)
     minutes: float | None = option(
         None,
-        help="Budget in minutes: the stage ends when they are over, and its learning rate follows the clock.",
+        help="Budget in minutes. The learning rate then follows the elapsed time.",
         above=0,
         maximum=525_600,
     )
     batch_tokens: int = option(
         16384,
-        help="Tokens of an optimizer step, over all devices and accumulation.",
+        help="Tokens per optimizer step, over all devices and accumulation steps.",
         minimum=1,
         maximum=10**9,
     )
     device_tokens: int | None = option(
         None,
-        help="Tokens of a forward on one device: fewer need less memory.",
+        help="Maximum tokens per forward pass on one device. Fewer need less memory.",
         minimum=1,
         maximum=10**9,
         unset="as batch_tokens, at most 16,384",
     )
     block_size: int = option(
         512,
-        help="Tokens of a block; shrinks to the positions that the teacher has. Of translation: tokens of pairs that "
-        "are padded together, each pair as long as its longer side.",
+        help="Tokens per block, limited to the positions of the teacher. Translation: tokens of the pairs of a block, "
+        "padding included; a pair counts as its longer side.",
         minimum=2,
         maximum=10**8,
     )
     optimizer: str = option(
         "adamw",
-        help="`adamw`, `adam`, `muon` (matrices by Muon, the rest by Adam) or `nag` (the paper's).",
+        help="`adamw`, `adam`, `muon` (Muon for matrices, AdamW for the rest) or `nag` (the paper's).",
         choices=OPTIMIZERS,
     )
-    learning_rate: float = option(1e-3, help="Learning rate at its peak.", above=0)
-    map_learning_rate: float | None = option(None, help="Learning rate of the maps.", above=0, unset="as learning_rate")
+    learning_rate: float = option(1e-3, help="Peak learning rate.", above=0)
+    map_learning_rate: float | None = option(
+        None, help="Peak learning rate of the maps.", above=0, unset="as learning_rate"
+    )
     betas: list[float] = option(
         [0.9, 0.98],
-        help="Of `adam`, `adamw`, and the part of `muon` that is Adam.",
+        help="Betas of `adam` and `adamw`, also within `muon`.",
         length=2,
         minimum=0,
         below=1,
     )
-    epsilon: float = option(1e-8, help="Of Adam.", above=0, maximum=1)
-    momentum: float = option(0.99, help="Of `nag`.", minimum=0, below=1)
+    epsilon: float = option(1e-8, help="Epsilon of `adam` and `adamw`.", above=0, maximum=1)
+    momentum: float = option(0.99, help="Momentum of `nag`.", minimum=0, below=1)
     weight_decay: float = option(0.0, help="Decoupled weight decay.", minimum=0)
     clip_norm: float | None = option(
-        1.0, help="Gradients are clipped to this norm; null for no clipping.", above=0, unset="no clipping"
+        1.0, help="Maximum gradient norm; null for no clipping.", above=0, unset="no clipping"
     )
     schedule: str = option(
         "cosine",
-        help="`constant`, `linear`, `cosine`, `inverse_sqrt` or `cosine_restarts` (fairseq's).",
+        help="Learning rate schedule: `constant`, `linear`, `cosine`, `inverse_sqrt` or `cosine_restarts` (fairseq's).",
         choices=KINDS,
     )
-    warmup_steps: int = option(0, help="Steps over which the learning rate rises.", minimum=0, maximum=10**9)
+    warmup_steps: int = option(0, help="Warm-up steps.", minimum=0, maximum=10**9)
     warmup_init: float = option(0.0, help="Learning rate at the start of the warm-up.", minimum=0)
-    min_learning_rate: float = option(0.0, help="Learning rate at the end.", minimum=0)
+    min_learning_rate: float = option(0.0, help="Learning rate at the end of the schedule.", minimum=0)
     period: int | None = option(
-        None, help="Of `cosine_restarts`: steps of the first cycle.", minimum=1, maximum=10**9, unset="none"
+        None, help="`cosine_restarts`: steps of the first cycle.", minimum=1, maximum=10**9, unset="none"
     )
     period_mult: float = option(
-        1.0, help="Of `cosine_restarts`: by what each cycle is longer than the one before.", minimum=1
+        1.0, help="`cosine_restarts`: factor by which each cycle is longer than the one before.", minimum=1
     )
     shrink: float = option(
-        1.0, help="Of `cosine_restarts`: by what the peak shrinks with each cycle.", above=0, maximum=1
+        1.0, help="`cosine_restarts`: factor by which the learning rates shrink with each cycle.", above=0, maximum=1
     )
-    kl_weight: float = option(1.0, help="Of `distill`: weight of the KL divergence.", minimum=0)
-    task_weight: float = option(0.0, help="Of `distill`: weight of the cross entropy.", minimum=0)
-    temperature: float = option(1.0, help="Of `distill`: temperature of both distributions.", above=0)
+    kl_weight: float = option(1.0, help="`distill`: weight of the KL divergence.", minimum=0)
+    task_weight: float = option(0.0, help="`distill`: weight of the cross entropy.", minimum=0)
+    temperature: float = option(1.0, help="`distill`: temperature of both distributions.", above=0)
     label_smoothing: float = option(
         0.0,
-        help="Of the cross entropy: this share of a label is spread evenly over the vocabulary.",
+        help="Label smoothing of the cross entropy.",
         minimum=0,
         below=1,
     )
     noise: float = option(
         0.0,
-        help="This share of the tokens read, chosen at random, is replaced by others of the batch: for a text that "
-        "is read many times.",
+        help="Token noise: the fraction of input tokens that is replaced at random by other tokens of the batch. Helps "
+        "with a text that is read for many epochs.",
         minimum=0,
         below=1,
     )
     noise_from: int = option(
         1,
-        help="Noise begins with this reading of a block in this stage; 2: the first reading has none.",
+        help="The first reading of a block with token noise, from 1; 2: the first reading has none.",
         minimum=1,
         maximum=10**6,
     )
-    lora_rank: int = option(16, help="Rank of the adapters.", minimum=1, maximum=10**6)
+    lora_rank: int = option(16, help="Rank of the LoRA adapters.", minimum=1, maximum=10**6)
 
     def __post_init__(self) -> None:
         where = f"stage {self.name!r}: "
         check(Stage, vars(self), where)
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise T2RError(f"{where}say how long by exactly one of {', '.join(BUDGETS)}; got {given or 'none'}")
-        if not NAME.fullmatch(self.name):  # it becomes the name of a folder
-            raise T2RError(f"{where}a name is made of letters, digits, - and _")
+            raise T2RError(f"{where}set the budget by exactly one of {', '.join(BUDGETS)}; got {given or 'none'}")
+        if not NAME.fullmatch(self.name):  # the name of a folder
+            raise T2RError(f"{where}a name may contain only letters, digits, - and _")
         if self.objective == "transfer" and self.train != "maps":
-            raise T2RError(f"{where}transfer compares attention outputs with the model's own, so it trains maps only")
+            raise T2RError(f"{where}objective transfer requires train: maps; got {self.train}")
         if self.objective == "distill" and not self.kl_weight and not self.task_weight:
-            raise T2RError(f"{where}kl_weight and task_weight are both 0: there is nothing to learn")
+            raise T2RError(f"{where}kl_weight and task_weight are both 0: there is nothing to minimize")
         if self.batch_tokens % self.block_size:
             raise T2RError(
-                f"{where}batch_tokens {self.batch_tokens} is not a whole number of {self.block_size}-token blocks: "
-                "change one of the two"
+                f"{where}batch_tokens {self.batch_tokens} is not a multiple of block_size {self.block_size}: "
+                "change one of them"
             )
         try:
             self.make_schedule(1)
@@ -149,8 +152,10 @@ class Stage:
             raise T2RError(f"{where}{error}") from error
 
     def fitted(self, steps: int) -> Stage:
-        """The same for a budget of so many steps. A budget that ends before the warm-up would never reach the learning
-        rate, so the warm-up (and the period after it) shrinks in proportion, or to a tenth without a period."""
+        """Return the stage for a budget of `steps` steps.
+
+        If the budget is not longer than the warm-up, the warm-up and the period are scaled to the budget; without a
+        period, the warm-up becomes a tenth of it."""
         if self.warmup_steps < steps:
             return self
         whole = self.warmup_steps + self.period if self.period else 10 * self.warmup_steps
@@ -158,7 +163,7 @@ class Stage:
         return dataclasses.replace(self, warmup_steps=self.warmup_steps * steps // whole, period=period)
 
     def with_block_size(self, size: int) -> Stage:
-        """The same in blocks of this size. `batch_tokens` is rounded down to whole blocks, and is at least one."""
+        """Return the stage with this block size. `batch_tokens` is rounded down to whole blocks, at least one."""
         return dataclasses.replace(self, block_size=size, batch_tokens=max(1, self.batch_tokens // size) * size)
 
     def make_schedule(self, steps: int) -> Schedule:
@@ -176,7 +181,7 @@ class Stage:
 
 
 def make_stage(values: dict[str, Any]) -> Stage:
-    """A stage from what YAML says."""
+    """Make a stage from parsed YAML."""
     where, known = f"stage {values['name']!r}: ", options_of(Stage)
     refuse_unknown(values, known, where)
     return Stage(**{name: known[name].read(value) for name, value in values.items()})

@@ -1,4 +1,4 @@
-"""Run a stage of a recipe, and go on where a run was stopped."""
+"""Runs a stage of a recipe, or resumes it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ def run_stage(
     seconds: float | None = None,
     threads: int | None = None,
 ) -> PreTrainedModel:
-    """Train a stage, or take its result if it is finished already. Returns the trained model (LoRA folded in).
+    """Train a stage, or load its result if it is finished. Returns the trained model, with LoRA adapters merged.
 
-    With `settings.compiled`, torch.compile fuses each decoder layer and the loss, or in a transfer the comparison of
-    each site: one layer's code serves all, so it takes half a minute, and on a GPU a step is more than twice as fast.
+    With `settings.compiled`, each decoder layer and the loss are compiled with torch.compile; in a transfer, the error
+    of each site. All layers share the compiled code, so this takes half a minute. On a GPU a step becomes more than
+    twice as fast.
 
     Args:
-        speeds: what was timed. None: a stage whose budget is time is timed now.
-        seconds: the time for this stage. None: what the stage says itself. A stage whose budget is time ends by the
-            clock: the number of its steps is a plan.
-        threads: at most so many threads are used while a stage runs by the clock. None: as many as there are.
+        speeds: measured speeds. None: a stage with a time budget is timed now.
+        seconds: the time for this stage. None: the stage's own budget. A stage with a time budget ends when the time
+            is over; its number of steps is an estimate.
+        threads: the maximum number of threads, tuned during a stage with a time budget. None: it is not tuned.
     """
     if run.restore(stage.name, model):
         return model
@@ -74,7 +75,7 @@ def run_stage(
             trainer.add_callback(Threads(threads))
         checkpoint = last_checkpoint(folder)
         if checkpoint is not None:
-            logger.info("going on from step %s of %s", checkpoint.name.split("-")[1], stage.name)
+            logger.info("resuming from step %s of %s", checkpoint.name.split("-")[1], stage.name)
             if trainer.deadline is not None:
                 trainer.deadline.load(checkpoint)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -94,7 +95,7 @@ def run_stage(
 
 
 class KeepsTime(TrainerCallback):
-    """With every checkpoint the run records how long it has worked."""
+    """Records the working time of the run with every checkpoint."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -113,10 +114,10 @@ def budgeted(
     speeds: Speeds | None,
     seconds: float | None,
 ) -> tuple[int, int]:
-    """The steps of a stage and the tokens of each, for a text of so many tokens."""
+    """Return the number of steps of a stage and the tokens per step, for a text of `tokens` tokens."""
     if stage.minutes is None:
         return steps_of(stage, tokens), stage.batch_tokens
-    told = speeds is not None  # whoever timed it has said what had to be made less
+    told = speeds is not None  # the caller has already logged what was reduced
     if speeds is None:
         speeds = Speeds({stage.name: time_stage(model, stage, task, teacher, settings)}, 0.0)
     made = plan_stage(stage, speeds, seconds, tokens)
@@ -126,11 +127,11 @@ def budgeted(
 
 
 def fit(stage: Stage, steps: int) -> Stage:
-    """The stage with a warm-up that its budget has room for."""
+    """Return the stage with its warm-up shortened to fit its budget, with a warning."""
     fitted = stage.fitted(steps)
     if fitted is not stage:
         logger.warning(
-            "stage %s: %d steps end before the warm-up of %d would: it is shortened to %d",
+            "stage %s has %d steps, no more than its %d warm-up steps, which are reduced to %d",
             stage.name,
             steps,
             stage.warmup_steps,
@@ -140,14 +141,14 @@ def fit(stage: Stage, steps: int) -> Stage:
 
 
 def announce(stage: Stage, steps: int, model: Any, teacher: Any, dataset: Any, seconds: float | None) -> None:
-    """Before it starts: what it will take."""
+    """Log the steps, tokens, time and memory of a stage before it starts."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     bytes_ = held_bytes(model, stage, teacher)
     blocks = steps * stage.batch_tokens // stage.block_size
     logger.info(
-        "stage %s (%s, trains %s): %s steps, %s tokens (%.1f epochs of the corpus)%s; %.1fM of %.1fM parameters learn; "
-        "weights, gradients and optimizer need %.2f GB, activations come on top",
+        "stage %s (%s, trains %s): %s steps, %s tokens (%.1f epochs)%s; %.1fM of %.1fM parameters are trained; "
+        "weights, gradients and optimizer states need %.2f GB, plus activations",
         stage.name,
         stage.objective,
         stage.train,

@@ -1,4 +1,4 @@
-"""The plan, in words, before it is carried out."""
+"""The log messages that describe a plan before it is executed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def plan_lines(
     place: torch.device,
     given: float | None,
 ) -> Iterator[str]:
-    """A line for each phase, and one for all. Without a schedule it is not known how long they take."""
+    """Yield one line per phase and one for the total. Without a schedule, times are omitted."""
     parameters = sum(p.numel() for p in model.parameters())
     precision = "bfloat16" if settings.bf16 else "float32"
     yield f"plan: {parameters / 1e6:.1f}M parameters, recipe {work.plan.name}, on {place} in {precision}"
     if work.teacher_tokens:
         tokens = work.teacher_tokens if schedule is None else schedule.teacher_tokens
-        yield f"plan: the teacher writes {tokens:,} tokens" + about(None if schedule is None else schedule.writing)
+        yield f"plan: the teacher generates {tokens:,} tokens" + about(None if schedule is None else schedule.writing)
     for stage in work.plan.stages:
         if schedule is None:
             steps, batch, seconds = steps_of(stage, work.tokens + work.teacher_tokens), stage.batch_tokens, None
@@ -39,23 +39,21 @@ def plan_lines(
         gigabytes = stage_bytes(model, stage, teacher) / 1e9
         yield (
             f"plan: {stage.name} ({stage.objective}, trains {stage.train}): {steps:,} steps of {batch:,} tokens, "
-            f"{steps * batch:,} in all{about(seconds)}; weights, gradients and optimizer {gigabytes:.2f} GB"
+            f"{steps * batch:,} in total{about(seconds)}; weights, gradients and optimizer states {gigabytes:.2f} GB"
         )
     if work.passes:
         layers = work.passes - 1
-        yield f"plan: each of {layers} layers is measured alone" + about(
-            None if schedule is None else schedule.scanning
-        )
+        yield f"plan: scan of {layers} layers" + about(None if schedule is None else schedule.scanning)
     if work.windows:
         windows = work.windows if schedule is None else schedule.windows
         times = len(work.plan.stages) + (2 if teacher is not None else 1)
         size = f" of {work.window} tokens" if work.unit == "windows" else ""
-        yield f"plan: {times} measurements on {windows:,} {work.unit}{size}" + about(
+        yield f"plan: {times} evaluations on {windows:,} {work.unit}{size}" + about(
             None if schedule is None else schedule.measuring
         )
     if schedule is not None:
         of = "" if given is None else f", of {in_minutes(60 * given)}"
-        yield f"plan: about {duration(schedule.seconds)} in all{of}; {duration(schedule.before)} of them until now"
+        yield f"plan: about {duration(schedule.seconds)} in total{of}; {duration(schedule.before)} have passed"
 
 
 def about(seconds: float | None) -> str:
@@ -63,7 +61,7 @@ def about(seconds: float | None) -> str:
 
 
 def stage_bytes(model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel | None) -> int:
-    """Weights, gradients and optimizer of a stage. LoRA's adapters, a few per cent, are left out."""
+    """Return the bytes of weights, gradients and optimizer states of a stage, without LoRA adapters (a few percent)."""
     sizes = {id(p): p.numel() for p in model.parameters()}
     chosen = "maps" if stage.train == "lora" else stage.train
     learning = trained_by(model, Stage("memory", "task", chosen, steps=1))

@@ -1,7 +1,7 @@
-"""How many threads torch uses on a CPU, by measuring.
+"""Tunes the number of CPU threads by measurement.
 
-Threads that share a small operation wait for the slowest of them. On two cores of which one has other work, two threads
-can take twice as long as one; on two idle cores they are faster. Which is the case changes while a model trains.
+Threads that share a small operation wait for the slowest one. If one of two cores is busy, two threads can take twice
+as long as one; on two idle cores they are faster. This can change during training.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from t2r.training import processes
 logger = logging.getLogger(__name__)
 
 CHANGED = 1.4
-"""When steps take longer or shorter by this factor, the number of threads is chosen again."""
+"""If the time of a step changes by this factor, the number of threads is tuned again."""
 STEADY = 8
-"""Steps whose median is compared with the one before."""
+"""Number of steps whose median time is compared with the previous median."""
 TRIED = 4
-"""Steps that are made with each number; the first warms up."""
+"""Number of steps with each number of threads; the first is a warm-up."""
 
 
 def candidates(most: int) -> list[int]:
-    """This number of threads, half of it, and so on down to one."""
+    """Return this number of threads, half of it, and so on down to 1."""
     counts = [most]
     while counts[-1] > 1:
         counts.append(counts[-1] // 2)
@@ -36,13 +36,14 @@ def candidates(most: int) -> list[int]:
 
 
 def can_choose(place: torch.device) -> bool:
-    """Whether there is a choice: on a CPU that no other process of this training shares."""
+    """Return whether the number of threads can be tuned: on a CPU, with a single process and several threads."""
     return place.type == "cpu" and processes.count() == 1 and torch.get_num_threads() > 1
 
 
 def choose(seconds: Callable[[], float]) -> int:
-    """Use as many threads as a step is fastest with. `seconds` makes a step and returns its time. When fewer threads
-    are much slower, still fewer are not tried."""
+    """Set the number of threads with which a step is fastest, and return it.
+
+    `seconds` runs a step and returns its time. Once fewer threads are much slower, even fewer are not tried."""
     times: dict[int, float] = {}
     for count in candidates(torch.get_num_threads()):
         torch.set_num_threads(count)
@@ -61,19 +62,19 @@ def fastest(times: dict[int, float]) -> int:
 
 
 class Threads(TrainerCallback):
-    """Chooses the number of threads again when the time of a step has changed, by steps of the training itself.
+    """Tunes the number of threads again when the time of a step has changed, using training steps.
 
     Args:
-        most: the largest number that is tried.
+        most: the largest number of threads to try.
     """
 
     def __init__(self, most: int) -> None:
         self.counts = candidates(most)
         self.recent: list[float] = []
         self.usual: float | None = None
-        """The median time of a step since the number was chosen."""
+        """The median time of a step since the number was set."""
         self.queue: list[int] = []
-        """Numbers that are still to be tried, the first of them now."""
+        """Numbers still to be tried; the first is in use."""
         self.tried: dict[int, float] = {}
         self.began = 0.0
 
@@ -84,7 +85,7 @@ class Threads(TrainerCallback):
         self.add(time.perf_counter() - self.began)
 
     def add(self, seconds: float) -> None:
-        """A step has taken so long."""
+        """Record the time of a step."""
         self.recent.append(seconds)
         if self.queue:
             if len(self.recent) == TRIED:
@@ -99,7 +100,7 @@ class Threads(TrainerCallback):
                 self.go_on()
 
     def go_on(self) -> None:
-        """Try the next number, or use the fastest of those that were tried."""
+        """Try the next number, or set the fastest of those tried."""
         self.recent = []
         if self.queue:
             torch.set_num_threads(self.queue[0])

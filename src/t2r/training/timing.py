@@ -1,9 +1,10 @@
-"""How fast this machine is: small slices of the work are timed, and no weight changes."""
+"""Measures the speed of this machine by timing small slices of the work. Weights do not change."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -26,18 +27,18 @@ from t2r.training.threads import choose
 from t2r.training.trainer import Settings, batch_shape, captures
 
 SLICE = 128
-"""Tokens of the first slice that is timed."""
+"""Tokens of the first slice."""
 ENOUGH = 0.3
-"""Seconds that a slice must take to stand for the whole. One that takes less is followed by a larger one."""
+"""Seconds that a slice must take to be representative. After a shorter one, a larger slice is timed."""
 TOO_LONG = 3.0
-"""A slice that takes so many seconds is not repeated to warm up."""
+"""A slice that takes this many seconds is not repeated as a warm-up."""
 OVERHEAD = 1.1
-"""What logging, data and Python add to a step."""
+"""Factor for the overhead of logging, data loading and Python."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a training step: so many for each token, and so many for the optimizer."""
+    """Seconds of a training step: per token, and for the optimizer step."""
 
     token: float
     step: float
@@ -48,7 +49,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was timed, in seconds: a step of each stage, a token that is only read, and the teacher's writing."""
+    """Measured times in seconds: a step of each stage, a token of a forward pass, and the teacher's generation."""
 
     stages: dict[str, Cost]
     reading: float
@@ -72,7 +73,7 @@ def time_all(
     settings: Settings,
     write: Callable[[], WritingSpeed] | None,
 ) -> Speeds:
-    """Time a slice of everything that will be done. Every process does; the main one's numbers count."""
+    """Time a slice of each part of the work. All processes do so; the main one's times are used."""
     shown = settings.progress and processes.is_main()
     parts = len(plan.stages) + 1 + (write is not None)
     try:
@@ -87,8 +88,8 @@ def time_all(
             report(parts)
     except torch.OutOfMemoryError as error:
         raise T2RError(
-            "there is not enough memory for a step of training: use gradient_checkpointing, fewer device_tokens, or "
-            "train less of the model"
+            "not enough memory for a training step: use gradient_checkpointing, fewer device_tokens, or train fewer "
+            "parameters"
         ) from error
     return Speeds.from_dict(processes.agreed(Speeds(stages, reading, writing).to_dict()))
 
@@ -96,14 +97,14 @@ def time_all(
 def choose_threads(
     model: PreTrainedModel, teacher: PreTrainedModel | None, plan: Recipe, task: Task, settings: Settings
 ) -> int:
-    """Use as many threads as a step of the first stage is fastest with."""
+    """Set the number of threads with which a step of the first stage is fastest."""
     stage = plan.stages[0]
     with undisturbed(model):
         return choose(lambda: time_stage(model, stage, task, teacher, settings).of(stage.batch_tokens))
 
 
 class undisturbed:
-    """Random numbers, the mode of the model and which parameters learn are afterwards as before."""
+    """Restore the random state, the training mode and `requires_grad` of the parameters on exit."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -124,32 +125,42 @@ class undisturbed:
             parameter.requires_grad_(learns)
 
 
+@contextmanager
+def stage_step(
+    trained: Any,
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    stage: Stage,
+    task: Task,
+    settings: Settings,
+) -> Iterator[Callable[[dict[str, Any]], Any]]:
+    """Yield a function that runs forward and backward of a stage on one batch, as a session does."""
+    with prepared(trained, model, teacher, stage, settings, task):
+        choose_trained(trained, stage)
+        learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
+
+        def work(batch: dict[str, Any]) -> dict[str, Any]:
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
+                loss, _ = learner(batch)
+            loss.backward()
+            return {}
+
+        yield CapturedStep(work, trained.parameters()) if captures(trained, settings) else work
+
+
 def time_stage(
     model: PreTrainedModel, stage: Stage, task: Task, teacher: PreTrainedModel | None, settings: Settings
 ) -> Cost:
-    """Seconds of forward, backward and optimizer in this stage."""
+    """Return the time of forward, backward and optimizer step in this stage."""
     teacher = teacher if stage.objective == "distill" else None
     trained: Any = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
     try:
-        with prepared(trained, model, teacher, stage, settings, task):
-            choose_trained(trained, stage)
-            learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
-
-            def work(batch: dict[str, Any]) -> dict[str, Any]:
-                with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
-                    loss, _ = learner(batch)
-                loss.backward()
-                return {}
-
-            captured = CapturedStep(work, trained.parameters()) if captures(trained, settings) else None
-
-            def step(batch: dict[str, Any]) -> None:
-                (captured or work)(batch)
-
+        with stage_step(trained, model, teacher, stage, task, settings) as step:
             rows, _ = batch_shape(stage)
-            # What is compiled is compiled for one shape.
+            # Compiled code is specialized to one shape.
             sizes = [(rows, stage.block_size)] if settings.compiled else slices(rows, stage.block_size)
-            token = time_slices(step, task, model.device, sizes, warm_up=0 if captured is None else WARM_UP + 1)
+            warm_up = WARM_UP + 1 if captures(trained, settings) else 0
+            token = time_slices(step, task, model.device, sizes, warm_up)
             return Cost(token * OVERHEAD / processes.count(), time_optimizer(trained, stage))
     finally:
         if stage.train == "lora":
@@ -157,19 +168,19 @@ def time_stage(
 
 
 def time_optimizer(model: Any, stage: Stage) -> float:
-    """Seconds of one step of the optimizer, with the gradients that are there and a learning rate of 0."""
+    """Return the seconds of one optimizer step, with the current gradients and a learning rate of 0."""
     optimizer = make_optimizer(model, stage)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not all(bool(gradient.isfinite().all()) for gradient in gradients):  # 0 times infinity would be a weight
+    if not all(bool(gradient.isfinite().all()) for gradient in gradients):  # 0 times infinity is NaN
         return 0.0
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    optimizer.step()  # makes its state
+    optimizer.step()  # creates the optimizer states
     return timed(lambda: optimizer.step(), next(model.parameters()).device)
 
 
 def time_reading(model: PreTrainedModel, stage: Stage, task: Task) -> float:
-    """Seconds in which a token is read and predicted."""
+    """Return the seconds per token of a forward pass."""
 
     def read(batch: dict[str, Any]) -> None:
         model(**task.inputs(batch), use_cache=False)
@@ -180,7 +191,7 @@ def time_reading(model: PreTrainedModel, stage: Stage, task: Task) -> float:
 
 
 def slices(rows: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """Rows and lengths of slices, ever larger, up to a whole batch of one device."""
+    """Yield rows and lengths of ever larger slices, up to a whole batch of one device."""
     if block_size > SLICE:
         yield 1, SLICE
     count = 1
@@ -193,7 +204,7 @@ def slices(rows: int, block_size: int) -> Iterator[tuple[int, int]]:
 def time_slices(
     work: Callable[[dict[str, Any]], None], task: Task, device: torch.device, sizes: Any, warm_up: int = 0
 ) -> float:
-    """Seconds for each token, by the first slice that takes long enough to tell, after so many calls of warm-up."""
+    """Return the seconds per token of the first slice that takes long enough, after `warm_up` calls."""
     token, warm = 0.0, False
     for rows, length in sizes:
         batch = {name: x.to(device) for name, x in task.example(rows, length).items()}
@@ -222,5 +233,5 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def scanned_layers(model: PreTrainedModel) -> int:
-    """How often a scan of the layers reads its text: once for each, and once without any."""
+    """Return the number of forward passes of a scan: one per layer, and one with softmax attention everywhere."""
     return 1 + len({site.layer_idx for site in recurrent_sites(model)})

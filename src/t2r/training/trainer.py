@@ -1,5 +1,7 @@
-"""One stage on Hugging Face's Trainer: our objectives, optimizers and schedules; precision, accumulation, logging,
-checkpoints and several processes are theirs."""
+"""Trains one stage with Hugging Face's Trainer.
+
+Objectives, optimizers and schedules are t2r's. Trainer provides precision, accumulation, logging, checkpoints and
+distributed training."""
 
 from __future__ import annotations
 
@@ -39,28 +41,28 @@ from t2r.training.order import Order, collate
 from t2r.training.recipe import Stage
 
 LEARNED = "learned.safetensors"
-"""In a checkpoint: all that changes, which are the parameters that learn and the buffers."""
+"""The file in a checkpoint with everything that changes: trained parameters and buffers."""
 SAVE_SECONDS = 180.0
-"""Time between checkpoints, unless a number of steps is given."""
+"""Seconds between checkpoints, unless a number of steps is given."""
 LOOK_AT_CLOCK = 10
-"""Several processes must agree that it is time, which costs something: they ask after so many steps."""
+"""Several processes synchronize their clocks once in this many steps."""
 
 COUNT, LOSS = "t2r.count", "t2r.loss"
-"""Beside the inputs of a step and the sums that it gives."""
+"""Keys added to the inputs and outputs of a captured step."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a session trains, apart from its plan.
+    """The settings of a session, apart from its plan.
 
     Args:
-        seed: of the order of the data, of dropout and of noise.
-        bf16: compute in bfloat16 where it is safe; weights stay in float32.
-        compiled: compile layers, comparisons and losses, and on a GPU replay a step as one CUDA graph.
-        gradient_checkpointing: compute the activations of a layer again in the backward pass, to save memory.
-        save_steps: write a checkpoint after so many steps. None: every three minutes.
-        report_to: `none`, or a tracker that transformers knows.
-        progress: show bars.
+        seed: seed of the data order, of dropout and of token noise.
+        bf16: train with bfloat16 autocast; weights stay in float32.
+        compiled: compile layers and losses, and on a GPU replay a step as one CUDA graph.
+        gradient_checkpointing: recompute the activations of a layer in the backward pass, to save memory.
+        save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
+        report_to: `none`, or an experiment tracker of transformers.
+        progress: show progress bars.
     """
 
     seed: int = 0
@@ -73,8 +75,8 @@ class Settings:
 
 
 class StageTrainer(compat.TrainerHooks, Trainer):
-    """Trains one stage. `teacher` is what a distillation is measured against. With `seconds` it ends by the clock, and
-    `steps` is how many were planned."""
+    """Trains one stage. `teacher` is the teacher of a distillation. With `seconds` the stage ends when the time is
+    over, and `steps` is the planned number of steps."""
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             save_steps=settings.save_steps or 500,
             save_total_limit=2,
             logging_steps=max(1, min(20, steps // 20)),
-            logging_nan_inf_filter=False,  # a NaN is news
+            logging_nan_inf_filter=False,  # `Watch` must see NaN losses
             report_to=[] if settings.report_to == "none" else [settings.report_to],
             seed=settings.seed,
             train_sampling_strategy="sequential",
@@ -136,17 +138,17 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             optimizers=(optimizer, scheduler),
             callbacks=callbacks,
         )
-        # FSDP has whole weights inside a forward only, where it wants to see one forward and no verification.
+        # FSDP gathers weights only inside a forward, so the head cannot be applied separately.
         learner.whole = bool(self.is_fsdp_enabled)
-        # Each prints what is logged to stdout, among our results.
+        # Both would print logs to stdout, where the results go.
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(Bar(self.deadline))
-        for callback in self.callback_handler.callbacks:  # its own choice is the folder of the checkpoints, which goes
+        for callback in self.callback_handler.callbacks:  # its default is the checkpoint folder, which is removed
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and logs is not None:
                 callback.logging_dir = str(logs)
         self.stage, self.task, self.learner = stage, task, learner
-        # Whether the loss is divided by what `get_batch_samples` counts, or a mean that accumulation has to divide.
+        # True: the loss is divided by the count of `get_batch_samples`. False: it is a mean, divided by accumulation.
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
         self.terms: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
@@ -157,7 +159,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
     # --- The loss -------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of an optimizer step, and how many of their positions are scored, in all processes."""
+        """Return the batches of an optimizer step, and the number of scored positions over all processes."""
         batches, _ = super().get_batch_samples(*args, **kwargs)
         if not batches or not self.model_accepts_loss_kwargs:
             return batches, None
@@ -172,7 +174,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         num_items_in_batch: Tensor | None = None,
         **_: Any,
     ) -> Any:
-        # Processes average their gradients, so each divides its sum by its share of the count.
+        # Gradients are averaged over processes, so each divides its sum by its share of the count.
         count = None if num_items_in_batch is None else num_items_in_batch / processes.count()
         loss, self.sums = model(dict(inputs), count)
         return loss
@@ -184,14 +186,14 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         else:
             count = {} if num_items_in_batch is None else {COUNT: num_items_in_batch}
             divided = self.current_gradient_accumulation_steps
-            sums = dict(self.captured(dict(inputs) | count, variant=divided))  # accelerate has moved them
+            sums = dict(self.captured(dict(inputs) | count, variant=divided))  # already on the device
             loss = sums.pop(LOSS)
         for name, value in sums.items():
             self.terms[name] = self.terms.get(name, 0) + value
         return loss
 
     def whole_step(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Forward and backward of a batch: the loss, and sums for the log."""
+        """Run forward and backward on a batch. Returns the loss and sums for the log."""
         loss = super().training_step(self.model_wrapped, inputs, inputs.pop(COUNT, None))
         return self.sums | {LOSS: loss}
 
@@ -207,13 +209,12 @@ class StageTrainer(compat.TrainerHooks, Trainer):
     def save_checkpoint(self, save: Callable[[], None]) -> None:
         if not all(p.isfinite().all() for p in self.learner.student.parameters() if p.requires_grad):
             raise T2RError(
-                f"the weights are not finite at step {self.state.global_step}: lower the learning rate; "
-                f"{kept(self.args)}"
+                f"weights are not finite at step {self.state.global_step}: lower the learning rate; {kept(self.args)}"
             )
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         with writing(folder):
             save()
-            self.accelerator.wait_for_everyone()  # each process has saved its random state
+            self.accelerator.wait_for_everyone()  # each process saves its random state
             if self.is_world_process_zero():
                 if self.deadline is not None:
                     self.deadline.save(folder)
@@ -223,7 +224,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         if self.is_fsdp_enabled:
             return False
         folder.mkdir(parents=True, exist_ok=True)
-        # Buffers are copied: several may be one tensor.
+        # Buffers are copied because they may share memory, which safetensors refuses.
         tensors = {
             name: x.detach().to("cpu", copy=not isinstance(x, nn.Parameter)).contiguous()
             for name, x in self.changing().items()
@@ -240,7 +241,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         return True
 
     def changing(self) -> dict[str, Tensor]:
-        """The parameters that learn, tied ones once, and the buffers that are part of the model's state."""
+        """Return the trained parameters, tied ones once, and the persistent buffers."""
         student = self.learner.student
         parameters = {name for name, _ in student.named_parameters(remove_duplicate=False)}
         buffers = {name: x for name, x in student.state_dict(keep_vars=True).items() if name not in parameters}
@@ -248,7 +249,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
 
 
 class Bar(ProgressCallback):
-    """Progress on stderr, with the loss beside it. By the clock, its end is where the time will be over."""
+    """A progress bar on stderr with the loss. With a time budget, its total is the estimated number of steps."""
 
     def __init__(self, deadline: Deadline | None = None) -> None:
         super().__init__()
@@ -265,7 +266,7 @@ class Bar(ProgressCallback):
 
 
 class Clock(TrainerCallback):
-    """Asks for a checkpoint every few minutes, however long a step takes."""
+    """Requests a checkpoint every SAVE_SECONDS."""
 
     def __init__(self) -> None:
         self.saved = time.monotonic()
@@ -284,7 +285,7 @@ class Clock(TrainerCallback):
 
 
 class Watch(TrainerCallback):
-    """Stops a run that has gone wrong, with the last good checkpoint kept."""
+    """Stops a run that diverges. The last good checkpoint is kept."""
 
     def __init__(self) -> None:
         self.best = math.inf
@@ -300,14 +301,14 @@ class Watch(TrainerCallback):
         self.best = min(self.best, loss)
         if self.bad >= 3:
             raise T2RError(
-                f"the loss has grown from {self.best:.3g} to {loss:.3g} by step {state.global_step}: it diverges; "
+                f"training diverges: the loss rose from {self.best:.3g} to {loss:.3g} by step {state.global_step}; "
                 f"lower the learning rate; {kept(args)}"
             )
 
 
 def captures(model: nn.Module, settings: Settings) -> bool:
-    """Whether steps are captured: compiled ones, on one GPU. What is computed again in a backward pass restores the
-    state of the random generator, which a graph cannot."""
+    """Return whether steps are captured as CUDA graphs: if compiled, on one GPU, without gradient checkpointing, which
+    restores the random state in the backward pass and so cannot be captured."""
     on_gpu = next(model.parameters()).device.type == "cuda"
     return on_gpu and settings.compiled and not settings.gradient_checkpointing and processes.count() == 1
 
@@ -318,11 +319,11 @@ def kept(arguments: Any) -> str:
 
 
 def batch_shape(stage: Stage) -> tuple[int, int]:
-    """Rows of a forward on one device, and forwards per optimizer step, so that a step is `batch_tokens` in all."""
+    """Return the rows per forward pass on one device, and the forward passes per optimizer step."""
     world = processes.count()
     rows = stage.batch_tokens // stage.block_size
     if rows % world:
-        raise T2RError(f"a batch of {rows} blocks cannot be shared evenly by {world} processes")
+        raise T2RError(f"a batch of {rows} blocks cannot be divided evenly among {world} processes")
     most = (stage.device_tokens or min(stage.batch_tokens, 16384)) // stage.block_size
     per_device = rows // world
     accumulation = -(-per_device // max(1, most))

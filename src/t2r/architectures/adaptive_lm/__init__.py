@@ -1,1 +1,1 @@
-"""The paper's language model: Baevski and Auli's adaptive LM, which fairseq calls transformer_lm_wiki103."""
+"""The language model of the paper: the adaptive LM of Baevski and Auli, fairseq's transformer_lm_wiki103."""

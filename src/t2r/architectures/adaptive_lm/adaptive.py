@@ -1,7 +1,7 @@
-"""Words in bands: the rarer they are, the smaller their embeddings, on the way in and on the way out.
+"""Adaptive input embeddings (Baevski and Auli, 2019) and adaptive softmax (Grave et al., 2017).
 
-Adaptive input embeddings are Baevski and Auli's (2019), the adaptive softmax is Grave et al.'s (2017). A rare word
-costs few parameters in the first, and in the second its whole band is a single class for all who do not mean it.
+The vocabulary is divided into bands by frequency. Rare words have smaller embeddings. In the softmax, the first step
+treats each band of rare words as a single class.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from t2r.architectures.adaptive_lm.configuration import Band
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Embeddings of each band, and the projection that makes them as wide as the model: of the first band too,
-    though it is that wide already. A single band is an ordinary table, without a projection."""
+    """Embeddings of each band, with a projection to the hidden size.
+
+    The first band has a projection too, although it already has the hidden size. A single band is a plain table without
+    a projection."""
 
     def __init__(self, bands: Sequence[Band], hidden_size: int, padding_idx: int | None = None) -> None:
         super().__init__()
         self.bands = tuple(bands)
         self.num_embeddings, self.embedding_dim = bands[-1].last, hidden_size
         self.embeddings = nn.ModuleList(
-            # Padding has no gradient from here. fairseq also spares the words that stand at its index in other bands.
+            # The padding embedding gets no gradient. fairseq also excludes words with the same index in other bands.
             nn.Embedding(band.size, band.dim, band.place(padding_idx))
             for band in bands
         )
@@ -32,13 +34,15 @@ class AdaptiveEmbedding(nn.Module):
         self.projections = nn.ModuleList(nn.Linear(band.dim, hidden_size, bias=False) for band in bands[:count])
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Every band embeds every token, and all but one are then ignored: next to the layers that costs nothing,
-        while to pick the tokens of a band would wait for the device and break a compiled graph."""
+        """Embed tokens. Every band embeds every token, and only the result of the right band is used.
+
+        The cost is small compared to the layers. Selecting the tokens of each band would require device synchronization
+        and break a compiled graph."""
         if not self.projections:
             return self.embeddings[0](input_ids)
         embedded = None
         for band, table, project in zip(self.bands, self.embeddings, self.projections, strict=True):
-            # The first and the last are open to below and above: a word that does not exist is an index error.
+            # The first and last bands are not bounded below and above, so that invalid ids raise an index error.
             own = torch.ones_like(input_ids, dtype=torch.bool)
             if band is not self.bands[0]:
                 own &= input_ids >= band.first
@@ -51,8 +55,10 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class TailProjection(nn.Module):
-    """From the model's width to that of a band. The weight lies as that of the embedding's projection does, which
-    goes the other way, so that the two can be one parameter."""
+    """Projection from the hidden size to the size of a band.
+
+    The weight has the layout of the embedding projection, which maps in the other direction, so that both can share
+    one parameter."""
 
     def __init__(self, hidden_size: int, dim: int) -> None:
         super().__init__()
@@ -63,20 +69,20 @@ class TailProjection(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """The head decides between the words of the first band and, a class each, the other bands; the tail of a band
-    decides between its words.
+    """Adaptive softmax. The head scores the words of the first band and the other bands, each as one class. The tail of
+    a band scores its words.
 
-    Without labels: the log-probabilities of all words, `[..., vocabulary]`, in float32 at least. They are normalized,
-    so rounding them would be an error of the probabilities themselves. With labels, one for each hidden state: the
-    sum of their negative log-likelihoods. For that a tail looks at the tokens of its own band only, and nothing is
-    ever as wide as the vocabulary. Labels below zero are ignored.
+    Without labels, returns the log-probabilities of all words, `[..., vocabulary]`, in float32 or float64. They are not
+    rounded to lower precision, because they are normalized. With labels, one per hidden state, returns the sum of the
+    negative log-likelihoods. Each tail then processes only tokens of its band, and no tensor has the size of the
+    vocabulary. Negative labels are ignored.
     """
 
     def __init__(self, bands: Sequence[Band], hidden_size: int, softmax_dropout: float = 0.0) -> None:
         super().__init__()
         self.bands, tails = tuple(bands), bands[1:]
         self.in_features, self.out_features = hidden_size, bands[-1].last
-        # A plain softmax has no dropout of its own.
+        # A plain softmax has no dropout.
         self.dropout = softmax_dropout if tails else 0.0
         self.words = nn.ModuleList(nn.Linear(band.dim, band.size, bias=False) for band in bands)
         self.projections = nn.ModuleList(TailProjection(hidden_size, band.dim) for band in tails)
@@ -102,7 +108,7 @@ class AdaptiveSoftmax(nn.Module):
             own = (labels >= band.first) & (labels < band.last)
             choices = choices.masked_fill(own, self.bands[0].size + i)
             here = own.nonzero()[:, 0]
-            # Also where there are none: a parameter without a gradient would keep other processes waiting for it.
+            # Computed even without tokens: in distributed training, all parameters must have a gradient.
             logits = self.tail(i, hidden_states[here])
             tails.append(cross_entropy(logits, labels[here] - band.first, reduction="sum"))
         return cross_entropy(self.head(hidden_states), choices, ignore_index=-100, reduction="sum") + sum(tails)

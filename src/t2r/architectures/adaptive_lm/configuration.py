@@ -1,4 +1,4 @@
-"""AdaptiveLMConfig: the settings of the paper's language model, which are its defaults."""
+"""The configuration of the adaptive language model. Its defaults are the settings of the paper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from t2r.errors import T2RError
 
 
 class Band(NamedTuple):
-    """Words of about the same frequency: ids from `first` to before `last`, with embeddings of size `dim`."""
+    """A range of words of similar frequency: ids from `first` to `last` (exclusive), with embeddings of size `dim`."""
 
     first: int
     last: int
@@ -24,25 +24,25 @@ class Band(NamedTuple):
         return self.last - self.first
 
     def place(self, word: int | None) -> int | None:
-        """Where a word stands in the band, if it does."""
+        """Return the index of a word in the band, or None if it is not in the band."""
         return word - self.first if word is not None and self.first <= word < self.last else None
 
 
 class AdaptiveLMConfig(PreTrainedConfig):
-    """What an adaptive language model is made of. Words are numbered by falling frequency.
+    """Configuration of an adaptive language model. Words are numbered by decreasing frequency.
 
     Args:
-        cutoffs: where the second band of words begins, the third and so on. Empty: one band, which is to say plain
-            embeddings and a plain softmax.
-        adaptive_factor: the embeddings of a band are so many times smaller than those of the band before.
-        softmax_dropout: of what enters the adaptive softmax, and again behind the projections of its tails.
-        layerdrop: how often, in training, a whole layer is left out.
-        tie_word_embeddings: the softmax has the words' embeddings for its weights, band by band.
-        tie_adaptive_projections: and the projections of its tails are those of the embeddings, transposed.
+        cutoffs: first word ids of the second and later bands. If empty, there is one band, with plain embeddings and a
+            plain softmax.
+        adaptive_factor: factor by which the embedding size decreases from each band to the next.
+        softmax_dropout: dropout on the input of the adaptive softmax, and after the projections of its tails.
+        layerdrop: probability of skipping a layer in training.
+        tie_word_embeddings: share the word weights of the softmax with the embeddings, in each band.
+        tie_adaptive_projections: share the projections of the tails with those of the embeddings, transposed.
         scale_embedding: multiply embeddings by the square root of `hidden_size`.
-        final_layer_norm: a norm after the last layer.
-        first_position: the number that the sinusoids have for the first token. None: as in fairseq, which counts on
-            from `pad_token_id`. It is part of the model: a padding token that is chosen later does not move it.
+        final_layer_norm: apply layer normalization after the last layer.
+        first_position: position of the first token in the sinusoids. None selects `pad_token_id + 1`, as in fairseq.
+            It is saved with the model, so that changing the padding token later does not change positions.
     """
 
     model_type = "adaptive_lm"
@@ -79,7 +79,7 @@ class AdaptiveLMConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def bands(self) -> list[Band]:
-        """The vocabulary in its bands, from the frequent words to the rare."""
+        """Return the bands of the vocabulary, from frequent to rare words."""
         bounds = [0, *self.cutoffs, self.vocab_size]
         return [
             Band(first, last, self.hidden_size // self.adaptive_factor**i)
@@ -87,35 +87,35 @@ class AdaptiveLMConfig(PreTrainedConfig):
         ]
 
     def check(self) -> None:
-        """Refuse what would not fit together, or would be rounded in silence."""
+        """Raise T2RError for values that are invalid or inconsistent."""
         for name in ("vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "adaptive_factor"):
             if getattr(self, name) < 1:
                 raise T2RError(f"{name}={getattr(self, name)} must be at least 1")
         if self.hidden_size < 4 or self.hidden_size % 2:
-            raise T2RError(f"hidden_size={self.hidden_size} must be even and at least 4: half sines, half cosines")
+            raise T2RError(f"hidden_size={self.hidden_size} must be even and at least 4, for sinusoidal positions")
         if self.hidden_size % self.num_attention_heads:
             raise T2RError(
-                f"hidden_size={self.hidden_size} cannot be divided among num_attention_heads={self.num_attention_heads}"
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
             )
         bounds = [0, *self.cutoffs, self.vocab_size]
         if any(first >= last for first, last in pairwise(bounds)):
-            raise T2RError(f"cutoffs={self.cutoffs} must ascend, between 0 and vocab_size={self.vocab_size}")
+            raise T2RError(f"cutoffs={self.cutoffs} must be increasing, between 0 and vocab_size={self.vocab_size}")
         smallest = self.adaptive_factor ** len(self.cutoffs)
         if self.hidden_size % smallest:
             raise T2RError(
-                f"hidden_size={self.hidden_size} cannot be divided by adaptive_factor={self.adaptive_factor} "
-                f"{len(self.cutoffs)} times, once for each of the cutoffs"
+                f"hidden_size={self.hidden_size} must be divisible by adaptive_factor={self.adaptive_factor} "
+                f"{len(self.cutoffs)} times, once for each cutoff"
             )
         for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "softmax_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise T2RError(f"{name}={getattr(self, name)} must be at least 0 and less than 1")
         if self.activation_function not in ACT2FN:
-            raise T2RError(f"activation_function={self.activation_function!r} is not one that transformers has")
+            raise T2RError(f"activation_function={self.activation_function!r} is not an activation of transformers")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise T2RError(f"pad_token_id={self.pad_token_id} is not in a vocabulary of {self.vocab_size}")
         if self.tie_adaptive_projections and not self.tie_word_embeddings:
             raise T2RError(
-                "tie_adaptive_projections needs tie_word_embeddings: only projections of tied words can be shared"
+                "tie_adaptive_projections requires tie_word_embeddings: only projections of tied words can be shared"
             )
 
 

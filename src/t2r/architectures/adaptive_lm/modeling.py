@@ -1,7 +1,7 @@
-"""The adaptive language model: a decoder with its norms before each layer, sinusoidal positions and words in bands.
+"""The adaptive language model: a pre-norm decoder with sinusoidal positions, adaptive embeddings and adaptive softmax.
 
-It computes what fairseq's transformer_lm computes with the settings of transformer_lm_wiki103, and is for the rest a
-model as transformers has them: caches, attention interface, generation, saving and loading.
+It computes the same function as fairseq's transformer_lm with the settings of transformer_lm_wiki103. It supports the
+features of transformers models: caches, the attention interface, generation, saving and loading.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from t2r.errors import T2RError
 
 
 def sinusoids(positions: Tensor, size: int) -> Tensor:
-    """Sines, then cosines, of each position, in float32: computed when they are needed, so that there is no last one,
-    and nothing to save or to round to half precision. Their frequencies fall from 1 to exactly 1 / 10,000."""
+    """Compute sines, then cosines, of each position in float32, with frequencies from 1 to exactly 1 / 10,000.
+
+    They are computed when needed, so that there is no maximum length and no table to save or round."""
     half = size // 2
     steps = torch.arange(half, device=positions.device, dtype=torch.float32)
     angles = positions[..., None].float() * torch.exp(steps * -(math.log(10000) / (half - 1)))
@@ -47,7 +48,7 @@ def eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with its weights for all to see."""
+    """Compute softmax attention and return its weights."""
     scores = query @ key.transpose(-1, -2) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -57,7 +58,7 @@ def eager_attention(
 
 
 class InputProjection(nn.Linear):
-    """Of queries, keys or values: these start smaller than other projections."""
+    """A projection of queries, keys or values. Its initial weights are smaller than those of other projections."""
 
 
 class AdaptiveLMAttention(nn.Module):
@@ -126,7 +127,7 @@ class AdaptiveLMPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        """As fairseq does."""
+        """Initialize weights as in fairseq."""
         if isinstance(module, InputProjection):
             bound = module.in_features**-0.5
             init.xavier_uniform_(module.weight, gain=2**-0.5)
@@ -146,7 +147,7 @@ class AdaptiveLMPreTrainedModel(PreTrainedModel):
 
 
 class AdaptiveLMModel(AdaptiveLMPreTrainedModel):
-    """The decoder without its softmax."""
+    """The decoder without the softmax."""
 
     def __init__(self, config: AdaptiveLMConfig) -> None:
         super().__init__(config)
@@ -170,12 +171,12 @@ class AdaptiveLMModel(AdaptiveLMPreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """`position_ids` count from 0; `inputs_embeds` are as `embed_tokens` gives them, not scaled yet."""
+        """`position_ids` start at 0. `inputs_embeds` are outputs of `embed_tokens`, before scaling."""
         if (input_ids is None) == (inputs_embeds is None):
-            raise T2RError("give either input_ids or inputs_embeds")
+            raise T2RError("pass either input_ids or inputs_embeds")
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         if output_attentions and self.config._attn_implementation != "eager":
-            raise T2RError('output_attentions: load the model with attn_implementation="eager", which forms them')
+            raise T2RError('output_attentions requires attn_implementation="eager": load the model with it')
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if inputs_embeds is None:
@@ -225,7 +226,7 @@ class AdaptiveLMModel(AdaptiveLMPreTrainedModel):
 
 
 def count_positions(inputs_embeds: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:
-    """From 0, and padding does not count: a text has the same positions wherever in a batch it stands."""
+    """Compute positions from 0, without counting padding, so that padding does not change the positions of tokens."""
     time, device = inputs_embeds.shape[1], inputs_embeds.device
     if attention_mask is not None and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, -time:]
@@ -234,16 +235,17 @@ def count_positions(inputs_embeds: Tensor, attention_mask: Tensor | None, cache:
 
 
 def pass_by(layer: nn.Module, hidden_states: Tensor) -> Tensor:
-    """Leave a layer out. Its parameters have a gradient nevertheless, of zero: several processes average those of
-    every parameter, and each leaves out other layers."""
+    """Skip a layer, but give its parameters a gradient of zero.
+
+    Distributed training averages the gradients of all parameters, and each process skips other layers."""
     return hidden_states + 0 * sum(p.flatten()[:1].sum().to(hidden_states) for p in layer.parameters())
 
 
 class AdaptiveLMForCausalLM(AdaptiveLMPreTrainedModel, GenerationMixin):
-    """The language model. Its logits are log-probabilities; with labels there are none, for the loss does without."""
+    """The language model. Its logits are log-probabilities. With labels, it returns the loss and no logits."""
 
     loss_without_logits = True
-    """With `labels` and `num_items_in_batch` it gives the loss of a batch in less memory than its logits would take."""
+    """With `labels` and `num_items_in_batch`, the loss is computed without logits, which saves memory."""
 
     def __init__(self, config: AdaptiveLMConfig) -> None:
         super().__init__(config)
@@ -266,8 +268,7 @@ class AdaptiveLMForCausalLM(AdaptiveLMPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """The loss is a mean over the labels that are not -100, or their sum divided by `num_items_in_batch` where
-        they are a part of a larger batch."""
+        """The loss is the mean over labels that are not -100, or their sum divided by `num_items_in_batch` if given."""
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -299,13 +300,14 @@ class AdaptiveLMForCausalLM(AdaptiveLMPreTrainedModel, GenerationMixin):
         if new_num_tokens in (None, self.config.vocab_size) and not any((*args, *kwargs.values())):
             return self.get_input_embeddings()
         raise T2RError(
-            "the embeddings of an adaptive language model cannot be resized: its words lie in bands by frequency"
+            "the embeddings of an adaptive language model cannot be resized, because its words are ordered by frequency"
         )
 
 
 def tied_weights(config: AdaptiveLMConfig) -> list[tuple[str, str]]:
-    """Parameters of the softmax that are those of the embeddings: the words of every band and, of the tails, the
-    projections. The head has the first band's words but not its projection."""
+    """Return pairs of tied parameters of softmax and embeddings: the words of every band, and projections of the tails.
+
+    The head shares the words of the first band but not its projection."""
     if not config.tie_word_embeddings:
         return []
     count = len(config.bands())

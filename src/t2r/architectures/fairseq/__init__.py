@@ -1,5 +1,5 @@
-"""Models that fairseq trained, as ordinary models: of its checkpoints we read the numbers and run nothing.
+"""Import of fairseq checkpoints as transformers models, without running code from the files.
 
-`checkpoint` reads a file and hands out its settings and tensors, `dictionary` its words; `language_model` and
-`translation` know one architecture each, and refuse by name what theirs cannot say.
+`checkpoint` reads the settings and tensors of a file, and `dictionary` its words. `language_model` and `translation`
+convert one architecture each, and raise an error for settings that it does not support.
 """

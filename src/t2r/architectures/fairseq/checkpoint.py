@@ -1,8 +1,8 @@
-"""A fairseq checkpoint: settings and tensors out of a pickle, without running anything that is in it.
+"""Reading settings and tensors of a fairseq checkpoint, without running code from its pickle.
 
-Beside the weights such a file holds objects of argparse, omegaconf, numpy and fairseq itself. None of these is
-imported: each name becomes a `StandIn`, which keeps what it is given. All else that torch does not itself allow in a
-file of weights is refused.
+Besides the weights, such a file holds objects of argparse, omegaconf, numpy and fairseq. None of these packages is
+imported. Each name is replaced by a `StandIn`, which only stores its arguments. All other names that torch does not
+allow in a weights-only file are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from t2r.errors import T2RError
 
 STOOD_IN_FOR = re.compile(r"(argparse|fairseq|numpy|omegaconf|typing|_operator)\..+")
 TYPES = ("bool", "dict", "float", "int", "list", "str", "tuple")
-"""Of Python itself, mentioned by omegaconf where it says of what type a value is."""
+"""Built-in types that omegaconf uses to declare the type of a value."""
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -35,14 +35,14 @@ ACTIVATIONS = {
     "tanh": "tanh",
     "swish": "silu",
 }
-LAYER_NORMS = {  # what a list of them was called before each had a name
+LAYER_NORMS = {  # indices of layer norms in old checkpoints
     "encoder": {"0": "self_attn_layer_norm", "1": "final_layer_norm"},
     "decoder": {"0": "self_attn_layer_norm", "1": "encoder_attn_layer_norm", "2": "final_layer_norm"},
 }
 
 
 class StandIn:
-    """Takes the place of any class or function that a checkpoint names: it keeps what it is given, and does nothing."""
+    """Replacement of a class or function named in a checkpoint. It stores its arguments and does nothing else."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -55,7 +55,7 @@ class StandIn:
 
 
 def new_dict(*arguments: Any) -> dict[Any, Any]:
-    """Stands in for defaultdict: what comes next in the file puts items into it."""
+    """Replacement of defaultdict. The pickle then adds items to it."""
     return {}
 
 
@@ -66,29 +66,31 @@ class Checkpoint(NamedTuple):
 
     def need(self, name: str) -> Any:
         if self.settings.get(name) is None:
-            raise T2RError(f"{self.path} does not say its {name}: it is not a checkpoint of a fairseq transformer")
+            raise T2RError(f"{self.path} has no setting {name}: it is not a checkpoint of a fairseq transformer")
         return self.settings[name]
 
     def refuse(self, names: tuple[str, ...], target: str) -> None:
-        """Settings that change the computation, and that the model we make could not follow."""
+        """Raise T2RError for settings that the target model does not support."""
         for name in names:
             if self.settings.get(name):
-                raise T2RError(f"{self.path} was trained with {name}={self.settings[name]}: {target} cannot do that")
+                raise T2RError(
+                    f"{self.path} was trained with {name}={self.settings[name]}: {target} does not support it"
+                )
 
     def layers(self, part: str) -> int:
-        """How many there are. The settings must agree, or the last ones may have been lost."""
+        """Return the number of layers. Raises T2RError if it differs from the settings."""
         found = len({match[1] for name in self.tensors.left if (match := re.match(rf"{part}\.layers\.(\d+)\.", name))})
         if found != self.settings.get(f"{part}_layers", found):
             raise T2RError(
-                f"{self.path} holds {found} layers of its {part}, and its settings say "
-                f"{self.settings[f'{part}_layers']}: it is a part of a checkpoint, or was pruned"
+                f"{self.path} has {found} {part} layers, but its settings say {self.settings[f'{part}_layers']}: "
+                "the checkpoint is incomplete or was pruned"
             )
         return found
 
     def activation(self) -> str:
         name = self.settings.get("activation_fn") or "relu"
         if name not in ACTIVATIONS:
-            raise T2RError(f"{self.path} was trained with activation_fn={name}: known are {', '.join(ACTIVATIONS)}")
+            raise T2RError(f"{self.path} was trained with activation_fn={name}: supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
     def activation_dropout(self) -> float:
@@ -96,12 +98,12 @@ class Checkpoint(NamedTuple):
 
 
 class Tensors:
-    """The weights of a checkpoint. Each is taken once; what nobody takes is an error, because it would be lost."""
+    """The weights of a checkpoint. Each is taken once, and `finish` raises an error if some were not taken."""
 
     def __init__(self, path: str, named: Mapping[str, Tensor]) -> None:
         self.path = path
         self.left = upgraded(named)
-        # Of the matrices: markers of versions are float32 whatever the model is.
+        # From matrices only, because version markers are always float32.
         matrices = [t.dtype for t in self.left.values() if t.is_floating_point() and t.dim() == 2]
         self.dtype = reduce(torch.promote_types, matrices or [torch.float32])
 
@@ -114,29 +116,29 @@ class Tensors:
         return self.left.pop(name)
 
     def take_equal(self, name: str, to: Tensor, why: str) -> None:
-        """A tied tensor is in the file under each of its names."""
+        """Take a tied tensor, which is in the file under each of its names, and check that it is equal."""
         if name in self.left and not torch.equal(self.left.pop(name), to):
-            raise T2RError(f"{self.path} says {why}, but {name} is not the tensor it should be tied to")
+            raise T2RError(f"{self.path} uses {why}, but {name} differs from the tensor that it is tied to")
 
     def take_layer(self, prefix: str, *attentions: str) -> dict[str, Tensor]:
-        """One block of the transformer, whose parts are called the same in the models that we make."""
+        """Take the tensors of a layer. Their names are the same in the target models."""
         modules = [f"{attention}.{side}_proj" for attention in attentions for side in ("q", "k", "v", "out")]
         modules += [f"{attention}_layer_norm" for attention in attentions] + ["fc1", "fc2", "final_layer_norm"]
         names = [f"{prefix}.{module}.{part}" for module in modules for part in ("weight", "bias")]
         return {name: self.take(name) for name in names}
 
     def finish(self, *ignored: str) -> None:
-        """Every tensor must have been taken, but for some that hold no knowledge."""
+        """Raise T2RError if a tensor was not taken, except for those in `ignored`."""
         lost = sorted(name for name in self.left if name not in ignored)
         if lost:
             named = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
             raise T2RError(
-                f"{self.path} has tensors that the model would not use ({named}): its architecture is another"
+                f"{self.path} has tensors that the model does not use ({named}): it has another architecture"
             )
 
 
 def upgraded(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The names of today for the tensors of old files: fused projections, and norms that had only numbers."""
+    """Convert old names of tensors to current ones: split fused projections, and name numbered layer norms."""
     new: dict[str, Tensor] = {}
     for name, tensor in named.items():
         if (match := re.fullmatch(r"(.+\.)in_proj_(weight|bias)", name)) and len(parts := tensor.chunk(3)) == 3:
@@ -151,14 +153,14 @@ def upgraded(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fill(model: PreTrainedModel, weights: Mapping[str, Tensor], path: str) -> None:
-    """Give a model all its weights; tables of positions it computes itself."""
+    """Load all weights into a model, except computed tables of positions. Raises T2RError if a shape is wrong."""
     expected = {name: tensor for name, tensor in model.state_dict().items() if "embed_positions" not in name}
     assert set(expected) == set(weights), sorted(set(expected) ^ set(weights))
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape:
             raise T2RError(
-                f"{path} does not fit its own settings: {name.removeprefix('model.')} is {list(tensor.shape)}, "
-                f"not {list(expected[name].shape)}"
+                f"{path} does not match its settings: {name.removeprefix('model.')} has shape {list(tensor.shape)}, "
+                f"expected {list(expected[name].shape)}"
             )
     model.load_state_dict(dict(weights), strict=False)
 
@@ -167,6 +169,7 @@ def fill(model: PreTrainedModel, weights: Mapping[str, Tensor], path: str) -> No
 
 
 def read_checkpoint(path: str) -> Checkpoint:
+    """Read a checkpoint. Raises T2RError if the file is missing, damaged, or not a fairseq checkpoint."""
     if not Path(path).is_file():
         raise T2RError(f"there is no file {path}")
     state = load(path)
@@ -174,12 +177,12 @@ def read_checkpoint(path: str) -> Checkpoint:
         raise T2RError(f"{path} is not a fairseq checkpoint: it has no 'model'")
     named = state["model"]
     if not named or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in named.items()):
-        raise T2RError(f"{path} is not a fairseq checkpoint: its 'model' is not a table of tensors")
+        raise T2RError(f"{path} is not a fairseq checkpoint: its 'model' is not a dictionary of tensors")
     return Checkpoint(path, settings_of(path, state), Tensors(path, named))
 
 
 def load(path: str) -> Any:
-    """What torch.load gives under `weights_only`, with stand-ins for the names that fairseq leaves in its files."""
+    """Call torch.load with `weights_only`, with stand-ins for names of fairseq and its dependencies."""
     try:
         allowed: list[Any] = [(StandIn, name) for name in names_in(path) if STOOD_IN_FOR.fullmatch(name)]
         allowed += [(StandIn, f"builtins.{name}") for name in TYPES] + [(new_dict, "collections.defaultdict")]
@@ -187,20 +190,20 @@ def load(path: str) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"it asks for {name[1]}, which no model needs" if name else str(error).splitlines()[-1]
+        reason = f"it requests {name[1]}, which is not allowed" if name else str(error).splitlines()[-1]
         raise T2RError(f"{path} is refused: {reason}") from error
     except (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile) as error:
-        raise T2RError(f"{path} is not a checkpoint, or is damaged or cut off") from error
+        raise T2RError(f"{path} is not a checkpoint, or is damaged or truncated") from error
 
 
 def names_in(path: str) -> set[str]:
-    """The classes and functions that a file's pickle mentions, found by reading it and not by running it."""
+    """Return the names of classes and functions in the pickle of a file, without running it."""
     with ExitStack() as stack:
         if zipfile.is_zipfile(path):
             archive = stack.enter_context(zipfile.ZipFile(path))
             inside = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             pickles: list[IO[bytes]] = [stack.enter_context(archive.open(inside[0]))]
-        else:  # before torch 1.6: a magic number, a version, facts of the machine, and then what was saved
+        else:  # before torch 1.6: a magic number, a version, system information, and then the saved object
             pickles = [stack.enter_context(open(path, "rb"))] * 4
         found = [str(name) for file in pickles for code, name, _ in pickletools.genops(file) if code.name == "GLOBAL"]
     return {name.replace(" ", ".") for name in found}
@@ -210,7 +213,7 @@ def names_in(path: str) -> set[str]:
 
 
 def settings_of(path: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Old files have one flat `args`; new ones a `cfg` of sections, of which model and task matter."""
+    """Return the settings. Old files have a flat `args`. New ones have a `cfg` with sections for model and task."""
     if state.get("args") is not None:
         sections = [plain(state["args"])]
     else:
@@ -227,7 +230,7 @@ def settings_of(path: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(section: Mapping[str, Any]) -> dict[str, Any]:
-    """encoder: {layers: 6} is the same as encoder_layers: 6. References to other sections stand there themselves."""
+    """Flatten a section: `encoder: {layers: 6}` becomes `encoder_layers: 6`. References to other values are skipped."""
     out: dict[str, Any] = {}
     for name, value in section.items():
         if isinstance(value, dict):
@@ -238,7 +241,7 @@ def flat(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Namespaces, enumerations, and the containers and nodes of omegaconf, as dicts, lists and values."""
+    """Convert namespaces, enumerations, and containers and nodes of omegaconf to dicts, lists and values."""
     if isinstance(value, StandIn):
         state = value.state
         if not isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""fairseq's dictionaries: a word and its count on each line, after four special words that are never written."""
+"""fairseq dictionaries: one word and its count per line, after four special words that are not in the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ OVERWRITE = "#fairseq:overwrite"
 
 
 def read_dictionary(path: str) -> list[str]:
-    """All words in the order of their numbers. One that is in it twice must say that it means to be."""
+    """Return all words in the order of their ids. Duplicates must be marked with `#fairseq:overwrite`.
+
+    Raises T2RError if the file is not a fairseq dictionary."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -25,11 +27,11 @@ def read_dictionary(path: str) -> list[str]:
         if not space or not count.isascii() or not count.isdigit():
             raise T2RError(f"{path}, line {at}: expected a word and its count, as in fairseq's dict.txt; got {line!r}")
         if word in SPECIAL:
-            raise T2RError(f"{path}, line {at}: {word} is one of fairseq's own words, which are in no dictionary")
+            raise T2RError(f"{path}, line {at}: {word} is a special word of fairseq and must not be in the file")
         if word in numbers:
             if not line.endswith(OVERWRITE):
-                raise T2RError(f"{path}, line {at}: {word!r} is there twice: it is not fairseq's dictionary")
-            words[numbers[word]] = f"<overwritten-{numbers[word]}>"  # nobody can say it any more
+                raise T2RError(f"{path}, line {at}: {word!r} is a duplicate: this is not a fairseq dictionary")
+            words[numbers[word]] = f"<overwritten-{numbers[word]}>"  # no text contains this word
         numbers[word] = len(words)
         words.append(word)
     return words
@@ -38,6 +40,6 @@ def read_dictionary(path: str) -> list[str]:
 def check_size(path: str, words: list[str], rows: int) -> None:
     if len(words) != rows:
         raise T2RError(
-            f"{path} has {len(words):,} words, with fairseq's {len(SPECIAL)} special ones, and the checkpoint was "
-            f"trained with {rows:,}: give the dictionary that lay beside its training data"
+            f"{path} has {len(words):,} words, including fairseq's {len(SPECIAL)} special words, but the checkpoint "
+            f"was trained with {rows:,}: pass the dictionary of its training data"
         )

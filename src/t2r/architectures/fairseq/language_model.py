@@ -1,4 +1,4 @@
-"""fairseq's transformer_lm (Baevski and Auli, and its plain form) as the adaptive language model of this package."""
+"""Conversion of fairseq's transformer_lm (Baevski and Auli, and its plain form) to the adaptive language model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNKNOWN = (
     "layernorm_embedding",
     "decoder_layers_to_keep",
 )
-NO_KNOWLEDGE = (
+IGNORED = (
     "decoder.version",
     "decoder.embed_positions._float_tensor",
     "decoder.embed_positions.weights",
@@ -28,6 +28,7 @@ NO_KNOWLEDGE = (
 
 
 def language_model(checkpoint: Checkpoint) -> AdaptiveLMForCausalLM:
+    """Convert a checkpoint to an adaptive language model. Raises T2RError if its settings are not supported."""
     checkpoint.refuse(UNKNOWN, "the adaptive language model")
     path, settings, tensors = checkpoint
     layers = checkpoint.layers("decoder")
@@ -35,9 +36,9 @@ def language_model(checkpoint: Checkpoint) -> AdaptiveLMForCausalLM:
     for layer in range(layers):
         weights |= tensors.take_layer(f"decoder.layers.{layer}", "self_attn")
     if not weights:
-        raise T2RError(f"{path} has no decoder: it is neither a transformer_lm nor a transformer of fairseq")
+        raise T2RError(f"{path} has no decoder: it is not a transformer_lm or transformer of fairseq")
     weights = {name.replace("decoder.", "model."): tensor for name, tensor in weights.items()}
-    # Not what the settings say: to old checkpoints fairseq gives no norm at the end, whatever they say.
+    # Determined from the tensors, because fairseq ignores this setting for old checkpoints.
     final_norm = "decoder.layer_norm.weight" in tensors
     if final_norm:
         for part in ("weight", "bias"):
@@ -46,13 +47,13 @@ def language_model(checkpoint: Checkpoint) -> AdaptiveLMForCausalLM:
     cutoffs, factor = bands(checkpoint)
     words, ties = (adaptive_words if cutoffs else plain_words)(checkpoint, len(cutoffs))
     weights |= words
-    tensors.finish(*NO_KNOWLEDGE)
+    tensors.finish(*IGNORED)
     first = weights["model.embed_tokens.embeddings.0.weight"]
     intermediate_size, hidden_size = weights["model.layers.0.fc1.weight"].shape
     if first.shape[1] != hidden_size:
         raise T2RError(
             f"{path} was trained with decoder_input_dim={first.shape[1]} and decoder_embed_dim={hidden_size}: the "
-            "adaptive language model has one size for both"
+            "adaptive language model requires the same size for both"
         )
     config = AdaptiveLMConfig(
         vocab_size=sum(words[f"model.embed_tokens.embeddings.{i}.weight"].shape[0] for i in range(len(cutoffs) + 1)),
@@ -70,7 +71,7 @@ def language_model(checkpoint: Checkpoint) -> AdaptiveLMForCausalLM:
         softmax_dropout=float(settings.get("adaptive_softmax_dropout") or 0.0),
         scale_embedding=not settings.get("no_scale_embedding"),
         final_layer_norm=final_norm,
-        bos_token_id=2,  # a text begins as after the end of another
+        bos_token_id=2,  # texts begin with the end token of the previous text
         **ties,
     )
     model = AdaptiveLMForCausalLM(config).to(tensors.dtype)  # type: ignore[arg-type]
@@ -79,13 +80,13 @@ def language_model(checkpoint: Checkpoint) -> AdaptiveLMForCausalLM:
 
 
 def bands(checkpoint: Checkpoint) -> tuple[list[int], int]:
-    """Where bands of words begin, and how much smaller each is than the one before. No bands: plain embeddings."""
+    """Return the cutoffs and the adaptive factor. Without cutoffs, embeddings are plain."""
     settings, path = checkpoint.settings, checkpoint.path
     adaptive_input, cutoffs = bool(settings.get("adaptive_input")), numbers(settings.get("adaptive_softmax_cutoff"))
     if adaptive_input != bool(cutoffs):
         raise T2RError(
             f"{path} was trained with adaptive_input={adaptive_input} and adaptive_softmax_cutoff={cutoffs or None}: "
-            "the adaptive language model has both or neither"
+            "the adaptive language model requires both or neither"
         )
     if not adaptive_input:
         return [], 1
@@ -95,26 +96,29 @@ def bands(checkpoint: Checkpoint) -> tuple[list[int], int]:
         or (settings.get("adaptive_input_factor") or 4) != factor
     ):
         raise T2RError(
-            f"{path} was trained with other bands for input and softmax: the adaptive language model has one"
+            f"{path} was trained with different bands for input and softmax: the adaptive language model requires the "
+            "same bands for both"
         )
     if factor != int(factor):
         raise T2RError(f"{path} was trained with adaptive_softmax_factor={factor}: it must be a whole number")
-    # The last cutoff may be the whole vocabulary: then no band begins there.
+    # The last cutoff may be the size of the vocabulary, in which case no band begins there.
     count = sum(f"decoder.embed_tokens.embeddings.{i}.0.weight" in checkpoint.tensors for i in range(len(cutoffs) + 1))
     if count < 2:
-        raise T2RError(f"{path} has {count} band of adaptive embeddings: the adaptive language model has two or more")
+        raise T2RError(
+            f"{path} has {count} band of adaptive embeddings: the adaptive language model requires two or more"
+        )
     return cutoffs[: count - 1], int(factor)
 
 
 def numbers(value: Any) -> list[int]:
-    """20000,60000 -> [20000, 60000]"""
+    """Parse a list of numbers, for example "20000,60000"."""
     if isinstance(value, str):
         value = value.strip("[]() ").split(",")
     return [int(part) for part in value or () if part != ""]
 
 
 def plain_words(checkpoint: Checkpoint, _: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One table of embeddings, and the softmax's, which may be the same."""
+    """Convert plain embeddings and the plain softmax, which may be tied."""
     tensors, tied = checkpoint.tensors, bool(checkpoint.settings.get("share_decoder_input_output_embed"))
     table = tensors.take("decoder.embed_tokens.weight")
     if tied:
@@ -130,12 +134,12 @@ def plain_words(checkpoint: Checkpoint, _: int) -> tuple[dict[str, Tensor], dict
 
 
 def adaptive_words(checkpoint: Checkpoint, tails: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Embeddings and projections of each band, and those of the softmax, which may be the same."""
+    """Convert the embeddings and projections of each band, and those of the softmax, which may be tied."""
     path, settings, tensors = checkpoint
     if "decoder.adaptive_softmax.version" not in tensors:
-        raise T2RError(f"{path} has the adaptive softmax of the first fairseq, which computed something else")
+        raise T2RError(f"{path} has the adaptive softmax of an early fairseq, which is a different function")
     tie_words = bool(settings.get("tie_adaptive_weights"))
-    # An older option said the opposite. Projections are never tied without the words.
+    # An older option has the opposite meaning. Projections are tied only together with the words.
     tie_projections = tie_words and bool(
         settings.get("tie_adaptive_proj") or settings.get("no_tie_adaptive_proj") is False
     )
@@ -153,13 +157,13 @@ def adaptive_words(checkpoint: Checkpoint, tails: int) -> tuple[dict[str, Tensor
         if tie_projections:
             tensors.take_equal(f"{name}.0.weight", into, "tie_adaptive_proj")
         weights[f"lm_head.words.{i + 1}.weight"] = own if tie_words else tensors.take(f"{name}.2.weight")
-        # A tied projection lies as the embeddings' does; one of its own is a Linear, the other way round.
+        # A tied projection has the layout of the embedding projection. A separate one is a Linear, which is transposed.
         weights[f"lm_head.projections.{i}.weight"] = into if tie_projections else tensors.take(f"{name}.0.weight").t()
     return weights, {"tie_word_embeddings": tie_words, "tie_adaptive_projections": tie_projections}
 
 
 def head(tensors: Tensors, embeddings: Tensor, tied: bool) -> tuple[Tensor, Tensor]:
-    """What scores the words of the first band, and the classes that are the other bands."""
+    """Return the weights of the head for the words of the first band, and for the classes of the other bands."""
     name = "decoder.adaptive_softmax.head"
     if tied:
         tensors.take_equal(f"{name}.word_proj.weight", embeddings, "tie_adaptive_weights")

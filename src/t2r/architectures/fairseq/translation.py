@@ -1,4 +1,4 @@
-"""fairseq's transformer for translation (Vaswani et al., normalized after each block) as FSMT, which is its twin."""
+"""Conversion of fairseq's translation transformer (Vaswani et al., post-norm) to FSMT of transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNKNOWN_TO_FSMT = (
     "encoder_layers_to_keep",
     "decoder_layers_to_keep",
 )
-NO_KNOWLEDGE = tuple(
+IGNORED = tuple(
     f"{part}.{name}"
     for part in ("encoder", "decoder")
     for name in ("version", "embed_positions._float_tensor", "embed_positions.weights")
@@ -38,6 +38,7 @@ NO_KNOWLEDGE = tuple(
 
 
 def translation_model(checkpoint: Checkpoint) -> FSMTForConditionalGeneration:
+    """Convert a checkpoint to an FSMT model. Raises T2RError if FSMT does not support its settings."""
     checkpoint.refuse(UNKNOWN_TO_FSMT, "FSMT, the model of transformers for these checkpoints,")
     path, settings, tensors = checkpoint
     layers = {part: checkpoint.layers(part) for part in ("encoder", "decoder")}
@@ -45,15 +46,15 @@ def translation_model(checkpoint: Checkpoint) -> FSMTForConditionalGeneration:
     if source.shape[1] != target.shape[1]:
         raise T2RError(
             f"{path} was trained with encoder_embed_dim={source.shape[1]} and decoder_embed_dim={target.shape[1]}: "
-            "FSMT has one size for both"
+            "FSMT requires the same size for both"
         )
     tied = bool(settings.get("share_all_embeddings"))
     if tied and (source.shape != target.shape or not source.equal(target)):
-        raise T2RError(f"{path} says share_all_embeddings, but the embeddings of encoder and decoder differ")
+        raise T2RError(f"{path} sets share_all_embeddings, but the embeddings of encoder and decoder differ")
     if tied or settings.get("share_decoder_input_output_embed"):
         out = target
         for name in ("decoder.output_projection.weight", "decoder.embed_out"):
-            tensors.take_equal(name, target, "that the decoder's embeddings are shared with its output")
+            tensors.take_equal(name, target, "shared decoder embeddings")
     else:
         out = tensors.take(
             "decoder.embed_out" if "decoder.embed_out" in tensors else "decoder.output_projection.weight"
@@ -64,7 +65,7 @@ def translation_model(checkpoint: Checkpoint) -> FSMTForConditionalGeneration:
     for part, attentions in (("encoder", ("self_attn",)), ("decoder", ("self_attn", "encoder_attn"))):
         for layer in range(layers[part]):
             weights |= tensors.take_layer(f"{part}.layers.{layer}", *attentions)
-    tensors.finish(*NO_KNOWLEDGE)
+    tensors.finish(*IGNORED)
 
     sides: dict[str, Any] = {}
     for part in layers:
@@ -73,7 +74,7 @@ def translation_model(checkpoint: Checkpoint) -> FSMTForConditionalGeneration:
         sides[f"{part}_attention_heads"] = int(checkpoint.need(f"{part}_attention_heads"))
         if source.shape[1] % sides[f"{part}_attention_heads"]:
             raise T2RError(
-                f"{path} does not fit its own settings: its size is not a multiple of {part}_attention_heads"
+                f"{path} does not match its settings: its hidden size is not a multiple of {part}_attention_heads"
             )
         sides[f"{part}_layerdrop"] = float(settings.get(f"{part}_layerdrop") or 0.0)
     config = FSMTConfig(
@@ -96,8 +97,8 @@ def translation_model(checkpoint: Checkpoint) -> FSMTForConditionalGeneration:
     fill(model, {f"model.{name}": tensor for name, tensor in weights.items()}, path)
     if out is target and not tied:
         logger.warning(
-            "%s shared the decoder's embeddings with its output; FSMT ties all of its embeddings or none, so from here "
-            "on they are two tensors",
+            "%s shares the decoder embeddings with the output; FSMT ties all of its embeddings or none, so the "
+            "imported model has two separate tensors",
             path,
         )
     return model.eval()
@@ -111,7 +112,7 @@ def languages(checkpoint: Checkpoint) -> list[str]:
 
 
 def save_tokenizer(folder: Path, langs: list[str], source: list[str], target: list[str], codes: str) -> None:
-    """The files of FSMTTokenizer. They are written and not made by it, because it cannot be without sacremoses."""
+    """Write the files of FSMTTokenizer directly, because the tokenizer itself requires sacremoses."""
     for name, words in (("vocab-src.json", source), ("vocab-tgt.json", target)):
         numbers = {subword(word): number for number, word in enumerate(words)}
         (folder / name).write_text(json.dumps(numbers, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
@@ -121,14 +122,16 @@ def save_tokenizer(folder: Path, langs: list[str], source: list[str], target: li
 
 
 def subword(word: str) -> str:
-    """fairseq marks a piece that goes on (`walk@@ ing`), FSMT one that ends (`walk ing</w>`)."""
+    """Convert a subword. fairseq marks pieces within a word (`walk@@ ing`), FSMT marks the last (`walk ing</w>`)."""
     if word in SPECIAL:
         return word
     return word.removesuffix("@@") if word.endswith("@@") else word + "</w>"
 
 
 def read_codes(path: str) -> list[str]:
-    """The merges of subword-nmt or fastBPE, best first: two pieces a line, and in fastBPE's file a count."""
+    """Read the BPE merges of subword-nmt or fastBPE, in order. Each line has two pieces and, for fastBPE, a count.
+
+    Raises T2RError if the file is not a list of merges."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -139,10 +142,10 @@ def read_codes(path: str) -> list[str]:
         if (number == 1 and line.startswith("#version")) or pieces == [""]:
             continue
         if not re.fullmatch(r"\S+ \S+( \d+)?", " ".join(pieces)):
-            raise T2RError(f"{path}, line {number}: expected two pieces of a word to merge; got {line!r}")
+            raise T2RError(f"{path}, line {number}: expected two subwords to merge; got {line!r}")
         if pieces[1] == "</w>":
             raise T2RError(
-                f"{path} is of subword-nmt 0.1, where the end of a word is a piece of its own: not supported"
+                f"{path} is from subword-nmt 0.1, which is not supported, because the end of a word is a separate piece"
             )
         pairs.setdefault(" ".join(pieces[:2]))
     return list(pairs)

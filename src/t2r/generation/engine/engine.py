@@ -1,14 +1,14 @@
-"""Generation on static states: a decoding step is captured once and replayed, and sequences come and go.
+"""Generation with static caches. The decoding step is captured once and replayed; sequences join and leave the batch.
 
     engine = Engine(model)
-    ids = engine.generate(prompts, attention_mask=mask, max_new_tokens=64)    # what model.generate returns, sooner
+    ids = engine.generate(prompts, attention_mask=mask, max_new_tokens=64)    # same result as model.generate, faster
 
-    sequence = engine.submit(prompt, do_sample=True, seed=1)                  # joins what is running
+    sequence = engine.submit(prompt, do_sample=True, seed=1)                  # joins the running batch
     for sequence, token in engine.run():
         ...
 
-A row of the running batch is one sequence: filled from a prefill or from a saved state, advanced with the others, freed
-at its end. It knows token ids only.
+Each row of the running batch is one sequence. It is filled by a prefill or from a saved state, advanced with the other
+rows, and freed when the sequence ends. The engine works on token ids, not on text.
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ from t2r.model.modeling import T2RModel
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 8
-"""On a GPU, tokens between two looks at what was generated: each look waits for the device."""
+"""On a GPU, the number of steps between reads of the generated tokens, because each read synchronizes."""
 BLOCK = 256
-"""The buffers of kept softmax layers hold a multiple of so many tokens; they at least double when they grow."""
+"""The buffers of softmax layers hold a multiple of this number of tokens. When they grow, they at least double."""
 
 
 class Engine:
-    """Generates from a converted model.
+    """Fast generation with a swapped model.
 
-    Greedy search and sampling, with transformers' own logits processors and stopping criteria; a token is the one that
-    `model.generate` chooses. What the engine cannot do (beam search, assisted decoding, returned scores) goes to
-    `model.generate`, and the log says so.
+    Supports greedy search and sampling, with the logits processors and stopping criteria of transformers. It chooses
+    the same tokens as `model.generate`. Unsupported calls (beam search, assisted decoding, returned scores) are passed
+    to `model.generate`, with a warning in the log.
 
-    The model's weights must not change while an engine uses them.
+    The weights of the model must not change while an engine uses it.
 
     Args:
-        generation_config: the options of every call that does not give its own; otherwise the model's.
-        rows: how many sequences run at a time; by default as many as are given at once.
-        max_length: the most tokens of a sequence, where softmax layers were kept; by default buffers grow as needed.
-        compiled: fuse the kernels of a step by torch.compile, on a GPU. It takes a minute or so, once for each size.
+        model: a swapped model.
+        generation_config: default options of all calls. None: those of the model.
+        rows: number of sequences that run at the same time. Defaults to the number of prompts in a call.
+        max_length: maximum number of tokens of a sequence in softmax layers. By default, buffers grow as needed.
+        compiled: whether to fuse the kernels of a step with torch.compile, on a GPU. Compilation takes about a minute
+            for each batch size.
     """
 
     def __init__(
@@ -66,16 +68,16 @@ class Engine:
         compiled: bool = False,
     ) -> None:
         if not isinstance(model, T2RModel):
-            raise T2RError("the engine runs converted models: for any other use model.generate")
+            raise T2RError("the engine requires a swapped model: use model.generate for other models")
         if rows is not None and rows < 1:
-            raise T2RError(f"an engine needs at least one row; got rows={rows}")
+            raise T2RError(f"rows must be at least 1; got {rows}")
         self.model: Any = model
         self.generation_config = generation_config
         self.rows, self.max_length, self.compiled = rows, max_length, compiled
         self.obstacle = no_static_cache(self.model)
         self.decode: DecodeStep | None = None
         self.look_every = LOOK_EVERY if cast(Any, model).device.type == "cuda" else 1
-        """Tokens between two looks at what was generated, where the step chooses all of them."""
+        """Number of steps between reads of the generated tokens, if the decoding step chooses all tokens."""
         self.said: set[str] = set()
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []
@@ -92,14 +94,14 @@ class Engine:
         streamer: BaseStreamer | None = None,
         **options: Any,
     ) -> Tensor:
-        """What `model.generate` returns: prompts and continuations `[sequences, tokens]`.
+        """Return prompts and continuations `[sequences, tokens]`, as `model.generate` does.
 
         Args:
             input_ids: prompts `[batch, tokens]`, padded on the left (with their `attention_mask`), or sources.
-            state: what was read before the prompts; it is left as it is.
-            seed: of sampling; None takes torch's default generator.
-            streamer: gets the tokens of one sequence as they come.
-            options: of `model.generate`.
+            state: a state from which the prompts continue. It is not modified.
+            seed: random seed for sampling. None: torch's default generator.
+            streamer: receives the tokens as they are generated. Requires a single sequence.
+            options: options of `model.generate`.
         """
         try:
             return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
@@ -124,15 +126,17 @@ class Engine:
         keep_state: bool = False,
         **options: Any,
     ) -> Group:
-        """`generate` without the way out: sequences that are finished, with their states if those are to be kept.
+        """Generate without falling back to `model.generate`, and return the finished sequences.
+
+        With `keep_state`, each sequence has its state.
 
         Raises:
-            ForGenerate: only `model.generate` can do this.
+            ForGenerate: if the engine does not support the call.
         """
         group = self.admitted(input_ids, state, seed, keep_state, options)
         if streamer is not None:
             if len(group.sequences) > 1:
-                raise T2RError("a streamer takes one sequence at a time: use engine.stream for a batch")
+                raise T2RError("a streamer supports one sequence only: use engine.stream for a batch")
             streamer.put(group.request.ids.cpu())
         for event in self.until_done(group):
             if streamer is not None:
@@ -142,33 +146,33 @@ class Engine:
         return group
 
     def say_elsewhere(self, reason: ForGenerate) -> None:
-        """Name the reason why `model.generate` is called, once."""
+        """Log the reason for falling back to `model.generate`, once per reason."""
         if str(reason) not in self.said:
             self.said.add(str(reason))
-            logger.warning("model.generate() does this, and not the engine: %s", reason)
+            logger.warning("falling back from the engine to model.generate(): %s", reason)
 
     def stream(
         self, input_ids: Tensor, *, state: T2RCache | None = None, seed: int | None = None, **options: Any
     ) -> Iterator[tuple[int, int]]:
-        """Pairs of a sequence's place in the batch and its next token, as they come."""
+        """Yield pairs of the index of a sequence in the batch and its next token."""
         try:
             group = self.admitted(input_ids, state, seed, False, options)
         except ForGenerate as reason:
-            raise T2RError(f"the engine cannot stream this: {reason}") from reason
+            raise T2RError(f"the engine cannot stream this call: {reason}") from reason
         for event in self.until_done(group):
             yield event.sequence.index, event.token
 
     def until_done(self, group: Group) -> Iterator[Event]:
-        """Run until a group is done; what else is running goes on with it."""
+        """Run until a group is finished. Other running sequences are advanced too."""
         try:
             while group.running:
                 yield from (event for event in self.step() if event.sequence in group.sequences)
         finally:
-            for sequence in group.running:  # whoever listened has gone, or something failed
+            for sequence in group.running:  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)
 
     def state_bytes(self, sequences: Tensor, state: T2RCache | None = None) -> int:
-        """The bytes that these sequences held at their end: all their tokens were read but the last."""
+        """Return the size of the caches of these sequences at their end, where all tokens except the last were read."""
         assert self.decode is not None
         before = 0 if state is None else state.get_seq_length()
         return sequences.shape[0] * self.decode.row_bytes(before + sequences.shape[1] - 1)
@@ -184,28 +188,28 @@ class Engine:
         keep_state: bool = False,
         **options: Any,
     ) -> Sequence:
-        """Let one prompt `[1, tokens]` or `[tokens]` join; it waits until a row is free.
+        """Add one prompt `[1, tokens]` or `[tokens]` to the running batch. It waits until a row is free.
 
-        Options as for `generate`. With `keep_state` the sequence has its state at its end."""
+        The options are those of `generate`. With `keep_state`, the finished sequence has its state."""
         input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
-        options = {"attention_mask": torch.ones_like(input_ids), **options}  # one prompt needs no padding
+        options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         try:
             group = self.admitted(input_ids, state, seed, keep_state, options)
         except ForGenerate as reason:
-            raise T2RError(f"this cannot join a running batch: {reason}") from reason
+            raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
         if len(group.sequences) != 1:
             self.waiting.remove(group)
-            raise T2RError(f"submit takes one sequence, and this would be {len(group.sequences)}: submit each")
+            raise T2RError(f"submit requires one sequence; got {len(group.sequences)}: submit each of them")
         return group.sequences[0]
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence now; its row is free."""
+        """End a sequence immediately and free its row."""
         sequence.finished = True
         self.release()
         self.waiting = deque(group for group in self.waiting if group.running)
 
     def run(self) -> Iterator[Event]:
-        """Every new token, until nothing runs or waits."""
+        """Yield every new token until no sequence is running or waiting."""
         while self.busy:
             yield from self.step()
 
@@ -215,7 +219,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Let in whoever has room, and advance what runs by one token, or up to `look_every`."""
+        """Start waiting sequences if there is room, and advance the running ones by one to `look_every` tokens."""
         events = []
         while self.waiting and self.has_room(self.waiting[0]):
             events += self.start(self.waiting.popleft())
@@ -239,7 +243,9 @@ class Engine:
         return events
 
     def decoded(self) -> list[list[int]]:
-        """Run the step; the tokens of every row, for each time. Without plain groups nobody asks for them."""
+        """Run the decoding step one or more times, and return the tokens of all rows for each time.
+
+        The tokens are read only if there are plain groups."""
         assert self.decode is not None
         if any(group.keep_state or not group.plain for group in self.groups):
             self.decode.run()
@@ -257,21 +263,21 @@ class Engine:
     def admitted(
         self, input_ids: Tensor, state: Any, seed: int | None, keep_state: bool, options: dict[str, Any]
     ) -> Group:
-        """A group of sequences, prepared and waiting."""
+        """Prepare a group of sequences and add it to the waiting groups."""
         if self.model.training:
             raise ForGenerate("the model is in training mode")
         if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
-            raise ForGenerate("the model is spread over several devices")
+            raise ForGenerate("the model is on several devices")
         if self.obstacle is not None:
             raise ForGenerate(self.obstacle)
         if state is not None and self.model.config.is_encoder_decoder:
-            raise T2RError("a state to continue from is for language models")
+            raise T2RError("continuing from a state requires a language model, not an encoder-decoder")
         if keep_state and self.model.config.is_encoder_decoder:
-            raise T2RError("keep_state is for language models: the state of an encoder-decoder includes its source")
+            raise T2RError("keep_state requires a language model, not an encoder-decoder")
         device = self.model.device
         if options.get("attention_mask") is not None:
             options = {**options, "attention_mask": options["attention_mask"].to(device)}
-        if state is not None:  # as in `continue_from`: new tokens count, unless a mask says otherwise
+        if state is not None:  # as in `continue_from`, new tokens are not padding unless a mask is given
             options = {"attention_mask": torch.ones_like(input_ids, device=device), **options}
         with torch.no_grad():
             request = prepare(self.model, input_ids.to(device), options, self.generation_config)
@@ -281,7 +287,7 @@ class Engine:
         return group
 
     def needed_length(self, group: Group) -> int:
-        """The tokens that a kept softmax layer has to hold for a group."""
+        """Return the number of tokens that a softmax layer must hold for a group."""
         before = 0 if group.state is None else group.state.get_seq_length()
         return before + group.max_length
 
@@ -290,21 +296,21 @@ class Engine:
         if group.state is not None:
             self.model.check_generated_length(length)
         if self.rows is not None and count > self.rows:
-            raise T2RError(f"{count} sequences at once, and the engine has {self.rows} rows: give fewer at a time")
+            raise T2RError(f"{count} sequences do not fit into the engine's {self.rows} rows: give fewer at a time")
         if self.max_length is not None and self.model.kept_layers() and length > self.max_length:
-            raise T2RError(f"{length} tokens are more than the engine's max_length of {self.max_length}")
+            raise T2RError(f"{length} tokens exceed the engine's max_length of {self.max_length}")
 
     def has_room(self, group: Group) -> bool:
-        """Whether a group can start now. While nothing runs the engine makes room, within its limits."""
+        """Return whether a group can start now. If no sequence is running, the engine can grow within its limits."""
         count, length = len(group.sequences), self.needed_length(group)
         if self.groups and self.decode is not None and not self.decode.by_row:
-            return False  # this decoder counts positions for the batch as a whole
+            return False  # this decoder has the same positions for the whole batch
         kept = bool(self.model.kept_layers())
         fits = self.decode is not None and (not kept or length <= (self.decode.max_length or 0))
         return (fits and count <= len(self.free)) or not self.groups
 
     def make_room(self, group: Group, source: Tensor | None) -> DecodeStep:
-        """A decoding step with rows for this group. It is made anew only if there is none, or it is too small."""
+        """Return a decoding step with room for this group. A new one is built only if the current one is too small."""
         count, length = len(group.sequences), self.needed_length(group)
         kept = bool(self.model.kept_layers())
         decode = self.decode
@@ -315,13 +321,13 @@ class Engine:
         if kept:
             before = 0 if decode is None else decode.max_length or 0
             size = self.max_length or (before if length <= before else max(-(-length // BLOCK) * BLOCK, 2 * before))
-        self.decode = None  # its memory is free before the next is allocated
+        self.decode = None  # frees its memory before the next one is allocated
         self.decode = DecodeStep(self.model, rows, size, source, compiled=self.compiled)
         self.free = list(range(rows))[::-1]
         return self.decode
 
     def start(self, group: Group) -> list[Event]:
-        """Read the prompts of a group, and give each a row and its first token."""
+        """Prefill the prompts of a group, choose their first tokens and assign rows."""
         encoded = group.request.inputs.get("encoder_outputs")
         decode = self.make_room(group, None if encoded is None else encoded[0])
         cache, logits = self.prefill(group)
@@ -339,7 +345,7 @@ class Engine:
         return events
 
     def prefill(self, group: Group) -> tuple[Any, Tensor]:
-        """Read the prompts in parallel, in pieces: the cache after them, and the logits of the next token."""
+        """Read the prompts in chunks. Returns the cache, and the logits of the next token."""
         ids, inputs, past = group.request.ids, dict(group.request.inputs), 0
         if self.model.config.is_encoder_decoder:
             out = self.model(**self.model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs))
@@ -370,9 +376,9 @@ class Engine:
         return cache, logits[:, -1].to(torch.float32, copy=True)
 
     def release(self) -> None:
-        """Free the rows of what is finished."""
+        """Free the rows of finished sequences."""
         for group in self.groups:
-            # Sequences whose tokens are chosen together stay together.
+            # Groups that are not plain choose tokens for all their sequences, so their rows are freed together.
             done = [s for s in group.sequences if s.finished] if group.plain or not group.running else []
             for sequence in done:
                 if sequence.row is not None:
@@ -384,11 +390,11 @@ class Engine:
 
 
 def no_static_cache(model: Any) -> str | None:
-    """Why the state of this model has no fixed size; None: it has."""
+    """Return why the model has no static cache, or None if it has one."""
     if not model.kept_layers():
         return None
     if model.config.is_encoder_decoder:
-        return "an encoder-decoder that kept softmax attention has no state of fixed size"
+        return "softmax attention in an encoder-decoder has no static cache"
     try:
         model.make_static_cache(rows=1, max_length=1)
     except T2RError as reason:

@@ -1,11 +1,11 @@
-"""A function of tensors at fixed addresses, recorded once and replayed: what a CUDA graph is, for a CPU.
+"""Recording and replay of tensor operations on a CPU, like a CUDA graph on a GPU.
 
-With one token a step, most of a decoding step on a CPU is Python and the bookkeeping of views. A recording holds the
-tensor operations alone. Every intermediate result keeps its memory, so that views need no replay; what depends on
-weights alone is not computed again; and what nobody reads is left out.
+On a CPU, most of the time of a decoding step with one token is Python and view overhead. A recording contains only the
+tensor operations. Intermediate results keep their memory, so views need no replay. Operations that depend only on
+weights, and operations whose results are not used, are omitted.
 
-The function must read its inputs from tensors that it finds at the same place each time, update its state in place, and
-decide nothing by a tensor's value. Weights must not change between recording and replay.
+The function must read its inputs from the same tensors in each call and update its state in place. Its control flow
+must not depend on tensor values. Weights must not change between recording and replay.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ VALUE_FREE = {
     "aten::new_full",
     "aten::new_empty",
 }
-"""Operations whose results depend on the shape of their input only."""
+"""Operations whose results depend only on the shape of their input."""
 DIRECT = {
     "add", "addmm", "argmax", "baddbmm", "bitwise_not", "bmm", "cat", "clamp", "clamp_min", "div", "exp", "gather",
     "ge", "gt", "index_select", "le", "lt", "matmul", "mean", "mm", "mul", "neg", "pow", "rsqrt", "sigmoid", "softmax",
     "sqrt", "sub", "sum", "tanh", "where",
 }  # fmt: skip
-"""Operations that `torch` has under the same name, with `out`: a call of those takes a third of an overload's time."""
+"""Operations available in `torch` under the same name with `out`, which takes a third of the time of an overload."""
 COPIES = {"clone", "contiguous", "flatten", "reshape", "to", "_to_copy"}
-"""Operations that move their input, if their result is not a view of it."""
+"""Operations that copy their input, if their result is not a view."""
 READS_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::item")
 
 
 class CannotRecord(Exception):
-    """The function decides something by a tensor's value, or draws at random."""
+    """Raised if the function reads the value of a tensor or uses random numbers."""
 
 
 class Operation(NamedTuple):
@@ -51,22 +51,22 @@ class Operation(NamedTuple):
     kwargs: dict[str, Any]
     results: list[Tensor]
     reads: frozenset[int]
-    """The memory of its inputs, as numbers."""
+    """Identifiers of the storages of its inputs."""
     writes: frozenset[int]
-    """The memory that it fills or changes."""
+    """Identifiers of the storages that it writes."""
 
 
 class NoValues(TorchDispatchMode):
-    """Raises `CannotRecord` where a tensor's value would decide something: neither a recording nor a CUDA graph can."""
+    """Raises `CannotRecord` if an operation reads the value of a tensor, as recordings and CUDA graphs cannot do."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function._schema.name in READS_VALUES:
-            raise CannotRecord(f"{function._schema.name} looks at a tensor's value")
+            raise CannotRecord(f"{function._schema.name} reads the value of a tensor")
         return function(*args, **(kwargs or {}))
 
 
 class Tape(NoValues):
-    """Notes every operation, and holds on to every tensor, so that no memory is used twice."""
+    """Records every operation, and keeps every tensor alive, so that no memory is reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,19 +86,21 @@ class Tape(NoValues):
             writes = frozenset(memory(x) for x in tree_leaves(changed) if isinstance(x, Tensor))
         else:
             writes = frozenset(map(memory, results))
-            if writes and writes <= reads:  # a view: it stays valid
+            if writes and writes <= reads:  # a view, which stays valid
                 return out
         self.operations.append(Operation(function, args, kwargs, results, reads, writes))
         return out
 
 
 class Recording:
-    """A recorded function: call it to run it again.
+    """A recorded function. Calling it replays the function.
 
     Args:
-        function: takes nothing, and returns nothing: it reads `inputs` and changes `outputs`.
-        inputs: tensors that are changed between replays.
-        outputs: tensors that are read between replays.
+        function: a function without arguments and return value, which reads `inputs` and modifies `outputs`.
+        inputs: tensors that the caller modifies between replays.
+        outputs: tensors that the caller reads between replays.
+
+    Raises CannotRecord if the function cannot be recorded.
     """
 
     def __init__(self, function: Callable[[], None], inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
@@ -106,7 +108,7 @@ class Recording:
         with tape:
             function()
         if not torch.equal(draws, torch.get_rng_state()):
-            raise CannotRecord("it draws at random")
+            raise CannotRecord("it uses random numbers")
         self.held = tape.held
         live = needed(tape.operations, inputs, outputs)
         self.calls = [call(operation) for operation in live]
@@ -121,7 +123,7 @@ def memory(x: Tensor) -> int:
 
 
 def needed(operations: list[Operation], inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> list[Operation]:
-    """The operations to run again: those that depend on what changes, and that something depends on."""
+    """Return the operations to replay: those that depend on changing tensors and on which an output depends."""
     changes = set(map(memory, inputs))
     for operation in operations:
         if operation.function._schema.is_mutable:
@@ -141,7 +143,7 @@ def needed(operations: list[Operation], inputs: Iterable[Tensor], outputs: Itera
 
 
 def call(operation: Operation) -> Callable[[], Any]:
-    """Run an operation again, into the memory of its results."""
+    """Return a function that repeats an operation, writing to the memory of its results."""
     function, args, kwargs, results = operation[:4]
     name = function._schema.name.removeprefix("aten::")
     if function._schema.is_mutable:
@@ -173,7 +175,7 @@ def copy_into(out: Tensor, x: Tensor) -> Callable[[], Any] | None:
 
 
 def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Callable[[], Any] | None:
-    """A linear layer as one product of matrices; None: its input is not one."""
+    """Return a linear layer as one matrix product, or None if its input is not contiguous."""
     if not (x.is_contiguous() and out.is_contiguous()):
         return None
     x, out = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])
@@ -183,7 +185,7 @@ def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def out_variant(function: Any) -> Any:
-    """The overload of an operation that writes to given tensors; None: it has none."""
+    """Return the overload of an operation that writes to given tensors, or None if there is none."""
     own = [(a.name, str(a.type)) for a in function._schema.arguments]
     for name in function.overloadpacket.overloads():
         other = getattr(function.overloadpacket, name)

@@ -1,4 +1,4 @@
-"""What a call of `generate` asks for, as transformers itself prepares it, and whether the engine can do it."""
+"""Preparation of a `generate` call by transformers, and the check whether the engine supports it."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ UNSUPPORTED = {
     "output_logits": "logits are returned",
     "output_attentions": "attention weights are returned",
     "output_hidden_states": "hidden states are returned",
-    "return_dict_in_generate": "more than the sequences is returned",
-    "cache_implementation": "a cache_implementation is named",
-    "prefill_chunk_size": "a prefill_chunk_size is named",
+    "return_dict_in_generate": "return_dict_in_generate is set",
+    "cache_implementation": "cache_implementation is set",
+    "prefill_chunk_size": "prefill_chunk_size is set",
 }
-"""Options of a GenerationConfig that only `generate()` knows, and why a call with them goes there."""
+"""Options of a GenerationConfig that only `generate()` supports, with the reason to report."""
 
 
 class ForGenerate(Exception):
-    """The engine cannot do this; `generate()` can. The message says why."""
+    """Raised for calls that `generate()` supports and the engine does not. The message is the reason."""
 
 
 class Request(NamedTuple):
-    """A call of `generate` with everything prepared, up to the first forward."""
+    """A prepared call of `generate`, before the first forward pass."""
 
     ids: Tensor
-    """The prompts, padded on the left; for an encoder-decoder what its decoder starts with."""
+    """The prompts, padded on the left; for an encoder-decoder, the first tokens of the decoder."""
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
     inputs: dict[str, Any]
-    """Further inputs of the model's forward: masks, positions, an empty cache, the encoder's outputs."""
+    """Further inputs of the forward pass: masks, positions, an empty cache, encoder outputs."""
 
 
 def prepare(
     model: Any, input_ids: Tensor, options: dict[str, Any], generation_config: GenerationConfig | None
 ) -> Request:
-    """Let transformers prepare a call of `generate`: the options merged and checked, the processors and criteria made,
-    the source encoded.
+    """Prepare a call of `generate` with transformers.
+
+    transformers merges and checks the options, builds the logits processors and stopping criteria, and encodes the
+    source.
 
     Raises:
-        ForGenerate: the engine cannot do what the call asks for.
+        ForGenerate: if the engine does not support the call.
     """
     options = dict(options)
     for name in ("assistant_model", "inputs_embeds", "past_key_values", "custom_generate", "negative_prompt_ids"):
@@ -57,11 +59,11 @@ def prepare(
     if generation_config is not None:
         generation_config = copy.deepcopy(generation_config)
         options = generation_config.update(**options)
-    # transformers does not hand the tokenizer on to a decoding method that is not its own.
+    # transformers does not pass the tokenizer to custom decoding methods.
     source = options if generation_config is None else generation_config.__dict__
     if (strings := source.pop("stop_strings", None)) is not None:
         if tokenizer is None:
-            raise ValueError("stop_strings need the tokenizer: pass tokenizer=")
+            raise ValueError("stop_strings requires the tokenizer: pass tokenizer=")
         criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
         options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
         if generation_config is not None:
@@ -86,17 +88,17 @@ def prepare(
 
 
 def why_not(config: GenerationConfig) -> str | None:
-    """Why the engine cannot follow this configuration; None: it can."""
+    """Return why the engine does not support this configuration, or None if it does."""
     mode = config.get_generation_mode()
     if mode not in MODES:
-        return f"{mode.value.replace('_', ' ')} is asked for"
+        return f"{mode.value.replace('_', ' ')} is requested"
     if config.use_cache is False:
         return "use_cache is False"
     return next((why for name, why in UNSUPPORTED.items() if getattr(config, name, None)), None)
 
 
 def accepts(model: Any, name: str) -> bool:
-    """Whether the model's forward has an argument of this name."""
+    """Return whether the model's forward has an argument of this name."""
     return name in inspect.signature(model.forward).parameters
 
 

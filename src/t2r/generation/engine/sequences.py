@@ -1,4 +1,4 @@
-"""Sequences on their way: those that were given together share logits processors, stopping criteria and a seed."""
+"""Sequences during generation. Sequences of one call share logits processors, stopping criteria and a seed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from t2r.generation.engine.request import Request
 
 @dataclass(eq=False)
 class Sequence:
-    """One prompt and what was generated after it."""
+    """One prompt and its generated tokens."""
 
     index: int
-    """Its place among those that were given together."""
+    """Its index in the call."""
     row: int | None = None
-    """Its row of the running batch; None: it waits, or is finished."""
+    """Its row in the running batch; None while it waits and after it is finished."""
     tokens: list[int] = field(default_factory=list)
-    """What is new."""
+    """The generated tokens."""
     finished: bool = False
     state: Any = None
-    """If it was asked for: the cache at the end, which has read every token but the last."""
+    """With `keep_state`, the cache at the end, which contains all tokens except the last."""
 
 
 class Event(NamedTuple):
@@ -35,11 +35,11 @@ class Event(NamedTuple):
 
 
 class Group:
-    """Sequences that are decoded under one call's options, as `generate` would decode them.
+    """The sequences of one call, decoded with the options of the call as in `generate`.
 
-    A group is `plain` if it takes the likeliest token each time and stops at special tokens or a length. The decoding
-    step then chooses its tokens itself, and its sequences end one by one. Otherwise every token is chosen here, by
-    transformers' processors and criteria.
+    A group is `plain` if it uses greedy search without logits processors, and stops only at EOS tokens or a maximum
+    length. The decoding step then chooses the tokens, and sequences end independently. Otherwise tokens are chosen
+    here, with the logits processors and stopping criteria of transformers.
     """
 
     def __init__(self, request: Request, state: Any, generator: torch.Generator | None, keep_state: bool) -> None:
@@ -63,11 +63,11 @@ class Group:
 
     @property
     def new_tokens(self) -> int:
-        """The most tokens that a sequence can get."""
+        """The maximum number of new tokens of a sequence."""
         return self.max_length - self.request.ids.shape[1]
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token of every sequence `[sequences]`, from logits in float32."""
+        """Return the next token of every sequence `[sequences]`, from float32 logits."""
         if self.plain:
             return logits.argmax(-1)
         processors: Any = self.request.processors
@@ -84,7 +84,7 @@ class Group:
         return chosen
 
     def advance(self, tokens: list[int]) -> list[Event]:
-        """Note a new token for every sequence, chosen by `choose` or by the decoding step."""
+        """Append a new token, chosen by `choose` or by the decoding step, to every sequence."""
         unfinished = [] if self.plain else self.unfinished.tolist()
         events = []
         for i, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True)):
@@ -99,7 +99,7 @@ class Group:
         return events
 
     def result(self) -> Tensor:
-        """The prompts and what is new, as `generate` returns them."""
+        """Return prompts and generated tokens, as `generate` does."""
         ids = self.request.ids
         longest = max(len(sequence.tokens) for sequence in self.sequences)
         rows = [s.tokens + [self.pad] * (longest - len(s.tokens)) for s in self.sequences]
@@ -107,7 +107,7 @@ class Group:
 
 
 def pad_token(config: Any) -> int:
-    """What stands after the end of a sequence: as in `generate`, the first token that ends one if nothing is set."""
+    """Return the padding token. As in `generate`, it defaults to the first EOS token."""
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
     stops = config.eos_token_id

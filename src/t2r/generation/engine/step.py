@@ -1,4 +1,4 @@
-"""One decoding step for all rows of a static cache: captured once, then replayed."""
+"""A decoding step for all rows of a static cache, captured once and replayed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from t2r.attention.layers import layer_tensors
 from t2r.attention.static import StaticRecurrentLayer
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
+from t2r.ops.constants import constant_weights
 
 logger = logging.getLogger(__name__)
 
 WARM_UP = 3
-"""Steps before a capture: kernels are compiled and libraries are initialized outside of the graph."""
+"""Steps before a capture, so that kernels are compiled and libraries initialized outside the graph."""
 
 
 class DecodeStep:
-    """The forward of one token for every row, at fixed addresses.
+    """The forward pass of one token for every row, with tensors at fixed addresses.
 
-    `run` reads `tokens [rows, 1]`, advances the cache and fills `logits [rows, vocabulary]`, in float32 as `generate`
-    computes with them. A row that is `greedy` finds its next token in `tokens` already: the likeliest one. A row
-    that is not `active` stays at position 0, whatever it reads.
+    `run` reads `tokens [rows, 1]`, advances the cache and writes `logits [rows, vocabulary]`, in float32 as in
+    `generate`. For `greedy` rows, it also writes the most likely next token to `tokens`. Rows that are not `active`
+    stay at position 0.
 
-    On a GPU the step is a CUDA graph, on a CPU a `Recording`; elsewhere it runs as it is. With `compiled`,
-    torch.compile fuses the kernels of the graph first.
+    The step is a CUDA graph on a GPU and a `Recording` on a CPU. On other devices it runs eagerly. With `compiled`, the
+    kernels of the graph are fused by torch.compile.
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class DecodeStep:
         self.active = torch.zeros(rows, dtype=torch.long, device=device)
         self.greedy = torch.zeros(rows, 1, dtype=torch.bool, device=device)
         self.logits = torch.empty(0)
-        # The states of a source are filled: what stands for the source is never read.
+        self.constants: dict[Any, Any] = {}
+        # A placeholder: the source has been read into the cross attention states.
         self.source: Any = None if source is None else source.new_zeros(rows, 1, source.shape[-1])
         self.takes_positions = accepts(model, "position_ids")
         self.by_row = not seq2seq or model.t2r_family.positions_by_row
         self.own.only_steps(by_row=seq2seq and self.by_row)
         self.captured_as: str | None = None
-        """`CUDA graph` or `recording`; None: the step runs as it is."""
+        """`CUDA graph` or `recording`; None if the step runs eagerly."""
         self.reset()
         self.replay = self.capture()
         self.reset()
@@ -62,11 +64,11 @@ class DecodeStep:
         self.active.zero_()
         for i, layer in enumerate(self.cross):
             layer.reset()
-            layer.length = 1  # filled: a source is never read in a step
+            layer.length = 1  # marks the layer as filled, because a step does not read the source
             self.cache.is_updated[i] = True
 
     def put(self, row: int, cache: Any, other_row: int, token: Tensor | int, greedy: bool) -> None:
-        """Make one sequence of a prefilled cache a row, and say which token it reads next."""
+        """Copy one sequence of a prefilled cache to a row, and set its next token."""
         own = cache.self_attention_cache if self.cross else cache
         self.own.put(row, own, other_row)
         for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
@@ -79,7 +81,7 @@ class DecodeStep:
         self.active[row] = 0
 
     def row_bytes(self, tokens: int) -> int:
-        """What one sequence holds after so many tokens."""
+        """Return the size of the cache of one sequence with this number of tokens."""
         total = 0
         for layer in (*self.own.layers, *self.cross):
             held = layer_tensors(layer).values()
@@ -108,13 +110,13 @@ class DecodeStep:
         self.tokens.copy_(torch.where(self.greedy, best, self.tokens))
 
     def run(self) -> None:
-        """One token for every row. Nothing waits for the device."""
+        """Advance every row by one token, without synchronizing with the device."""
         self.replay()
 
     # --- Capture --------------------------------------------------------------------------------------------
 
     def capture(self) -> Callable[[], None]:
-        self.eager()  # what a model computes once (a table of positions) is made before
+        self.eager()  # computes what the model caches, such as position tables, before the capture
         kind = self.tokens.device.type
         try:
             if kind == "cuda":
@@ -122,7 +124,7 @@ class DecodeStep:
             if kind == "cpu":
                 return self.recorded()
         except CannotRecord as reason:
-            logger.warning("the decoding step of this model cannot be captured, and runs as it is: %s", reason)
+            logger.warning("the decoding step of this model cannot be captured and runs eagerly: %s", reason)
         return self.eager
 
     @torch.no_grad()
@@ -142,11 +144,16 @@ class DecodeStep:
         self.captured_as = "recording"
         return replay
 
+    def with_constant_weights(self) -> None:
+        """Run the step. Values that depend only on the weights are computed in the first call and reused."""
+        with constant_weights(self.constants):
+            self.forward()
+
     @torch.no_grad()
     def captured(self) -> Callable[[], None]:
         with NoValues():
             self.forward()
-        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
+        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.with_constant_weights
         device = self.tokens.device
         with torch.cuda.device(device):
             stream = torch.cuda.Stream()

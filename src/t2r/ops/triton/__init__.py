@@ -1,4 +1,4 @@
-"""Triton kernels for linear attention on a GPU. Triton itself is imported by the first call, not before."""
+"""Triton kernels for linear attention on a GPU. The triton package is imported on the first call."""
 
 from t2r.ops.triton.backend import Triton
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels can do. This file does not import triton."""
+"""The Triton backend and its abilities. This module does not import triton."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Triton(Backend):
         signed: bool,
         normalized: bool,
     ) -> tuple[Tensor | Sums, State]:
-        if not causal:  # without an order of tokens it is two matrix products, which need no kernel of ours
+        if not causal:  # two matrix products, which need no custom kernel
             return two_products(q, k, v, state, mask, signed=signed, normalized=normalized)
         from t2r.ops.triton.sequence import linear_attention
 

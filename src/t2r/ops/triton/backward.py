@@ -1,6 +1,6 @@
-"""The backward pass: the division, what each chunk's queries do to the state before them, the scan in reverse, and the
-gradients of each chunk. States are computed again rather than kept. Names as in `forward`; `gradients` has the layout
-of `states` without z_abs, and its slot c is the gradient of the state before chunk c.
+"""The backward pass: the division, the gradients that each chunk's queries give to the state before it, the reverse
+scan, and the gradients of each chunk. States are recomputed. Names are those of `forward`. `gradients` has the layout
+of `states` without z_abs, and slot c is the gradient of the state before chunk c.
 """
 # mypy: ignore-errors
 
@@ -18,8 +18,9 @@ def division(
     g_b, g_h, g_t, out_b, out_h, out_t, heads, time, value,
     SIGNED: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """1 / denominator, by which the gradient of the numerator is g, and the gradient of the denominator. The bound is a
-    constant: where it acts the denominator has none."""
+    """Compute 1 / denominator and the gradient of the denominator.
+
+    The gradient of the numerator is g / denominator. Bounded denominators are constant and have zero gradient."""
     value = value * ALIGN
     b = (tl.program_id(0) // heads).to(tl.int64)
     h = (tl.program_id(0) % heads).to(tl.int64)
@@ -49,7 +50,7 @@ def asked(
     t, rows, f, f_ok, d, d_ok, rate, clock,
     DECAY: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of a chunk, of all heads of a group, do to s and z before it."""
+    """Compute the gradients of s and z before a chunk from its queries, summed over the heads of a group."""
     ds = tl.zeros([BF, BV], tl.float32)
     dz = tl.zeros([BF], tl.float32)
     for i in range(0, group):
@@ -75,7 +76,7 @@ def chunk_gradients(
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of chunk c do to the state before it, into slot c."""
+    """Write the gradient that the queries of chunk c give to the state before it to slot c."""
     feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     value_blocks = (value + BV - 1) // BV
@@ -109,10 +110,11 @@ def feature_gradients(
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, and the chunk's part of the gradient of the decay, `d_decay [batch, chunks, key_heads, feature]`.
+    """Compute dq, dk, and the decay gradient of each chunk, `d_decay [batch, chunks, key_heads, feature]`.
 
-    With x = feature times its gradient, a pair within the chunk changes with the rate by the distance between query and
-    key; what a query finds in the state by its clock; what a key leaves in the state by what is left of the chunk."""
+    The decay gradient sums products of features and their gradients, weighted by elapsed tokens: the distance between
+    query and key for pairs within the chunk, the clock for queries that read the state, and the remaining length of
+    the chunk for keys that enter the state."""
     feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     b = (tl.program_id(0) // key_heads).to(tl.int64)
@@ -204,7 +206,7 @@ def value_gradients(
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dv: from the queries of the chunk, and through the state after it."""
+    """Compute dv from the queries of the chunk and from the gradient of the state after it."""
     feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     b = (tl.program_id(0) // key_heads).to(tl.int64)

@@ -1,4 +1,4 @@
-"""One token in one launch: fade, absorb and read the state, in its own memory."""
+"""One decoding step in one kernel launch: decay, update and read the state in place."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _(
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, state: State, mask: Tensor | None, decay: Tensor | None) -> Tensor:
-    """The output of one token; the state is updated in place. Eager calls skip the dispatch of a custom operator."""
+    """Process one token and update the state in place. Eager calls skip the dispatch of the custom operator."""
     run = _traced if torch.compiler.is_compiling() else _launch
     out: Tensor = run(q, k, v, state.s, state.z, state.z_abs, mask, decay)
     return out

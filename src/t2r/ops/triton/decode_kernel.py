@@ -1,4 +1,4 @@
-"""The kernel of one decoding step: fade, absorb and read a state in its own memory."""
+"""The kernel of one decoding step: decay, update and read a state in place."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def decode(
     HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr, COUNT: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A program per sequence and key head. It alone touches that state, so that z is not read after it was written."""
+    """Run one program per sequence and key head. It alone accesses the state, so z is not read after it is written."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     f = tl.arange(0, BF)
     f_ok = f < feature
-    live = tl.full([1], 1, tl.int1)  # whether the token counts
+    live = tl.full([1], 1, tl.int1)  # whether the token is unmasked
     if HAS_MASK:
         live = tl.load(mask + b * mask_b + tl.zeros([1], tl.int32)) != 0
     key = tl.load(k + b * k_b + h * k_h + f, mask=f_ok & live, other=0.0).to(tl.float32)

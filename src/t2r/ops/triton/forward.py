@@ -1,10 +1,10 @@
-"""The forward pass in three launches: what each chunk adds to the state, the states before each chunk, the outputs.
+"""The forward pass in three launches: the contribution of each chunk to the state, the scan over states, the outputs.
 
-The first and the last run in parallel over chunks, so that a single long sequence fills a GPU. Only the scan between
-them goes through time, over states and not over tokens. A slot of `states [batch, key_heads, chunks + 1, slot]` holds
-s, z and, if signed, z_abs, one after the other; slot c is the state before chunk c.
+The first and the last run in parallel over chunks, so that a single long sequence fills a GPU. Only the scan is
+sequential, over states and not over tokens. A slot of `states [batch, key_heads, chunks + 1, slot]` holds s, z and,
+if signed, z_abs, concatenated. Slot c is the state before chunk c.
 """
-# Kernels have no annotations but constexpr: their arguments are Triton's own.
+# Kernel arguments have no annotations except constexpr, because their types are internal to Triton.
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from t2r.ops.triton.math import SIZES, chunk, divide, dot, saturate, tile, visib
 
 @triton.jit
 def added(k, k_t, v, v_t, t, rows, f, f_ok, d, d_ok, rate, left, DECAY: tl.constexpr, HOW: tl.constexpr):
-    """The keys of a chunk, aged by the `left` tokens that follow them in it, and what they add to s."""
+    """Load the keys of a chunk, decayed by the `left` tokens that follow them, and compute their addition to s."""
     keys = tile(k, k_t, t, rows, f, f_ok)
     values = tile(v, v_t, t, rows, d, d_ok)
     if DECAY:
@@ -33,8 +33,9 @@ def chunk_states(
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr, HOW: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """What chunk c adds to the state, as seen from its end, into slot c + 1; and by how much it ages the state before
-    it, or -1 if a document starts in it, into `elapsed [batch, chunks]`."""
+    """Write the contribution of chunk c to the state, decayed to its end, to slot c + 1.
+
+    Also write its number of unmasked tokens, or -1 if a document starts in it, to `elapsed [batch, chunks]`."""
     feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     value_blocks = (value + BV - 1) // BV
@@ -59,7 +60,7 @@ def chunk_states(
         tl.store(here + feature * value + f, tl.sum(keys, 0), mask=f_ok)
         if SIGNED:
             tl.store(here + feature * value + feature + f, tl.sum(tl.abs(keys), 0), mask=f_ok)
-    if DECAY or PACKED:  # noqa: SIM102 (known when the kernel is compiled, the other when it runs)
+    if DECAY or PACKED:  # noqa: SIM102 (this condition is a compile-time constant, the next is not)
         if (tl.program_id(1) == 0) & (h == 0):
             tl.store(elapsed + b * chunks + c, tl.where(carried, length, -1.0))
 
@@ -76,9 +77,10 @@ def scan(
     HAS_FIRST: tl.constexpr, SIGNED: tl.constexpr, AGES: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
     BY_ROWS: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Turn what each chunk adds into the states before each, or in reverse into the gradients of those. `BC` chunks are
-    loaded at a time: one load per step through time would be bound by its latency. Elements of a slot are independent.
-    `BY_ROWS` is the same without associative_scan, which the interpreter runs element by element."""
+    """Turn the contributions of chunks into the states before each chunk, or in reverse into their gradients.
+
+    Elements of a slot are independent. `BC` chunks are loaded at once, because a single load per step would be bound
+    by latency. `BY_ROWS` avoids associative_scan, which the interpreter runs element by element."""
     feature, value = feature * ALIGN, value * ALIGN
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
@@ -146,8 +148,9 @@ def outputs(
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr, NORMALIZED: tl.constexpr,
     HOW: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of a chunk find in it and in the state before it. Decays are taken from the middle of the chunk,
-    where the powers of either side have the most room (see `t2r.ops.chunks`)."""
+    """Compute the outputs of a chunk from its own keys and from the state before it.
+
+    Decay factors are relative to the middle of the chunk, which keeps exponents small (see `t2r.ops.chunks`)."""
     feature, value = feature * ALIGN, value * ALIGN
     c = tl.program_id(2)
     b = (tl.program_id(0) // heads).to(tl.int64)

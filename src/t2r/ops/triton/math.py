@@ -1,4 +1,4 @@
-"""What kernels share: products, the division, and who may see whom in a chunk."""
+"""Helpers shared by the kernels: matrix products, the bounded division, and the masks of a chunk."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import triton.language as tl
 from t2r.ops.common import DENOMINATOR_FLOOR, SIGNED_FLOOR
 
 SIZES = ["time", "chunks", "heads", "key_heads", "group", "feature", "value"]
-"""Numbers that kernels are not compiled anew for. A size of 1 would become a constant, and with that triton 3.6 makes
-matrix products on Hopper that read beyond their shared memory. It also means one compilation for all lengths."""
+"""Arguments that kernels are not specialized on, so that one compilation serves all lengths. Triton would turn a size
+of 1 into a constant, and triton 3.6 then generates matrix products on Hopper that read shared memory out of bounds."""
 FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
 SIGNED = tl.constexpr(SIGNED_FLOOR)
 
 
 @triton.jit
 def dot(a, b, HOW: tl.constexpr):
-    """A matrix product in the precision that `blocks.precision` names, accumulated in float32."""
+    """Compute a matrix product in the precision named by `blocks.precision`, accumulated in float32."""
     if HOW == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif HOW == "bf16 emulated":
@@ -28,7 +28,7 @@ def dot(a, b, HOW: tl.constexpr):
 
 @triton.jit
 def bounds(den, total, HAS_TOTAL: tl.constexpr):
-    """`safe_denominator`: what to divide by, where it is not the true one, and where nothing was seen."""
+    """Compute `safe_denominator`: the safe denominator, where it was bounded, and where all weights are zero."""
     if HAS_TOTAL:
         floor = tl.maximum(SIGNED * total, FLOOR)
         bounded = tl.abs(den) < floor
@@ -43,14 +43,14 @@ def bounds(den, total, HAS_TOTAL: tl.constexpr):
 
 @triton.jit
 def divide(num, den, total, HAS_TOTAL: tl.constexpr):
-    """`num [rows, value]` by `den [rows]`, bounded."""
+    """Divide `num [rows, value]` by the bounded `den [rows]`."""
     safe, _, empty = bounds(den, total, HAS_TOTAL)
     return tl.where(empty[:, None], 0.0, num / safe[:, None])
 
 
 @triton.jit
 def saturate(x, to: tl.constexpr):
-    """To the output's dtype; float16 saturates, since a signed average can exceed the values it averages."""
+    """Cast to the output dtype. float16 saturates, because a signed average can exceed the averaged values."""
     if to == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     return x.to(to)
@@ -58,15 +58,18 @@ def saturate(x, to: tl.constexpr):
 
 @triton.jit
 def tile(x, stride, rows, rows_ok, columns, columns_ok):
-    """A float32 tile of a matrix whose rows are `stride` apart; zero outside, where nothing is read."""
+    """Load a float32 tile of a matrix whose rows are `stride` apart. Elements out of bounds are zero."""
     here = x + rows[:, None].to(tl.int64) * stride + columns[None, :]
     return tl.load(here, mask=rows_ok[:, None] & columns_ok[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def chunk(c, b, mask, document, time, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr):
-    """The positions of a chunk: which are there, which count, their clock within the chunk and its length in counted
-    tokens, their documents, and who sees the state before (`fresh`) or enters the state after (`keep`)."""
+    """Compute the positions and masks of a chunk.
+
+    Returns the positions `t`, which of them exist (`there`) and are unmasked (`real`), the count of unmasked tokens up
+    to each (`clock`) and in the chunk (`length`), their documents, which queries read the state before the chunk
+    (`fresh`), which keys enter the state after it (`keep`), and whether the state is carried through (`carried`)."""
     t = c * BT + tl.arange(0, BT)
     there = t < time
     real = there
@@ -92,7 +95,7 @@ def chunk(c, b, mask, document, time, HAS_MASK: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def visible(documents, PACKED: tl.constexpr, BT: tl.constexpr):
-    """`[query, key]`: the key is not later, and of the same document."""
+    """Return the causal mask `[query, key]`, restricted to pairs of the same document."""
     i = tl.arange(0, BT)
     seen = i[:, None] >= i[None, :]
     if PACKED:

@@ -1,7 +1,7 @@
-"""States and their gradients for many short sequences: a program keeps a tile of a state and goes through the chunks.
+"""States and their gradients for many short sequences. Each program holds a tile of a state and iterates over chunks.
 
-What `chunk_states` and `scan` do in two launches, which write every state twice and read it once, takes one launch here
-that writes every state once. It needs enough sequences and heads to fill the GPU.
+`chunk_states` and `scan` take two launches that write every state twice and read it once. The kernels here take one
+launch that writes every state once. They require enough sequences and heads to fill the GPU.
 """
 # mypy: ignore-errors
 
@@ -24,7 +24,7 @@ def states_before(
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The state before chunk c into slot c, and the last state."""
+    """Write the state before chunk c to slot c, and the final state."""
     feature, value = feature * ALIGN, value * ALIGN
     value_blocks = (value + BV - 1) // BV
     v_block = tl.program_id(1) % value_blocks
@@ -80,7 +80,7 @@ def gradients_after(
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state after chunk c into slot c + 1, and of the first state."""
+    """Write the gradient of the state after chunk c to slot c + 1, and the gradient of the first state."""
     feature, value = feature * ALIGN, value * ALIGN
     value_blocks = (value + BV - 1) // BV
     v_block = tl.program_id(1) % value_blocks

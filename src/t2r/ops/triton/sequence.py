@@ -1,4 +1,4 @@
-"""A whole sequence: the launches of forward and backward, and their place in autograd and torch.compile."""
+"""Whole sequences: forward and backward kernel launches, and their integration in autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from t2r.ops.triton.blocks import block, inner, on_device, precision
 from t2r.ops.triton.presence import INTERPRETED
 
 CHUNK = 16 if INTERPRETED else 64
-"""Tokens of a chunk. At most 128: seen from the middle, the fastest decay is then a factor of exp(64) at either end."""
+"""Tokens per chunk, at most 128. With the fastest decay, scale factors then reach exp(64) at the ends of a chunk."""
 WARPS = 4
 MANY_WARPS = 8
-"""Of a program with many tiles at once: its registers would spill with fewer. Chunks of 128 want 8 everywhere."""
+"""Warps of programs that hold many tiles. With fewer warps, registers spill. Chunks of 128 need 8 warps everywhere."""
 SCANNED = 4 if INTERPRETED else 16
-"""Chunk states that the scan loads at a time."""
+"""Chunk states that the scan loads at once."""
 MANY = 128
-"""Programs that fill a GPU: with as many tiles of states, each program goes through time by itself."""
+"""Number of programs that fill a GPU. With at least this many state tiles, each program iterates over time itself."""
 
 
 class Plan(NamedTuple):
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
     @property
     def align(self) -> int:
-        """What divides both sizes. Kernels get them in units of it, and so know how wide their loads may be."""
+        """A common divisor of both sizes. Kernels receive sizes in this unit, which gives the alignment of loads."""
         return math.gcd(self.feature, self.value, 16)
 
     @property
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
 
     @property
     def blocks(self) -> dict[str, Any]:
-        # One stage: loops over blocks are short, and more stages would cost the shared memory of other programs.
+        # One stage, because loops over blocks are short and more stages take shared memory from other programs.
         return {
             "HOW": self.how,
             "BT": self.size,
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
 
     @property
     def running(self) -> bool:
-        """Whether each tile of a state goes through time in one program. Otherwise chunks run in parallel."""
+        """Whether one program per state tile iterates over all chunks. Otherwise chunks run in parallel."""
         return self.batch * self.key_heads * self.row_blocks * self.column_blocks >= MANY
 
     @property
@@ -112,7 +112,7 @@ def _plan(
 
 
 class _Shared(NamedTuple):
-    """What several launches read: rates, mask and documents as kernels want them, or a stand-in that is not read."""
+    """Inputs of several launches: decay rates, mask and documents. Missing ones are placeholders that are not read."""
 
     decay: Tensor
     mask: Tensor
@@ -127,7 +127,7 @@ def _shared(like: Tensor, decay: Tensor | None, mask: Tensor | None, starts: Ten
     )
 
 
-# Grids have sequences and heads first: only the first dimension of a grid may be larger than 65,535.
+# Sequences and heads are the first grid dimension, because only that one may exceed 65,535.
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -141,14 +141,14 @@ def _empty_state(plan: Plan, like: Tensor, signed: bool) -> State:
 
 
 def _pointers(state: State) -> tuple[Tensor, Tensor, Tensor]:
-    """Its tensors, and a stand-in for one that is not there."""
+    """Return the tensors of a state, with a placeholder for a missing `z_abs`."""
     return state.s, state.z, state.z if state.z_abs is None else state.z_abs
 
 
 def _scan(
     plan: Plan, states: Tensor, slot: int, first: State | None, shared: _Shared, elapsed: Tensor, *, reverse: bool
 ) -> State:
-    """Run the scan over `states`, from the first state; the last one is returned."""
+    """Run the scan over `states`, starting from the first state, and return the last state."""
     signed = plan.signed and not reverse
     last = _empty_state(plan, states, signed)
     begin = last if first is None else first.map(torch.Tensor.contiguous)
@@ -164,7 +164,7 @@ def _scan(
 
 
 def _states(plan: Plan, k: Tensor, v: Tensor, first: State | None, shared: _Shared) -> tuple[Tensor, Tensor, State]:
-    """The states before each chunk and after the last, how much each chunk ages them, and the last by itself."""
+    """Compute the states before each chunk and after the last, the elapsed tokens per chunk, and the final state."""
     shape = (plan.batch, plan.key_heads, plan.chunks + 1, plan.state_slot)
     states = torch.empty(shape, dtype=torch.float32, device=k.device)
     elapsed = states.new_empty(plan.batch, plan.chunks)
@@ -189,7 +189,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, z: Tensor | None, z_abs: Tensor | None, decay: Tensor | None,
     mask: Tensor | None, starts: Tensor | None, signed: bool, normalized: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output or numerator, denominator, magnitude, s, z, z_abs; the third and the last are empty if not signed."""
+    """Return output or numerator, denominator, magnitude, s, z, z_abs. Magnitude and z_abs are empty if not signed."""
     q, k, v = inner(q), inner(k), inner(v)
     plan = _plan(q, k, v, decay, mask, starts, signed)
     shared = _shared(q, decay, mask, starts)
@@ -213,7 +213,7 @@ def _backward(
     out: Tensor, dens: Tensor, totals: Tensor,
     g: Tensor, g_den: Tensor | None, ds: Tensor | None, dz: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, s, z and the decay; the last is empty without a decay."""
+    """Return the gradients of q, k, v, s, z and decay. The last is empty without decay."""
     q, k, v, g = inner(q), inner(k), inner(v), inner(g)
     plan = _plan(q, k, v, decay, mask, starts, signed)
     shared = _shared(q, decay, mask, starts)
@@ -261,7 +261,7 @@ def _backward(
     return dq, dk, dv, begin.s, begin.z, d_decay if decay is None else d_decay.sum((0, 1))
 
 
-# torch.compile sees the launches as two operators; eager calls skip their dispatch.
+# torch.compile treats the launches as two custom operators. Eager calls skip their dispatch.
 _forward_traced = torch.library.custom_op("t2r::linear_attention", _forward, mutates_args=())
 _backward_traced = torch.library.custom_op("t2r::linear_attention_backward", _backward, mutates_args=())
 
@@ -295,7 +295,7 @@ def _(
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        """The inputs of `_forward`, and its outputs."""
+        """Inputs and outputs are those of `_forward`."""
         run: Any = _forward_traced if torch.compiler.is_compiling() else _forward
         results: tuple[Tensor, ...] = run(*inputs)
         out, dens, totals, _, _, z_abs = results
@@ -333,11 +333,11 @@ def linear_attention(
     signed: bool,
     normalized: bool,
 ) -> tuple[Tensor | Sums, State]:
-    """Causal linear attention, as `t2r.ops.linear_attention`."""
+    """Compute causal linear attention, as `t2r.ops.linear_attention`."""
     past = (None, None, None) if state is None else state
     inputs = (q, k, v, *past, decay, mask, starts, signed, normalized)
     out, dens, totals, s, z, z_abs = _LinearAttention.apply(*inputs)
     if normalized and _counts and not torch.compiler.is_compiling():
-        safe_denominator(dens, totals if signed else None)  # counts
+        safe_denominator(dens, totals if signed else None)  # called only for its counts
     new = State(s, z, z_abs if signed else None)
     return out if normalized else Sums(out, dens, totals if signed else None), new

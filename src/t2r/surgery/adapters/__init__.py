@@ -1,4 +1,4 @@
-"""What must be known of a family of models to swap it: a file a family, a line each in `registry.py`."""
+"""Adapters of model families. Each family has a module here and an entry in `registry.py`."""
 
 from t2r.surgery.adapters.base import Family, Shape, Site, change_class
 from t2r.surgery.adapters.registry import FAMILIES, family, family_of, refusal

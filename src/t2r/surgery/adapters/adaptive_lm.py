@@ -1,4 +1,4 @@
-"""The paper's own language model (Baevski and Auli's adaptive LM): BART's projections, sinusoidal positions."""
+"""The language model of the paper (adaptive LM, Baevski and Auli): BART's projections, sinusoidal positions."""
 
 from t2r.surgery.adapters.bart import BartRecurrence
 from t2r.surgery.adapters.base import Family

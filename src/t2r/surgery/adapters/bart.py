@@ -1,4 +1,4 @@
-"""BART, and the projections of all that descends from it: q_proj, k_proj, v_proj and out_proj."""
+"""BART: separate q_proj, k_proj, v_proj and out_proj, which many other families share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we must know of a family of models to swap it."""
+"""The base class of adapters: what t2r must know about a model family to swap it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from t2r.attention.recurrence import Recurrence
 
 
 class Shape(NamedTuple):
-    """The heads of one attention module."""
+    """The heads of an attention module."""
 
     num_heads: int
     num_key_value_heads: int
@@ -33,33 +33,33 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family keeps its attention, and which class a swapped module gets.
+    """The adapter of a model family: where its attention modules are, and which class a swapped module gets.
 
-    `recurrent` maps the stock attention class to the class that takes its place; None: the stock module's forward
-    stays, and takes part through the attention interface.
+    `recurrent` is the class that replaces the stock attention class. If it is None, the stock forward stays and calls
+    the recurrence through the attention interface.
     """
 
     model_type: str
-    layers: str = "layers"  # the decoder's layers, from the base model
-    self_attention: str = "self_attn"  # in a layer
+    layers: str = "layers"  # path of the decoder layers, from the base model
+    self_attention: str = "self_attn"  # path within a layer
     cross_attention: str | None = None
     recurrent: type[Recurrence] | None = None
-    positions: str = "rotary"  # or learned (a table that ends), sinusoidal, relative, none
-    lacks: frozenset[str] = frozenset()  # what the base model cannot do, and its recurrent form neither
-    positions_by_row: bool = False  # the decoder of an encoder-decoder takes a count of tokens for each row [rows, 1]
-    plain_projections: bool = False  # a linear one each, with nothing but the rotation between them and the map
-    tested: bool = True  # false: found by looking, so each model must prove itself when it is swapped
+    positions: str = "rotary"  # or learned (a table of fixed length), sinusoidal, relative, none
+    lacks: frozenset[str] = frozenset()  # features that neither the base model nor the swapped model supports
+    positions_by_row: bool = False  # the decoder of an encoder-decoder accepts past lengths per row, [rows, 1]
+    plain_projections: bool = False  # separate linear projections, with only the rotation between them and the map
+    tested: bool = True  # if False, the attention is detected and each swapped model is checked
 
     dropouts: ClassVar[tuple[str, ...]] = ("attention_dropout", "attn_pdrop")
-    """Where a configuration says how much of the attention weights is dropped in training."""
+    """Names of the attention dropout in a configuration."""
 
     @property
     def merges(self) -> bool:
-        """Can the feature map be folded into the projections? Not where something stands between the two."""
+        """Whether feature maps can be merged into the projections. This requires nothing in between."""
         return self.recurrent is not None
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raise `T2RError` for a model of this family that cannot be swapped."""
+        """Raise T2RError if this model of the family cannot be swapped."""
 
     def sites(self, model: PreTrainedModel) -> Iterator[Site]:
         names = {id(module): name for name, module in model.named_modules()}
@@ -79,44 +79,44 @@ class Family:
         return Shape(heads, heads // getattr(module, "num_key_value_groups", 1), module.head_dim)
 
     def recurrent_class(self, module: nn.Module) -> type[nn.Module]:
-        """The class of a swapped module: ours first, then the stock class, so that it is still one of those."""
+        """Return the class of a swapped module. It inherits the recurrent class and the stock class, in this order."""
         stock = type(module)
         ours = InterfaceAttention if self.recurrent is None else self.recurrent
         return swapped_class(ours, stock)
 
     def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
-        """What else must change in a model for its swapped sites, and for those kept as softmax attention."""
+        """Make further changes to a model that its swapped sites or softmax layers require."""
 
     def notices(self, model: PreTrainedModel, swapped: Sequence[Site]) -> Iterator[str]:
-        """What a recurrence does not take over, a sentence each."""
+        """Yield notices about behavior of the base model that recurrent layers do not have."""
         config: Any = model.config.get_text_config(decoder=True)
         dropout = next((getattr(config, n) for n in self.dropouts if getattr(config, n, 0)), 0)
         if dropout:
             yield (
                 f"attention dropout ({dropout}) applies to softmax attention only: "
-                f"{len(swapped)} recurrent sites have none"
+                f"the {len(swapped)} recurrent sites do not use it"
             )
         window, count = windowed(config, swapped)
         if count:
             which = "its recurrent layers" if count == len(swapped) else f"{count} of its recurrent layers"
             yield (
-                f"the base model attends to a window of {window} tokens in {which}, "
-                "which now remember from the beginning"
+                f"the base model attends to a sliding window of {window} tokens in {which}; "
+                "recurrent layers have no window and process the whole sequence"
             )
 
     def max_positions(self, model: PreTrainedModel) -> int | None:
-        """How many positions the model has; None: as many as one likes."""
+        """Return the number of positions of the model, or None if there is no limit."""
         return model.config.max_position_embeddings if self.positions == "learned" else None
 
     def extend_positions(self, model: PreTrainedModel, length: int) -> None:
-        """Make room for so many positions, where they are computed rather than learned."""
+        """Extend the table of positions to this length, if positions are computed and not learned."""
 
 
 def change_class(module: nn.Module, new: type[nn.Module]) -> None:
-    """Exchange the class of a module. On a dispatched model, accelerate's hook wraps the new forward as it did the old.
+    """Change the class of a module. On a dispatched model, accelerate's hook wraps the new forward.
 
-    Removing the hook leaves the old class's forward behind as an attribute of the module, which would win over the new
-    class's: it goes too."""
+    Removing the hook leaves the forward of the old class as an attribute of the module, which would take precedence
+    over the new class. It is removed too."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         remove_hook_from_module(module)
@@ -127,7 +127,7 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> None:
 
 
 def submodule(module: nn.Module, path: str) -> nn.Module | None:
-    """The module at this path; None where there is none (a decoder without cross attention)."""
+    """Return the module at this path, or None if there is none (a decoder without cross attention)."""
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -135,11 +135,11 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def windowed(config: Any, sites: Sequence[Site]) -> tuple[int | None, int]:
-    """The size of the sliding window, and how many of these sites look through it."""
+    """Return the size of the sliding window, and how many of these sites use it."""
     window = getattr(config, "sliding_window", None)
     if window is None:
         return None, 0
-    types = getattr(config, "layer_types", None)  # None: all layers are alike
+    types = getattr(config, "layer_types", None)  # None means that all layers have the same type
     return window, sum(types is None or types[site.layer] == "sliding_attention" for site in sites)
 
 
@@ -153,7 +153,7 @@ def swapped_class(ours: type, stock: type) -> type[nn.Module]:
     return _CLASSES[key]
 
 
-# Pickle looks for classes by name, and these have none that it could find: it is told the two they are made of.
+# Pickle finds classes by name, which fails for these dynamic classes. They are pickled as their two base classes.
 
 
 def _reduce(module: nn.Module) -> tuple[Any, ...]:

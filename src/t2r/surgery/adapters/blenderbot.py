@@ -1,4 +1,4 @@
-"""Blenderbot: BART for conversation, with its norms before each layer."""
+"""Blenderbot: conversational BART with normalization before each layer."""
 
 from t2r.surgery.adapters.bart import BartRecurrence
 from t2r.surgery.adapters.base import Family

@@ -1,4 +1,4 @@
-"""Blenderbot Small: the 90M Blenderbot, with its norms after each layer."""
+"""Blenderbot Small: the 90M Blenderbot, with normalization after each layer."""
 
 from t2r.surgery.adapters.bart import BartRecurrence
 from t2r.surgery.adapters.base import Family

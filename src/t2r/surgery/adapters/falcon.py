@@ -1,4 +1,4 @@
-"""Falcon, with rotary positions: one fused projection, few key heads or only one."""
+"""Falcon with rotary positions: one fused projection, grouped-query or multi-query attention."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FalconRecurrence(RotatedAttention):
     num_kv_heads: int
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # For each key head, the queries that share it, then the key and the value: in all three layouts of Falcon.
-        # Keys are not repeated for each query head, as the stock module does in Falcon 40B, cache and all.
+        # In all three layouts of Falcon, each key head has its queries, then its key and value. Unlike in the stock
+        # module of Falcon 40B, keys and values are not repeated for each query head.
         groups = self.num_heads // self.num_kv_heads
         fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_kv_heads, groups + 2, self.head_dim))
         q, k, v = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
@@ -53,7 +53,7 @@ class FalconRecurrence(RotatedAttention):
 
 
 class PackedModel(FalconModel):
-    """The stock forward makes its mask without the position ids, which alone tell of packed documents."""
+    """Falcon with support for packed documents. The stock forward creates its mask without the position ids."""
 
     @can_return_tuple
     def forward(
@@ -68,7 +68,7 @@ class PackedModel(FalconModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+            raise ValueError("pass either input_ids or inputs_embeds")
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not (self.gradient_checkpointing and self.training):
@@ -106,13 +106,13 @@ class PackedModel(FalconModel):
 
 
 class FalconFamily(RotatedFamily):
-    dropouts = ()  # with rotary positions, attention weights are never dropped
+    dropouts = ()  # Falcon has no attention dropout with rotary positions
 
     def check(self, model: PreTrainedModel) -> None:
         if model.config.alibi:
             raise T2RError(
-                "this falcon model cannot be swapped: its positions are a bias on the attention scores (ALiBi), and a "
-                "recurrence has no scores; take a Falcon with rotary positions (alibi=False in its configuration)"
+                "this falcon model cannot be swapped: its positions are a bias on the attention scores (ALiBi), which "
+                "recurrent layers do not have; use a Falcon with rotary positions (alibi=False in its configuration)"
             )
 
     def shape(self, module: Any) -> Shape:

@@ -1,4 +1,4 @@
-"""FSMT (fairseq's WMT models): time comes before the batch, and the attention interface is not used."""
+"""FSMT (fairseq's WMT models): tensors are time first, and the attention interface is not used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FSMTRecurrence(BartRecurrence):
         key: Tensor,
         key_padding_mask: Tensor | None = None,
         layer_state: Any = None,
-        attn_mask: Tensor | None = None,  # causal, and absent where there is a cache: ours always is
+        attn_mask: Tensor | None = None,  # ignored: the attention is always causal
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
@@ -39,9 +39,10 @@ class FSMTRecurrence(BartRecurrence):
 
 
 class CachedModel(FSMTModel):
-    """The stock forward, mended: it has no causal mask where there is a cache, one that overflows in float64 where
-    there is none, and in older transformers its positions begin anew with every step. Our attention is causal by
-    itself."""
+    """FSMT with a corrected forward.
+
+    The stock forward has no causal mask with a cache, and one that overflows in float64 without a cache. In older
+    versions of transformers, its positions restart at every step. The attention of t2r is causal without a mask."""
 
     @can_return_tuple
     def forward(
@@ -91,7 +92,7 @@ class CachedModel(FSMTModel):
 
 
 def embed(decoder: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, past: int) -> Tensor:
-    """Tokens and their positions. The table of positions grows as it must; padding has none."""
+    """Embed tokens and their positions. The table of positions is extended as needed. Padding has no position."""
     x = (decoder.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds) * decoder.embed_scale
     table, needed = decoder.embed_positions, decoder.padding_idx + 1 + past + x.shape[1]
     if needed > table.weight.shape[0]:
@@ -104,7 +105,7 @@ def embed(decoder: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, 
 class FSMTFamily(Family):
     def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
         base: Any = model.base_model
-        for part in (base.encoder, base.decoder):  # each makes its table longer when it must
+        for part in (base.encoder, base.decoder):  # each extends its own table as needed
             keep_saved_length(part.embed_positions)
         change_class(model.base_model, CachedModel)
         for site in kept:

@@ -1,4 +1,4 @@
-"""Gemma: Llama with wide heads, whose size the model's does not fix."""
+"""Gemma: Llama with a head size that is independent of the hidden size."""
 
 from t2r.surgery.adapters.base import Family
 

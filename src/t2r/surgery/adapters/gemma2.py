@@ -1,4 +1,4 @@
-"""Gemma 2: every other layer looks through a window, and softmax scores are capped."""
+"""Gemma 2: sliding windows in every other layer, and capped attention scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Gemma2Family(Family):
         if cap is not None:
             yield (
                 f"the base model caps its attention scores at {cap}; "
-                f"the {len(swapped)} recurrent layers have no scores to cap"
+                f"the {len(swapped)} recurrent layers have no scores and therefore no cap"
             )
 
 

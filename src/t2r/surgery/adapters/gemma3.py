@@ -1,4 +1,4 @@
-"""Gemma 3 with images: its language model is swapped, its vision tower stays."""
+"""Gemma 3 with images: the language model is swapped, the vision tower is unchanged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from t2r.surgery.adapters.base import Family, Site, change_class, swapped_class
 
 
 class LeftToRight(nn.Module):
-    """A model that reads the tokens of an image from left to right, as it reads text. The stock model lets them see
-    each other, by a mask that it makes from the token type ids."""
+    """A model that processes image tokens causally, like text.
+
+    In the stock model, the tokens of an image attend to each other, with a mask created from the token type ids."""
 
     def forward(self, *args: Any, token_type_ids: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -26,8 +27,8 @@ class Gemma3Family(Family):
     def notices(self, model: PreTrainedModel, swapped: Sequence[Site]) -> Iterator[str]:
         yield from super().notices(model, swapped)
         yield (
-            "the tokens of an image see each other in the base model; all layers of the swapped language model read "
-            "them from left to right, as text"
+            "in the base model, the tokens of an image attend to each other; in the swapped model, all layers process "
+            "them causally, like text"
         )
 
 

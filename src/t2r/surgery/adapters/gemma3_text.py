@@ -1,4 +1,4 @@
-"""Gemma 3, the text models: most layers look through a window, queries and keys are normalized."""
+"""Gemma 3 text models: sliding windows in most layers, normalized queries and keys."""
 
 from t2r.surgery.adapters.base import Family
 

@@ -24,7 +24,7 @@ class GPT2Recurrence(ProjectionAttention):
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    # In cross attention the queries have a projection of their own; in self attention `project` does all three.
+    # In cross attention, queries have a separate projection. In self attention, `project` computes all three.
 
     def queries(self, hidden_states: Tensor) -> Tensor:
         return self.heads(self.q_attn(hidden_states))
@@ -41,7 +41,7 @@ class GPT2Recurrence(ProjectionAttention):
         return self.heads(self.c_attn(hidden_states))
 
     def query_key_projections(self) -> tuple[Affine, Affine]:
-        # A Conv1D's weight is stored as [in, out].
+        # The weight of a Conv1D has shape [in, out].
         parts = list(
             zip(self.c_attn.weight.T.split(self.split_size), self.c_attn.bias.split(self.split_size), strict=True)
         )

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: one fused projection, positions rotated into part of each head."""
+"""GPT-NeoX and Pythia: one fused projection, rotary positions in part of each head."""
 
 from __future__ import annotations
 

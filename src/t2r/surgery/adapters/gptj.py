@@ -1,4 +1,4 @@
-"""GPT-J: attention beside the feed-forward, positions rotated into part of each head."""
+"""GPT-J: attention parallel to the feed-forward, rotary positions in part of each head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GPTJRecurrence(RotatedAttention, BartRecurrence):
         return self.resid_dropout(self.out_proj(attended))
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        # The stock table ends with the positions of the configuration: the angles are computed.
+        # Angles are computed here, because the stock table is limited to the configured positions.
         dimensions = torch.arange(0, self.pos_embd_dim, 2, dtype=torch.int64, device=q.device)
         angles = positions[..., None].float() / 10000 ** (dimensions / self.pos_embd_dim)
         sin, cos = angles.sin().to(k.dtype), angles.cos().to(k.dtype)

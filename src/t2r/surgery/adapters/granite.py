@@ -1,4 +1,4 @@
-"""Granite: Llama with multipliers of its own, the one of the attention scores among them."""
+"""Granite: Llama with multipliers, including one for the attention scores."""
 
 from t2r.surgery.adapters.base import Family
 

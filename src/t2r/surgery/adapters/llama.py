@@ -1,4 +1,4 @@
-"""Llama, and what is built like it (SmolLM, TinyLlama, Vicuna): rotary positions, grouped-query heads."""
+"""Llama and models with its architecture (SmolLM, TinyLlama, Vicuna): rotary positions, grouped-query attention."""
 
 from t2r.surgery.adapters.base import Family
 

@@ -1,4 +1,4 @@
-"""M2M100 and NLLB: sinusoidal positions, made as long as they are needed."""
+"""M2M100 and NLLB: sinusoidal positions, computed as needed."""
 
 from t2r.surgery.adapters.bart import BartRecurrence
 from t2r.surgery.adapters.base import Family

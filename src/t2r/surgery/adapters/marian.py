@@ -1,4 +1,4 @@
-"""Marian (OPUS-MT): sinusoidal positions in a table of fixed length, which can be computed further."""
+"""Marian (OPUS-MT): sinusoidal positions in a table that can be extended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SinusoidalTableFamily(Family):
 
 
 def keep_saved_length(table: nn.Module) -> None:
-    """However long a table of positions grows, what is saved has the length that the configuration says."""
+    """Save a table of positions with its configured length, even after it was extended."""
     assert isinstance(table.weight, nn.Parameter)
     table.register_state_dict_post_hook(functools.partial(cut, table.weight.shape[0]))
 

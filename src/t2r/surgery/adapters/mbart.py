@@ -1,4 +1,4 @@
-"""mBART: BART with its norms before each layer, in many languages."""
+"""mBART: multilingual BART with normalization before each layer."""
 
 from t2r.surgery.adapters.bart import BartRecurrence
 from t2r.surgery.adapters.base import Family

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window. A recurrent layer has no window: it remembers from the beginning."""
+"""Mistral: Llama with a sliding window. Recurrent layers have no window and process the whole sequence."""
 
 from t2r.surgery.adapters.base import Family
 

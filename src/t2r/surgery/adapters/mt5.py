@@ -1,4 +1,4 @@
-"""mT5: T5 in many languages, with gated feed-forward layers."""
+"""mT5: multilingual T5 with gated feed-forward layers."""
 
 from t2r.surgery.adapters.t5 import T5Recurrence, t5_like
 

@@ -1,4 +1,4 @@
-"""OLMo: Llama with norms that have no weights, and projections that may be clipped."""
+"""OLMo: Llama with layer norms without weights, and optional clipping of queries, keys and values."""
 
 from t2r.surgery.adapters.base import Family
 

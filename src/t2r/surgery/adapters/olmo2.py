@@ -1,4 +1,4 @@
-"""OLMo 2: queries and keys are normalized before they are rotated, the layers' outputs after."""
+"""OLMo 2: normalized queries and keys, and normalization after each layer."""
 
 from t2r.surgery.adapters.base import Family
 

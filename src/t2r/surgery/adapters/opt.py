@@ -1,4 +1,4 @@
-"""OPT: BART's projections in a decoder without an encoder."""
+"""OPT: a decoder-only model with BART's projections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from t2r.surgery.adapters.base import Family, Site, change_class, swapped_class
 
 
 class PackedDecoder(nn.Module):
-    """A decoder that tells its layers of packed documents: OPT's mask is made without the position ids."""
+    """A decoder that passes packed documents to its layers. OPT creates its mask without the position ids."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         positions, documents = kwargs.get("position_ids"), None

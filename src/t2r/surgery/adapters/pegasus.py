@@ -1,4 +1,4 @@
-"""Pegasus: Marian's positions, norms before each layer."""
+"""Pegasus: BART with sinusoidal positions and normalization before each layer."""
 
 from t2r.surgery.adapters.bart import BartRecurrence
 from t2r.surgery.adapters.marian import SinusoidalTableFamily

@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: attention beside the feed-forward, positions rotated into part of each head."""
+"""Phi 1, 1.5 and 2: attention parallel to the feed-forward, rotary positions in part of each head."""
 
 from t2r.surgery.adapters.base import Family
 

@@ -1,4 +1,4 @@
-"""PLBART: BART of programming languages."""
+"""PLBART: BART for programming languages."""
 
 from t2r.surgery.adapters.bart import BartRecurrence
 from t2r.surgery.adapters.base import Family

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama with biases on queries, keys and values."""
+"""Qwen 2 and 2.5: Llama with biases in the query, key and value projections."""
 
 from t2r.surgery.adapters.base import Family
 

@@ -1,4 +1,4 @@
-"""Qwen 3: queries and keys are normalized before they are rotated; the map sees them after both."""
+"""Qwen 3: queries and keys are normalized and then rotated, before the feature map."""
 
 from t2r.surgery.adapters.base import Family
 

@@ -1,4 +1,4 @@
-"""Every family by its model type: a file a family, a line each here."""
+"""The registry of model families, by model type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from t2r.errors import T2RError
 from t2r.surgery.adapters.base import Family
 
-# model_type -> the module of that name here (a hyphen is an underscore there), which defines FAMILY.
+# Model types. The module of the same name in this package (with underscores for hyphens) defines FAMILY.
 FAMILIES = (
     "adaptive_lm",
     "bart",
@@ -56,7 +56,9 @@ def module_of(model_type: str) -> Any:
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """The family of this model: one of ours or, for a type that has no file, one found by looking."""
+    """Return the family of a model. For model types without an adapter, its attention is detected.
+
+    Raises T2RError if the model cannot be swapped."""
     model_type = model.config.model_type
     if model_type in FAMILIES:
         found = family(model_type)
@@ -68,5 +70,7 @@ def family_of(model: PreTrainedModel) -> Family:
 
 
 def refusal(model_type: str, reason: str) -> T2RError:
-    """Why a model that has no file here is not swapped."""
-    return T2RError(f"models of type {model_type!r} cannot be swapped: {reason}; supported are {', '.join(FAMILIES)}")
+    """Return the error for a model that cannot be swapped."""
+    return T2RError(
+        f"models of type {model_type!r} cannot be swapped: {reason}; supported types are {', '.join(FAMILIES)}"
+    )

@@ -1,5 +1,6 @@
-"""Rotary positions without transformers' attention interface (GPT-J, Falcon): the projections and the rotation are done
-here, one after the other, and the map sees queries and keys after both."""
+"""Rotary positions without the attention interface of transformers (GPT-J, Falcon).
+
+Projections and rotation are computed here, and the feature map is applied to the rotated queries and keys."""
 
 from __future__ import annotations
 
@@ -17,26 +18,26 @@ from t2r.surgery.adapters.base import Family, Site, change_class
 
 
 class RotatedAttention(ProjectionAttention):
-    """Self attention whose queries and keys are rotated by position between their projection and the map."""
+    """Self attention that rotates queries and keys by position between the projections and the feature map."""
 
     head_dim: int
     rotary: bool = True
-    """Whether the map sees queries and keys after their rotation. Exact attention is always rotated."""
+    """Whether the feature map is applied to rotated queries and keys. Exact attention always uses rotation."""
 
     @property
     def merge_obstacle(self) -> str | None:
-        return "between its projections and the map its queries and keys are rotated by position or normalized"
+        return "its queries and keys are rotated by position or normalized between the projections and the feature map"
 
     @property
     def scaling(self) -> float:  # type: ignore[override]
         return self.head_dim**-0.5
 
     def rotate(self, q: Tensor, k: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
-        """Queries and keys as the stock module rotates them; `positions` are what it is given of them."""
+        """Rotate queries and keys as the stock module does. `positions` is what its forward receives."""
         raise NotImplementedError
 
     def attend_rotated(self, x: Tensor, mask: Tensor | None, cache: Any, positions: Any) -> Tensor:
-        """`[batch, time, hidden]`, before dropout on the residual stream."""
+        """Compute the output of the module, `[batch, time, hidden]`, before residual dropout."""
         layer = adopt(cache, self.layer_idx, recurrent=not self.exact)
         q, k, v = self.project(x)
         if self.exact:
@@ -68,11 +69,11 @@ class RotatedFamily(Family):
         return False
 
     def softmax_dropout(self, module: Any) -> float:
-        """The dropout of the stock module's attention weights."""
+        """Return the attention dropout of the stock module."""
         return 0.0
 
     def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
-        # The stock attention needs a full mask, and a swapped model makes none.
+        # The stock attention requires a 4-D mask, which a swapped model does not create.
         for site in kept:
             module: Any = site.module
             change_class(module, self.recurrent_class(module))

@@ -1,4 +1,4 @@
-"""StableLM: Llama with layer norms, positions rotated into part of each head."""
+"""StableLM: Llama with layer norms and rotary positions in part of each head."""
 
 from t2r.surgery.adapters.base import Family
 

@@ -1,4 +1,4 @@
-"""T5: no positions of its own but a bias on the attention scores, which only softmax layers can take."""
+"""T5: positions are a relative bias on the attention scores, which only softmax layers use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class T5Projections(ProjectionAttention):
         return self.o(attended)
 
     def bias(self, hidden_states: Tensor, past_key_values: Any) -> Tensor:
-        """The bias on the scores of these tokens and all before."""
+        """Compute the bias on the scores of the new tokens with all tokens so far."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
         new = hidden_states.shape[1]
         bias: Tensor = self.compute_bias(new, past + new, hidden_states.device, past_seen_tokens=past)
@@ -52,10 +52,10 @@ class T5Projections(ProjectionAttention):
 
 
 class T5Recurrence(T5Projections):
-    """The first layer computes the bias, and all layers above take it."""
+    """T5 attention. The first layer computes the bias, and all layers above reuse it."""
 
     feeds_softmax: bool = False
-    """A softmax layer above was kept: it takes the bias that the first layer alone can compute."""
+    """Whether there are softmax layers above, which need the bias that only the first layer can compute."""
 
     def forward(  # type: ignore[override]
         self,
@@ -74,7 +74,7 @@ class T5Recurrence(T5Projections):
 
 
 class RelativeBiasFamily(Family):
-    """T5 and its descendants: the same projections, and positions as a bias on the scores."""
+    """T5 and related models, whose positions are a bias on the attention scores."""
 
     dropouts = ("dropout_rate",)
 
@@ -92,14 +92,14 @@ class RelativeBiasFamily(Family):
         yield from super().notices(model, swapped)
         count = sum(not site.cross for site in swapped)
         yield (
-            f"{self.model_type} knows positions only by a bias on its attention scores: "
-            f"the {count} recurrent layers of the decoder have no scores and lose it (their order of reading is all "
-            "that is left); the encoder, cross attention and layers kept as softmax attention are as before"
+            f"the positions of {self.model_type} are a bias on its attention scores, which the {count} recurrent "
+            "decoder layers do not have: their only position information is the order of tokens; the encoder, cross "
+            "attention and softmax layers are not affected"
         )
 
 
 def freeze_bias(module: Any) -> None:
-    """Nothing reads the bias of a recurrent layer: a parameter that gets no gradient stops distributed training."""
+    """Freeze the unused bias of a recurrent layer. Distributed training fails for parameters without a gradient."""
     if module.has_relative_attention_bias:
         module.relative_attention_bias.requires_grad_(False)
 

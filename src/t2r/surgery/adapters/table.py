@@ -1,4 +1,4 @@
-"""The page of supported models, made from the registry: `python -m t2r.surgery.adapters.table > docs/models.md`."""
+"""Generate the page of supported models: `python -m t2r.surgery.adapters.table > docs/models.md`."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from t2r.surgery.adapters import FAMILIES, Family, family
 from t2r.surgery.adapters.registry import module_of
 
 POSITIONS = {
-    "learned": "learned: as many as its table has",
+    "learned": "learned: limited to the table",
     "sinusoidal": "sinusoidal: no limit",
     "rotary": "rotary: no limit",
-    "relative": "relative: lost in recurrent layers",
+    "relative": "relative: not used by recurrent layers",
 }
 
 PAGE = """# Models
 
-Made from the registry by `python -m t2r.surgery.adapters.table > docs/models.md`; a test keeps it so.
+Generated from the registry by `python -m t2r.surgery.adapters.table > docs/models.md`. A test checks that it is up to
+date.
 
 {table}
 
-**Swapped by**: with its *own module*, t2r takes over the projections of the attention; by the *attention
-interface* of transformers, the stock module stays, rotary positions and all, and only what it does with
-queries, keys and values changes. **Merge**: can the feature maps be folded into the projections? **Cross
-attention**: does it become a state of fixed size that is read once from the source? **Tested**: *the
-matrix* is `tests/surgery/test_families.py`, which every family runs on a tiny random model: exact softmax attention
-in the swapped modules equals the base model, generation equals recomputation, padding on both sides, beams,
-packing, gradients, saving and loading, compilation. What the base model itself cannot do is left out, as
-said.
+**Swapped by**: with *own module*, t2r computes the projections of the attention itself. With *attention interface*,
+the stock module of transformers computes the projections and the rotation, and t2r replaces only the attention
+function. **Merge**: whether feature maps can be merged into the projections, which requires that queries and keys are
+not rotated, normalized or clipped in between. **Cross attention**: whether cross attention becomes a state of fixed
+size, computed once from the source. **Tested**: *family tests* are those in
+`tests/surgery/test_families.py`, which run for every family on a tiny random model. They check that exact softmax
+attention in the swapped modules matches the base model, that generation matches recomputation, and they cover padding
+on both sides, beam search, packing, gradients, saving and loading, and compilation. Features that the base model does
+not support are excluded, as listed.
 
-Sliding windows (Mistral, Gemma 2 and 3) are kept in layers that stay softmax attention. A recurrent layer
-has no window: it remembers from the beginning. The same is true of Gemma 2's cap on attention scores and of
-T5's relative position bias, which recurrent layers have no scores for. `t2r.swap` says so for the layers
-that it concerns.
+Sliding windows (Mistral, Gemma 2 and 3) apply in softmax layers only. Recurrent layers have no window and process the
+whole sequence. The cap on attention scores of Gemma 2 and the relative position bias of T5 also apply in softmax layers
+only, because recurrent layers have no attention scores. `t2r.swap` prints a notice about the affected layers.
 
-## Any other model
+## Other models
 
-A language model of another type is swapped too if it is on the attention interface of transformers and has
-one causal attention in each layer. That is found by looking, so it is proved on the very model: exact
-softmax attention in the swapped layers must give the logits of the untouched model, on a small random batch
-with left padding, and the recurrence must continue from its state. Otherwise the model is left as it was,
-and the reason is said. A notice tells you that such a model is not among the tested families.
+A language model of another type can be swapped if it uses the attention interface of transformers and has one causal
+attention in each layer. Its attention is detected automatically, and the swap is checked on the model itself. On a
+small random batch with left padding, exact softmax attention in the swapped layers must give the logits of the base
+model, and the recurrence must continue from its state. If the check fails, the model is restored and the error gives
+the reason. A notice says that the model type is not tested.
 """
 
 COLUMNS = ("type", "what it is", "swapped by", "merge", "cross attention", "positions", "tested")
@@ -61,18 +62,18 @@ def rows() -> Iterator[tuple[str, ...]]:
             merge_of(found),
             "" if found.cross_attention is None else "yes",
             POSITIONS[found.positions],
-            "the matrix" + "".join(f", without {name}" for name in sorted(found.lacks)),
+            "family tests" + "".join(f", without {name}" for name in sorted(found.lacks)),
         )
 
 
 def merge_of(found: Family) -> str:
     if found.merges:
         return "yes"
-    return "with `rotary=False`" if found.plain_projections else "no: queries and keys are changed in between"
+    return "with `rotary=False`" if found.plain_projections else "no"
 
 
 def description(found: Family) -> str:
-    """The first sentence of its file."""
+    """Return the first sentence of the docstring of its module."""
     text = module_of(found.model_type).__doc__ or ""
     return text.split(". ")[0].strip().rstrip(".")
 

@@ -34,7 +34,7 @@ class UMT5Family(RelativeBiasFamily):
         for site in swapped:
             freeze_bias(site.module)
         for site in kept:
-            # Older transformers do not say it, and put causality into the mask, which ours does not have.
+            # Older versions of transformers do not set it and rely on a causal mask. The mask of t2r is not causal.
             site.module.is_causal = not site.cross  # type: ignore[assignment]
 
 

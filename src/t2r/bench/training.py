@@ -1,0 +1,196 @@
+"""Measures the time of an optimizer step: finetuning of the softmax model, and each stage of its conversion.
+
+A step is forward, backward and optimizer step on random tokens, with the settings of a session: on a GPU in bfloat16,
+compiled, and captured as a CUDA graph. Data loading is not included.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from t2r.errors import T2RError
+from t2r.model.swap import swap
+from t2r.tasks import LanguageModeling
+from t2r.training.arithmetic import fast_sums, halve
+from t2r.training.capture import WARM_UP
+from t2r.training.optimizers import make_optimizer
+from t2r.training.plan import over
+from t2r.training.recipe import Stage, load_recipe
+from t2r.training.timing import stage_step
+from t2r.training.trainer import Settings as SessionSettings
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Settings:
+    recipe: str
+    batch_tokens: int
+    block_size: int
+    dtype: str
+    device: str
+    compiled: bool
+    repeats: int
+    threads: int
+    """CPU threads of torch."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of step."""
+
+    step: str
+    milliseconds: float
+    """The median over `repeats` steps."""
+    tokens_per_second: float
+    peak_bytes: int | None
+    """Allocated on the GPU, including weights. None on a CPU."""
+
+
+@dataclass(frozen=True)
+class Report:
+    settings: Settings
+    rows: list[Row]
+
+
+class RandomText(LanguageModeling):
+    """A task with random tokens."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(None, [])  # type: ignore[arg-type]
+        self.words = vocabulary
+
+    def example(self, rows: int, length: int) -> dict[str, Tensor]:
+        ids = torch.randint(self.words, (rows, length), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": ids, "labels": ids}
+
+
+def run(
+    model: PreTrainedModel,
+    *,
+    recipe: str = "distill-lm",
+    batch_tokens: int = 16384,
+    block_size: int = 512,
+    bf16: bool | None = None,
+    compiled: bool | None = None,
+    repeats: int = 10,
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Time the steps of converting a model. The model is not modified.
+
+    Args:
+        recipe: the recipe whose stages are timed, with its swap options.
+        options: swap options that override the recipe's.
+        batch_tokens: tokens per step, in blocks of `block_size`.
+        bf16: defaults to true on a GPU.
+        compiled: defaults to true on a GPU.
+    """
+    if batch_tokens < block_size or batch_tokens % block_size:
+        raise T2RError(f"batch_tokens={batch_tokens} must be a multiple of block_size={block_size}")
+    on_gpu = model.device.type == "cuda"
+    how = SessionSettings(
+        bf16=on_gpu if bf16 is None else bf16, compiled=on_gpu if compiled is None else compiled, progress=False
+    )
+    plan = load_recipe(recipe)
+    task = RandomText(model.config.get_text_config().vocab_size)
+    base = copy.deepcopy(model).float()
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    if how.bf16:
+        halve(teacher)
+    finetune = Stage("finetune", "task", "all", steps=1)
+    rows = [("softmax model, finetuned", finetune, base)]
+    student = swap(copy.deepcopy(base), **over(plan.swap, dict(options or {})))
+    rows += [(f"converted, {stage.name}", stage, student) for stage in plan.stages]
+    rows += [("converted, finetuned", finetune, student)]
+    measured = []
+    with fast_sums(model.device):
+        for name, stage, trained in rows:
+            sized = replace(stage, batch_tokens=batch_tokens, block_size=block_size)
+            measured.append(time_steps(name, sized, trained, teacher, task, how, repeats))
+    dtype = "bfloat16" if how.bf16 else "float32"
+    settings = Settings(
+        plan.name,
+        batch_tokens,
+        block_size,
+        dtype,
+        str(model.device),
+        how.compiled,
+        repeats,
+        torch.get_num_threads(),
+    )
+    return Report(settings, measured)
+
+
+def time_steps(
+    name: str,
+    stage: Stage,
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    task: RandomText,
+    settings: SessionSettings,
+    repeats: int,
+) -> Row:
+    """Return the median time of `repeats` steps after a warm-up. The learning rate is 0, so weights do not change."""
+    device = model.device
+    on_gpu = device.type == "cuda"
+    own_teacher = teacher if stage.objective == "distill" else None
+    with stage_step(model, model, own_teacher, stage, task, settings) as step:
+        optimizer = make_optimizer(model, stage)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        example = task.example(stage.batch_tokens // stage.block_size, stage.block_size)
+        batch = {key: x.to(device) for key, x in example.items()}
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        times = []
+        for _ in range(WARM_UP + 1 + repeats):
+            wait(device)
+            started = time.perf_counter()
+            step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            wait(device)
+            times.append(1e3 * (time.perf_counter() - started))
+    milliseconds = median(times[WARM_UP + 1 :])
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    return Row(name, milliseconds, 1e3 * stage.batch_tokens / milliseconds, peak)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- Formatting ---------------------------------------------------------------------------------------------
+
+
+def tables(report: Report) -> Sequence[Table | str]:
+    from rich.table import Table
+
+    s = report.settings
+    how = f"{s.dtype} on {s.device}" + ("" if s.device != "cpu" else f" ({s.threads} threads)")
+    table = Table(title=f"A step of {s.batch_tokens:,} tokens in blocks of {s.block_size}, {how}")
+    table.add_column("step")
+    for heading in ("ms", "tokens/s", "against softmax", "peak memory"):
+        table.add_column(heading, justify="right")
+    first = report.rows[0].milliseconds
+    for row in report.rows:
+        peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f} GiB"
+        table.add_row(
+            row.step,
+            f"{row.milliseconds:.1f}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.milliseconds / first:.2f}",
+            peak,
+        )
+    return [table]

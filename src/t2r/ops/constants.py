@@ -1,0 +1,40 @@
+"""Caching of values that depend only on weights, while the weights are known to be constant, as in decoding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+_thread = threading.local()
+T = TypeVar("T")
+
+
+@contextmanager
+def constant_weights(kept: dict[Any, Any]) -> Iterator[None]:
+    """Compute `derived` values once and store them in `kept`, inside the `with` block and in this thread.
+
+    The weights must not change while `kept` is in use."""
+    before = getattr(_thread, "kept", None)
+    _thread.kept = kept
+    try:
+        yield
+    finally:
+        _thread.kept = before
+
+
+def derived(owner: object, name: Hashable, compute: Callable[[], T]) -> T:
+    """Return a value that depends only on `owner`: from the cache of `constant_weights`, or newly computed.
+
+    The cache is not used if gradients are enabled or during compilation."""
+    kept: dict[Any, Any] | None = getattr(_thread, "kept", None)
+    if kept is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return compute()
+    key = id(owner), name
+    if key not in kept:
+        kept[key] = owner, compute()  # the reference to the owner keeps its id unique
+    value: T = kept[key][1]
+    return value
