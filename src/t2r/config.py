@@ -105,7 +105,7 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
         return kept
 
     def keeps(self, cross: bool) -> bool:
-        """Whether cross attention, or causal attention, stays softmax in every layer."""
+        """Return whether cross attention, or causal attention, stays softmax in every layer."""
         return ("cross" if cross else "causal") not in self.recurrent.split(",")
 
     def map_options(self, cross: bool = False) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Parallel text: pairs of files, line by line, as tokens; and blocks of pairs of about the same length.
+"""Parallel text from pairs of files, and blocks of pairs of similar length.
 
-A block holds as many pairs as fit into its tokens: their number times the longest of them, where a pair is as long as
-the longer of its two sides (fairseq's `max-tokens`). Pairs are sorted by length first, so that little is padded. The
-blocks are the same in every epoch; `t2r.training.order` permutes them.
+A block holds as many pairs as fit into `block_size` tokens: the number of pairs times the length of the longest, where
+the length of a pair is that of its longer side (as fairseq's `max-tokens`). Pairs are sorted by length to reduce padding.
+The blocks are the same in every epoch; `t2r.training.order` permutes them.
 
 Files that do not fit together are refused: one is missing, or has another number of lines. In training, a pair that
 cannot be learned from is skipped, with a notice that has its line: a side is empty, or has more tokens than the model
@@ -42,11 +42,11 @@ from t2r.errors import T2RError
 logger = logging.getLogger(__name__)
 
 LINES = 4096
-"""Lines that are tokenized at a time."""
+"""Lines per tokenization batch."""
 ALIKE = 8
-"""Pairs whose lengths differ by less are put into blocks by their targets' lengths."""
+"""Lengths are sorted in steps of this many tokens, and within a step by target length."""
 SHOWN = 3
-"""How many numbers of skipped lines a notice has."""
+"""Line numbers shown in a notice."""
 
 
 # --- What is asked for --------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ class PairedSource:
 
 
 def parse_pairs(source: Sources | None, target: Sources | None, for_all: Sequence[str] = ()) -> list[PairedSource]:
-    """Pairs of files in the order in which they are given. Weights stand at the sources. A target among `for_all` that
-    is given once is that of every source."""
+    """Pair source files with target files, in order. Sources may have weights. A single target that is in `for_all`
+    applies to every source."""
     sources = [parse_source(entry) for entry in as_list(source)]
     targets = [str(entry) for entry in as_list(target)]
     if len(targets) == 1 and targets[0] in for_all:
@@ -91,7 +91,7 @@ def as_list(given: Any) -> list[Any]:
 
 
 def find_file(name: str) -> FileSource:
-    """The one file of this name, which is read line by line."""
+    """Return the file with this name. Globs and datasets are refused."""
     found = find_sources(name)
     if len(found) != 1 or not isinstance(found[0], FileSource):
         raise T2RError(f"{name}: parallel text is read from pairs of files: name one file for each side")
@@ -102,7 +102,7 @@ def find_file(name: str) -> FileSource:
 
 
 def read_pairs(source: FileSource, target: FileSource, report: Any = lambda _: None) -> Iterator[tuple[str, str]]:
-    """The lines of both files side by side. Refuses files of different lengths."""
+    """Yield the lines of both files in pairs. Raises T2RError if the numbers of lines differ."""
     lines = zip_longest(source.read_lines(report), target.read_lines())
     for number, (ours, theirs) in enumerate(lines, 1):
         if ours is None or theirs is None:
@@ -116,22 +116,22 @@ def read_pairs(source: FileSource, target: FileSource, report: Any = lambda _: N
 
 
 def encode_sources(tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[list[int]]:
-    """Tokens as the encoder reads them."""
+    """Tokenize sources."""
     return tokenizer(lines, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def read_tokens(lines: list[str]) -> list[list[int]]:
-    """Targets that are written as token ids, with spaces between them."""
+    """Parse targets that are written as token ids separated by spaces."""
     return [[int(token) for token in line.split()] for line in lines]
 
 
 def encode_targets(tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[list[int]]:
-    """Tokens as the decoder is to write them."""
+    """Tokenize targets."""
     return tokenizer(text_target=lines, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 class ParallelCorpus:
-    """The tokens of pairs, memory-mapped: a corpus of sources and one of targets, with a document for each pair."""
+    """The tokens of a pair of files: a corpus of sources and one of targets, with one document per pair."""
 
     def __init__(self, name: str, source: TokenCorpus, target: TokenCorpus) -> None:
         self.name, self.source, self.target = name, source, target
@@ -186,12 +186,18 @@ def tokenize_pairs(
     progress: bool = True,
     tokenizer_key: str | None = None,
 ) -> ParallelCorpus:
-    """The tokens of a pair of files, from the cache if they were tokenized before and nothing has changed since. Pairs
-    with an empty side are skipped, with a notice.
+    """Tokenize a pair of files, or take them from the cache if the files and the tokenizer are unchanged. Pairs with an
+    empty side are skipped, with a notice.
 
     Args:
-        name: what the pair is called in notices.
-        as_tokens: the targets are token ids already, with spaces between them.
+        source: file of sources.
+        target: file of targets.
+        tokenizer: the tokenizer.
+        name: name of the pair in notices.
+        as_tokens: the targets are token ids separated by spaces.
+        cache_dir: cache folder. None: `pairs` in `T2R_CACHE` or in `~/.cache/t2r`.
+        progress: whether to show a progress bar.
+        tokenizer_key: the tokenizer's fingerprint, if known.
     """
     files = find_file(source), find_file(target)
     tokenizer_key = tokenizer_key or fingerprint.of_tokenizer(tokenizer)
@@ -215,7 +221,7 @@ def tokenize_pairs(
 
 
 def languages(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """What a tokenizer of many languages was told to write."""
+    """Return the source and target languages of a multilingual tokenizer."""
     return [getattr(tokenizer, name, None) for name in ("src_lang", "tgt_lang")]
 
 
@@ -254,7 +260,7 @@ def write_pairs(
 
 
 def notice(lines: Sequence[int], where: str, what: str) -> None:
-    """Say which pairs are skipped, and why."""
+    """Log the number of skipped pairs, the reason, and their first line numbers."""
     numbers = ", ".join(map(str, lines[:SHOWN])) + (", ..." if len(lines) > SHOWN else "")
     logger.warning("%s: %s pairs are skipped, which %s (line %s)", where, f"{len(lines):,}", what, numbers)
 
@@ -263,14 +269,14 @@ def notice(lines: Sequence[int], where: str, what: str) -> None:
 
 
 class PairBlocks(Dataset[list[Pair]]):
-    """Blocks of pairs of about the same length, and how often those of each part are read in an epoch.
+    """Blocks of pairs of similar length, with the number of readings of each part per epoch.
 
     Args:
-        sources: what was asked for.
-        corpora: the tokens of each.
-        block_size: tokens of a block, padding included.
-        positions: the longest side that the model can read. None: any.
-        seed: of which pairs of the same length meet in a block.
+        sources: the sources with their weights.
+        corpora: the tokens of each source.
+        block_size: tokens per block, padding included.
+        positions: maximum length of a side. None: no limit.
+        seed: seed for grouping pairs of equal length into blocks.
     """
 
     def __init__(
@@ -285,7 +291,7 @@ class PairBlocks(Dataset[list[Pair]]):
         self.block_size, self.corpora = block_size, corpora
         longest = block_size if positions is None else min(block_size, positions)
         self.too_long = [np.flatnonzero(corpus.lengths > longest) for corpus in corpora]
-        """The pairs of each corpus that are left out."""
+        """The skipped pairs of each corpus."""
         self.longest = longest
         self.blocks: list[NDArray[np.int64]] = []
         """The pairs of each block, as rows of corpus and number."""
@@ -308,7 +314,7 @@ class PairBlocks(Dataset[list[Pair]]):
         self.ends = list(accumulate(counts))
 
     def divide(self, members: Sequence[int], random: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-        """The blocks of these corpora, from the shortest pairs to the longest."""
+        """Yield the blocks of these corpora, from the shortest pairs to the longest."""
         pairs, lengths, targets = [], [], []
         for i in members:
             corpus = self.corpora[i]
@@ -329,7 +335,7 @@ class PairBlocks(Dataset[list[Pair]]):
             yield pair[order[start:]]
 
     def notices(self) -> None:
-        """Say what is left out."""
+        """Log the pairs that are too long."""
         for corpus, pairs in zip(self.corpora, self.too_long, strict=True):
             if len(pairs):
                 lines = [corpus.line(int(pair)) for pair in pairs[: SHOWN + 1]]
@@ -337,14 +343,14 @@ class PairBlocks(Dataset[list[Pair]]):
                 notice(lines, corpus.name, f"have more than {self.longest} tokens")
 
     def __len__(self) -> int:
-        """How many different blocks there are."""
+        """Return the number of blocks."""
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> list[Pair]:
         return [self.corpora[corpus][pair] for corpus, pair in self.blocks[index].tolist()]
 
     def tokens_of_sources(self, counts: NDArray[np.int64]) -> list[int]:
-        """How many tokens of each source are read if each block is read as often as `counts` says."""
+        """Return the tokens read of each source, given the number of readings of each block."""
         read = [0] * len(self.corpora)
         for members, (start, stop) in zip(self.members, pairwise([0, *self.ends]), strict=True):
             for block, count in zip(self.blocks[start:stop], counts[start:stop].tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""How good a translation model is: BLEU and chrF of what it writes, and how it predicts the tokens of references."""
+"""Evaluation of translation models: BLEU, chrF, and cross entropy and KL divergence per target token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLEU_TOKENIZE = "13a"
 def score(
     translations: Sequence[str], references: Sequence[str], *, tokenize: str = BLEU_TOKENIZE
 ) -> dict[str, float | str]:
-    """BLEU and chrF by sacrebleu, each with its signature: with these, numbers can be compared."""
+    """Return BLEU and chrF by sacrebleu, with their signatures."""
     bleu, chrf = metrics(tokenize)
     if not references:
         raise T2RError("there are no references to score against")
@@ -41,7 +41,7 @@ def score(
 
 
 def metrics(tokenize: str = BLEU_TOKENIZE) -> tuple[Any, Any]:
-    """BLEU and chrF, or why there are none."""
+    """Return sacrebleu's BLEU and chrF. Raises T2RError if they are not available."""
     try:
         from sacrebleu.metrics import BLEU, CHRF
     except ImportError as error:
@@ -59,8 +59,8 @@ def token_scores(
     batches: Iterable[Mapping[str, Tensor]],
     teacher: PreTrainedModel | None = None,
 ) -> dict[str, float | int | None]:
-    """How the tokens of references are predicted from those before: the mean cross entropy, and KL(teacher || model)
-    and how often both find the same token most likely. Batches have `labels` for each position of the decoder."""
+    """Return the mean cross entropy per target token and, with a teacher, KL(teacher || model) and the share of tokens
+    for which both have the same most likely token. Batches contain `labels` for each decoder position."""
     loss = kl = same = 0.0
     tokens = 0
     readouts: list[Readout] = []
@@ -104,15 +104,10 @@ def evaluate_translation(
     outputs: str | Path | None = None,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """BLEU and chrF of each model on a test set, and how far each is from the first.
+    """Return BLEU and chrF of each model on a test set, and the differences from the first model.
 
-    Args:
-        source, reference: two files, line by line.
-        tokenize: sacrebleu's tokenizer for BLEU, such as `zh` where the references are Chinese.
-        limit: only so many first lines.
-        outputs: a folder for the translations, a file for each model.
-    """
-    metrics(tokenize)  # says now what is missing, and not after the first model
+    The arguments are those of `evaluate`; `tokenize` is its `bleu_tokenize`."""
+    metrics(tokenize)  # fails early
     for model in models:
         config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
         if not config.is_encoder_decoder:
@@ -150,7 +145,7 @@ def evaluate_translation(
 def opened(
     model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer."""
+    """Return the model and its tokenizer."""
     if isinstance(model, PreTrainedModel):
         if tokenizer is None:
             raise T2RError("a model that is given as an object needs its tokenizer beside it")

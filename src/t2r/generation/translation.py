@@ -1,4 +1,4 @@
-"""Translating many lines: in batches of about the same length, in their order, to a list or to a file.
+"""Translation of many lines, in batches of similar length, to a list or to a file.
 
 A line's translation does not depend on the lines beside it: a batch holds lines of one bucket of lengths, which decides
 how long a translation may become.
@@ -31,9 +31,9 @@ BUCKET = 16
 """Lengths are rounded up to a multiple of this."""
 TOKENS = {"cpu": 4096}
 MANY = 1 << 16
-"""Tokens of sources that are translated at a time, counted for each beam: on a CPU, on an accelerator."""
+"""Source tokens per batch, times beams: on a CPU, and on an accelerator."""
 CHUNK = 8192
-"""Lines of a file that are translated before they are written."""
+"""Lines of a file per write."""
 
 
 def translate(
@@ -46,13 +46,18 @@ def translate(
     name: str = "line",
     report: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
-    """The translations of lines, in their order. An empty line stays empty.
+    """Translate lines, in order. The translation of an empty line is empty.
 
     Args:
-        beams: of beam search; 1 is greedy.
-        length_penalty: of beam search.
-        name: what the lines are called in errors.
-        report: called with the number of lines that are done.
+        model: an encoder-decoder.
+        tokenizer: its tokenizer.
+        lines: the source sentences.
+        beams: beams of the search; 1: greedy search.
+        length_penalty: length penalty of the beam search.
+        name: name of the source in errors.
+        report: called with the number of finished lines.
+
+    Raises T2RError for a line with more tokens than the model has positions.
     """
     tokens = translate_to_tokens(model, tokenizer, lines, beams, length_penalty, name=name, report=report)
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
@@ -71,9 +76,10 @@ def translate_to_tokens(
     whole: bool = False,
     report: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
-    """The same as token ids, the end token included. `first` is the number of the first line. `whole`: what cannot be
-    translated as a whole has no tokens, a source that is longer than the model's positions and a translation without an
-    end. Otherwise the first is an error, and the second is cut."""
+    """Translate lines to token ids, including the end token.
+
+    `first` is the line number of the first line, for errors. With `whole`, lines that are too long for the model and
+    translations that do not end give no tokens. Otherwise the former raise T2RError and the latter are truncated."""
     for number, line in enumerate(lines, first):
         check_unicode(line, f"{name}:{number}")
     rows = encode_sources(tokenizer, list(lines)) if lines else []
@@ -123,12 +129,12 @@ def write_translations(
     length_penalty: float = LENGTH_PENALTY,
     progress: bool = True,
 ) -> Path:
-    """Have the model translate a file, line by line, and return the path of the translations. They are token ids, with
-    spaces between them: what a model writes is not always what a tokenizer makes of its text.
+    """Translate a file line by line, and return the path of the translations.
 
-    Their name is made from the model, the file and the settings: what is there already is returned at once. A run that
-    is interrupted leaves a `.partial`, and the next one goes on from there. What cannot be translated is an empty line:
-    an empty source, one that is longer than the model's positions, and a translation that does not end."""
+    Translations are token ids separated by spaces, because tokenizing their text may give other tokens. The file is
+    cached under a name made from the model, the source and the settings. An interrupted run leaves a `.partial` file,
+    from which the next run continues. The line of an empty source, of a source that is too long for the model, or of a
+    translation that does not end is empty."""
     file = find_file(source)
     settings = [file.fingerprint(), beams, length_penalty, languages(tokenizer)]
     made = [fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings]
@@ -165,7 +171,7 @@ def write_translations(
 
 
 def complete_lines(partial: Path) -> int:
-    """How many lines a partial file has, after cutting off one that was not completed."""
+    """Return the number of complete lines of a partial file. An incomplete last line is removed."""
     if not partial.exists():
         return 0
     count = size = 0

@@ -28,7 +28,7 @@ class Task(ABC):
     """The pipeline tag in the model card."""
 
     measured_in: ClassVar[str] = "windows"
-    """What `windows` counts, in the plan that is told."""
+    """Unit of `windows`, in the printed plan."""
 
     uniform: bool = False
     """Whether all items have the same length, without padding and packed documents."""
@@ -92,7 +92,7 @@ class Task(ABC):
         return batch
 
     def rows_of(self, item: Any) -> int:
-        """How many rows of a batch an item makes."""
+        """Return the number of rows that an item has in a batch."""
         return 1
 
     # --- Loss -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Translation: pairs of lines, the target's tokens predicted from the source, measured by BLEU."""
+"""The translation task: parallel text, the target predicted from the source, measured by BLEU."""
 
 from __future__ import annotations
 
@@ -34,27 +34,30 @@ from t2r.generation.translation import BEAMS, LENGTH_PENALTY, translate, write_t
 from t2r.tasks.base import Task, exchanged, max_positions, number
 
 TEACHER = "teacher"
-"""In place of a file of targets: the teacher translates the sources."""
+"""Target name that stands for translations by the teacher."""
 MEASURED = 2048
-"""Tokens that are scored at a time."""
+"""Tokens per batch in evaluation."""
 SAMPLE = 1000
-"""Lines by which the tokens of a file are estimated."""
+"""Number of lines from which the tokens of a file are estimated."""
 SEARCH = 8
-"""A beam search of a line is taken to cost so many times what reading it costs, for each beam."""
+"""Assumed cost of a beam search per beam, relative to one forward pass over the line."""
 
 
 class Translation(Task):
-    """The target of a source.
+    """Translation of a source sentence into a target sentence.
 
     Args:
-        tokenizer: of the model; `text_target` is how it writes targets.
-        source: files of sources, line by line, each with a weight or without (`t2r.data.mixture`).
-        target: the file of targets of each; `teacher`: the teacher translates the sources.
-        valid_source, valid_target: a pair of files to measure on.
-        beams, length_penalty: of beam search, when measuring and when the teacher translates.
-        limit: measure on so many lines only.
-        seed: of which pairs of the same length meet in a block.
-        caching: a context in which caches of the text are written.
+        tokenizer: the model's tokenizer. Targets are tokenized with `text_target`.
+        source: files of source sentences, one per line, optionally with weights (`t2r.data.mixture`).
+        target: the file of targets of each source, or `teacher`: the teacher translates the source.
+        valid_source: source sentences to evaluate on.
+        valid_target: references of `valid_source`.
+        beams: beams of the search, in evaluation and for the teacher's translations.
+        length_penalty: length penalty of the beam search.
+        limit: maximum number of lines to evaluate.
+        seed: seed for grouping pairs of equal length into blocks.
+        progress: whether to show progress bars.
+        caching: context manager in which caches are written.
     """
 
     name = "translation"
@@ -112,9 +115,9 @@ class Translation(Task):
             raise T2RError("no parallel text was given: name files of sources and targets (--src, --tgt) to train on")
         warn_of_shares([pair.weighted for pair in self.pairs])
         for pair in self.pairs:
-            for name in (pair.source, pair.target):
-                if name != TEACHER or name == pair.source:
-                    find_file(name)
+            find_file(pair.source)
+            if pair.target != TEACHER:
+                find_file(pair.target)
         self.positions = max_positions(model)
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
         self.pad = model.config.pad_token_id or 0
@@ -124,7 +127,7 @@ class Translation(Task):
             self.valid = self.read_valid(self.valid_source, self.valid_target)
 
     def read_valid(self, source: str, target: str) -> list[tuple[str, str]]:
-        """The lines to measure on. None of them is skipped: numbers compare only over the same lines."""
+        """Read the evaluation lines. None is skipped, because scores are comparable only on the same lines."""
         lines = list(read_pairs(find_file(source), find_file(target)))[: self.limit]
         if not lines:
             raise T2RError(f"{source} has no lines")
@@ -142,7 +145,7 @@ class Translation(Task):
         return lines
 
     def read(self) -> None:
-        """The tokens of each pair of files, which stay in the cache."""
+        """Tokenize the pairs of files, or take them from the cache."""
         key = of_tokenizer(self.tokenizer)
         with self.caching():
             for i, pair in enumerate(self.pairs):
@@ -155,11 +158,11 @@ class Translation(Task):
 
     @property
     def asked_of_teacher(self) -> int:
-        """About as many tokens as its sources have."""
+        """Return the estimated number of tokens of the sources that the teacher translates."""
         return self.asked
 
     def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
-        """The tokens of the pairs, and of what the teacher translates. Both stay in the cache."""
+        """Tokenize the pairs and the teacher's translations, or take them from the cache."""
         if not self.corpora:
             self.read()
         for i, pair in enumerate(self.pairs):
@@ -190,7 +193,7 @@ class Translation(Task):
 
     @property
     def tokens(self) -> int:
-        """How many there are to train on, each pair as many as its longer side."""
+        """Return the number of training tokens. A pair counts as its longer side."""
         return sum(int(corpus.lengths.sum()) for corpus in self.corpora.values())
 
     @property
@@ -207,7 +210,7 @@ class Translation(Task):
         return round(sum(times * count for times, count in zip(readings, counts, strict=True)))
 
     def dataset(self, block_size: int) -> PairBlocks:
-        """The blocks of what there is so far."""
+        """Return the blocks of the corpora that are available."""
         if block_size not in self.blocks:
             there = sorted(self.corpora)
             self.blocks[block_size] = PairBlocks(
@@ -220,7 +223,7 @@ class Translation(Task):
         return self.blocks[block_size]
 
     def example(self, rows: int, length: int) -> dict[str, Tensor]:
-        """Pairs from the middle of the lengths, or before there are any, random tokens."""
+        """Return a batch of pairs of median length, or of random tokens if there are no pairs yet."""
         if self.corpora:
             corpus = next(iter(self.corpora.values()))
             by_length = np.argsort(corpus.lengths, kind="stable")
@@ -273,7 +276,7 @@ class Translation(Task):
         return len(item)
 
     def collate(self, items: Sequence[Sequence[Pair]]) -> dict[str, Tensor]:
-        """The pairs of these blocks, padded on the right."""
+        """Collate the pairs of these blocks, padded on the right."""
         pairs = [pair for block in items for pair in block]
         sources, targets = ([torch.as_tensor(side) for side in sides] for sides in zip(*pairs, strict=True))
         labels = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
@@ -285,12 +288,11 @@ class Translation(Task):
         }
 
     def labels(self, batch: dict[str, Tensor]) -> Tensor:
-        """As they are: the decoder's inputs are shifted."""
+        """Return the labels, unshifted: the decoder inputs are shifted instead."""
         return batch["labels"]
 
     def disturbed(self, inputs: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
-        """Sources and targets with noise, each with tokens of its own side; padding stays, and so does the token that a
-        decoder starts with."""
+        """Add token noise to sources and decoder inputs. Source padding and the decoder's start token are kept."""
         real = inputs["attention_mask"].bool()
         source = torch.where(real, exchanged(inputs["input_ids"], share), inputs["input_ids"])
         ids = inputs["decoder_input_ids"]
@@ -300,7 +302,7 @@ class Translation(Task):
     # --- Measuring and telling ------------------------------------------------------------------------------
 
     def windows(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Lines, and what a line costs in tokens that are read: a beam search is many readings."""
+        """Return the number of lines, and the cost of one line in tokens, beam search included."""
         if not self.valid:
             return 0, 0
         count = min(len(self.valid), self.limit or len(self.valid))
@@ -353,14 +355,14 @@ class Translation(Task):
 
 
 def about_tokens(source: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokens of a file, by those of its first lines."""
+    """Estimate the number of tokens of a file from its first lines."""
     lines = list(find_file(source).read_lines())
     first = lines[:SAMPLE]
     return round(len(lines) * sum(map(len, encode_sources(tokenizer, first))) / len(first)) if first else 0
 
 
 def batched(pairs: Sequence[Pair]) -> Iterable[list[list[Pair]]]:
-    """Pairs, sorted by length, as batches of one block each."""
+    """Group pairs, sorted by length, into batches of one block each."""
     batch: list[Pair] = []
     for pair in pairs:
         longest = max(len(side) for each in (*batch, pair) for side in each)
@@ -373,16 +375,16 @@ def batched(pairs: Sequence[Pair]) -> Iterable[list[list[Pair]]]:
 
 
 def shift_of(model: Any) -> Callable[[Tensor], Tensor]:
-    """How this model's decoder inputs are made from labels."""
+    """Return the model's function from labels to decoder inputs."""
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is None:
         start, pad = model.config.decoder_start_token_id, model.config.pad_token_id
         return lambda labels: shifted(labels, start, pad)
-    return lambda labels: own(labels.clone())  # FSMT's changes what it is given
+    return lambda labels: own(labels.clone())  # FSMT's modifies its argument
 
 
 def shifted(labels: Tensor, start: int = 0, pad: int = 0) -> Tensor:
-    """Labels one place to the right, behind the token that a decoder starts with."""
+    """Shift labels to the right by one, after the decoder's start token."""
     ids = labels.new_full(labels.shape, start)
     ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] < 0, pad)
     return ids

@@ -55,7 +55,7 @@ class Recipe:
         return lines
 
     def a_block_at_a_time(self) -> Recipe:
-        """The same for blocks whose rows have different lengths: unless it says otherwise, a forward reads one."""
+        """Return the recipe with one block per forward pass, unless a stage sets `device_tokens`."""
         stages = (dataclasses.replace(s, device_tokens=s.device_tokens or s.block_size) for s in self.stages)
         return dataclasses.replace(self, stages=tuple(stages))
 
