@@ -1,8 +1,8 @@
 """Parallel text from pairs of files, and blocks of pairs of similar length.
 
 A block holds as many pairs as fit into `block_size` tokens: the number of pairs times the length of the longest, where
-the length of a pair is that of its longer side (as fairseq's `max-tokens`). Pairs are sorted by length to reduce padding.
-The blocks are the same in every epoch; `t2r.training.order` permutes them.
+the length of a pair is that of its longer side (as fairseq's `max-tokens`). Pairs are sorted by length, which reduces
+padding. The blocks are the same in every epoch; `t2r.training.order` permutes them.
 
 Files that do not fit together are refused: one is missing, or has another number of lines. In training, a pair that
 cannot be learned from is skipped, with a notice that has its line: a side is empty, or has more tokens than the model
