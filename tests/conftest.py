@@ -52,7 +52,7 @@ DESCENDANTS = {
     "pegasus", "phi", "plbart", "qwen2", "stablelm",
 }  # fmt: skip
 """Families whose adapter has no attention code of its own. Another family tests that code in all combinations."""
-FEW = 3
+FEW = 2
 """Number of combinations of a test's other parameters that such a family always runs. The others are marked slow."""
 
 

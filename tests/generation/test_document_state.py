@@ -43,7 +43,7 @@ def test_a_document_is_read_once_and_continued_twice(folder, tmp_path):
     document, question = " ".join(WORDS * 30), "the old man"
     (tmp_path / "book.txt").write_text(document)
     state = tmp_path / "book.state"
-    assert "600 tokens read" in run("generate", folder, "--file", tmp_path / "book.txt", "--save-state", state)
+    assert "read 600 tokens" in run("generate", folder, "--file", tmp_path / "book.txt", "--save-state", state)
     options = ("--max-new-tokens", 6, "--json")
     answers = [json.loads(run("generate", folder, question, "--load-state", state, *options)) for _ in range(2)]
     assert answers[0]["text"] == answers[1]["text"]
