@@ -156,6 +156,7 @@ def test_a_finished_conversion_is_reused_and_another_is_replaced(demo, monkeypat
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns != written
 
 
+@pytest.mark.slow
 def test_the_full_demo_has_three_students(demo):
     result = demo("--full", "--prompt", "the cat")
     assert result.exit_code == 0, result.output

@@ -138,6 +138,7 @@ def test_the_optimizer_state_can_be_resumed():
     assert torch.equal(whole.bias, halved.bias)
 
 
+@pytest.mark.slow
 def test_muon_needs_fewer_steps_for_maps_of_small_heads():
     """Compares both optimizers on the demo's teacher, each at the best of several learning rates (3e-2 to 7e-2, and
     3e-2 to 1.2e-1)."""
