@@ -9,6 +9,7 @@ import torch
 import t2r
 from families import tiny
 from repository import example
+from t2r.experiments.record import recorded
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -44,3 +45,27 @@ def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):
     ((text,),) = said
     assert text.startswith("She opened the letter, and")
     assert "recall of a word mentioned once:" in (tmp_path / "novelist-rnn" / "README.md").read_text()
+
+
+def test_the_numbers_of_the_first_table_are_recorded():
+    """Every figure of the table, and of recall below it, is in the records that the pages are generated from."""
+    controls = next(step for step in recorded("smollm2-pure")["steps"] if step["name"] == "controls")["result"]
+    rows = {(row["model"], row.get("variant")): row for row in controls}
+    models = [("smollm2", None), ("pure", None), ("smollm2", "window 386 + 4 sinks")]
+    reports = recorded("smollm2-decode-gpu")["steps"][0]["result"]
+    points = {(report["settings"]["batch"], p["model"], p["length"]): p for report in reports for p in report["points"]}
+    decoded = ["smollm2, captured", "pure, engine", "smollm2, window of 390, captured"]
+    lines = [line for line in README.read_text().splitlines() if line.startswith("| ") and "MiB" in line]
+    assert len(lines) == len(models)
+    for line, model, how in zip(lines, models, decoded, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for cell, part in zip(cells[1:3], rows[model]["measured"], strict=True):
+            assert cell.split()[0] == f"{part['perplexity']:.2f}"
+            ratio = part.get("ratio")
+            digits = 0 if ratio and ratio > 1.1 else 1
+            assert cell.partition("(")[2] == ("" if ratio is None else f"{100 * (ratio - 1):+.{digits}f} %)")
+        held = points[1, how, 8192]["cache_bytes"] / 2**20
+        assert cells[3] == (f"{held:.1f} MiB" if held < 100 else f"{held:.0f} MiB")
+        assert cells[4] == " / ".join(f"{points[16, how, length]['milliseconds']:.1f}" for length in (512, 8192))
+    for row in rows["pure", None]["recall"][:3]:
+        assert f"{100 * row['accuracy']:.0f} %" in README.read_text().replace("\n", " ")

@@ -70,6 +70,23 @@ class WeightedSource:
         if self.readings is not None and self.share is not None:
             raise T2RError(f"train: {self.source}: give readings or a share, not both")
 
+    @property
+    def told(self) -> str:
+        """The weight in words, after a space; empty for one reading."""
+        if self.share is not None:
+            return f" ({self.share:g} % of what is read)"
+        return "" if self.readings in (None, 1) else f" ({self.readings:g} readings)"
+
+    def record(self, read: Mapping[str, int], total: int) -> dict[str, Any]:
+        """The weight, the tokens that each stage read, and their share of all tokens read, for JSON."""
+        return {
+            "source": self.source,
+            "readings": None if self.share is not None else self.readings or 1.0,
+            "share": self.share,
+            "read": dict(read),
+            "share_read": round(100 * sum(read.values()) / total, 3) if total else None,
+        }
+
     def __str__(self) -> str:
         """The source as written on the command line."""
         if self.share is not None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from t2r.data.progress import is_watched
 from t2r.errors import T2RError
-from t2r.evaluation.generation import DISTANCES, recall, recall_tokens, repeated, repetition
+from t2r.evaluation.generation import DISTANCES, fitting_distances, recall, repeated, repetition
 from t2r.evaluation.harness import find_tasks, harness
 from t2r.evaluation.inputs import Text, encode, positions_of, read_text, refuse_seq2seq
 from t2r.evaluation.perplexity import WINDOW, Perplexity, perplexity
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 Model = str | Path | PreTrainedModel
 
+LONG_DISTANCES = (*DISTANCES, 1024, 4096, 16384)
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 128
 """For repetition, the prompts are excerpts of the text."""
 
@@ -142,10 +143,9 @@ def evaluate(
     _check(everyone, next(iter(read.values()), None))
     windows = [_windows(everyone, size, stride) for size in wanted]
     if distances is None and generation:
-        rest, longest = recall_tokens(tokenizer), max(size for size, _ in windows)
         positions = map(positions_of, map(_config, everyone))
-        fewest = min((n for n in positions if n is not None), default=2 * longest + rest)
-        distances_fit = [d for d in (*DISTANCES, 1024, 4096, 16384) if 2 * d <= longest and d + rest <= fewest]
+        fewest = min((n for n in positions if n is not None), default=None)
+        distances_fit = fitting_distances(tokenizer, max(size for size, _ in windows), fewest, LONG_DISTANCES)
     else:
         distances_fit = list(distances or ())
     against = None if teacher is None or not read else _loaded(teacher, dtype, device)
@@ -192,14 +192,8 @@ def evaluate(
                     shortest = min(size for size, _ in windows)
                     result["repetition"] = _repetition(model, tokenizer, text_read, shortest, seed, sequences)
                 asked: dict[str, Any] = {"trials": trials, "seed": seed, "batch_size": batch_size, "variant": variant}
-                try:
-                    recalled = recall(model, tokenizer, text_read.string, distances=distances_fit, **asked)
-                except T2RError as error:  # depends on the tokenizer and the text, so it is the same for every model
-                    if distances is not None:
-                        raise
-                    logger.warning("recall is not measured: %s", error)
-                    recalled = []
-                result["recall"] = [row._asdict() for row in recalled]
+                asked["distances"] = distances_fit
+                result["recall"] = _recalled(model, tokenizer, text_read.string, asked, required=distances is not None)
             if tasks and variant is None:
                 own = tokenizer if isinstance(entry, PreTrainedModel) else _tokenizer_of(entry)
                 result["tasks"] = harness(
@@ -211,6 +205,19 @@ def evaluate(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return results
+
+
+def _recalled(
+    model: PreTrainedModel, tokenizer: Tokenizer, filler: str, asked: dict[str, Any], *, required: bool
+) -> list[dict[str, Any]]:
+    """Measure recall. Unless it is `required`, a tokenizer or a text that does not allow it is only reported."""
+    try:
+        return [row._asdict() for row in recall(model, tokenizer, filler, **asked)]
+    except T2RError as error:  # depends on the tokenizer and the text, so it is the same for every model
+        if required:
+            raise
+        logger.warning("recall is not measured: %s", error)
+        return []
 
 
 def _variants(given: Sequence[str], models: Sequence[Model]) -> list[list[Variant]]:

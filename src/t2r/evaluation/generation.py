@@ -207,6 +207,14 @@ def recall(
     return results
 
 
+def fitting_distances(
+    tokenizer: Tokenizer, window: int, positions: int | None, candidates: Sequence[int] = DISTANCES
+) -> list[int]:
+    """Return the distances of recall up to half a window, for a model with `positions` positions (None: no limit)."""
+    rest = recall_tokens(tokenizer)
+    return [d for d in candidates if 2 * d <= window and (positions is None or d + rest <= positions)]
+
+
 def recall_tokens(tokenizer: Tokenizer) -> int:
     """Return the maximum number of tokens of a trial of `recall`, without its distance."""
     sentences = _sentences(tokenizer)

@@ -21,7 +21,7 @@ from t2r.data.mixture import MixedBlocks, Sources, exact, parse_sources, reading
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation import Text, encode, perplexity, read_text
-from t2r.evaluation.generation import DISTANCES, recall, recall_tokens
+from t2r.evaluation.generation import fitting_distances, recall
 from t2r.evaluation.perplexity import WINDOW
 from t2r.tasks.base import Task, exchanged, max_positions, number
 
@@ -176,31 +176,18 @@ class LanguageModeling(Task):
         names = []
         for entry in self.mixed:
             name = "text that the base model wrote" if entry.source == TEACHER else f"`{Path(entry.source).name}`"
-            if entry.share is not None:
-                name += f" ({entry.share:g} % of what is read)"
-            elif entry.readings not in (None, 1):
-                name += f" ({entry.readings:g} readings)"
-            names.append(name)
+            names.append(name + entry.told)
         return f"{', '.join(names)}: {self.tokens:,} tokens"
 
     def mixture(self, read: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
         if not self.corpora:
             return []
         total = sum(map(sum, read.values()))
-        sources = []
-        for index, entry in enumerate(self.mixed):
-            own = {stage: tokens[index] for stage, tokens in read.items()}
-            sources.append(
-                {
-                    "source": entry.source,
-                    "readings": None if entry.share is not None else entry.readings or 1.0,
-                    "share": entry.share,
-                    "tokens": len(self.corpora[entry.source]),
-                    "read": own,
-                    "share_read": round(100 * sum(own.values()) / total, 3) if total else None,
-                }
-            )
-        return sources
+        return [
+            entry.record({stage: tokens[index] for stage, tokens in read.items()}, total)
+            | {"tokens": len(self.corpora[entry.source])}
+            for index, entry in enumerate(self.mixed)
+        ]
 
     def dataset(self, block_size: int) -> MixedBlocks:
         """Return the blocks of the text available so far."""
@@ -262,10 +249,8 @@ class LanguageModeling(Task):
         if self.text is None:
             return []
         windows, window = self.windows(model)
-        fewest = max_positions(model)
         try:
-            rest = recall_tokens(self.tokenizer)
-            distances = [d for d in DISTANCES if 2 * d <= window and (fewest is None or d + rest <= fewest)]
+            distances = fitting_distances(self.tokenizer, window, max_positions(model))
             trials = max(1, min(RECALL_TRIALS, windows))  # where little is measured, of recall too
             measured = recall(model, self.tokenizer, self.text.string, distances=distances, trials=trials)
         except T2RError as error:  # this tokenizer does not tell enough words apart, or the text is too short

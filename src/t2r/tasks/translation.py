@@ -239,13 +239,7 @@ class Translation(Task):
         names = []
         for pair in self.pairs:
             target = "translations by the base model" if pair.target == TEACHER else f"`{Path(pair.target).name}`"
-            weight = pair.weighted
-            name = f"`{Path(pair.source).name}` with {target}"
-            if weight.share is not None:
-                name += f" ({weight.share:g} % of what is read)"
-            elif weight.readings not in (None, 1):
-                name += f" ({weight.readings:g} readings)"
-            names.append(name)
+            names.append(f"`{Path(pair.source).name}` with {target}{pair.weighted.told}")
         return f"{', '.join(names)}: {sum(map(len, self.corpora.values())):,} pairs, {self.tokens:,} tokens"
 
     def mixture(self, read: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
@@ -255,19 +249,8 @@ class Translation(Task):
             if i not in self.corpora:
                 return []
             own = {stage: tokens[i] for stage, tokens in read.items()}
-            weight = pair.weighted
-            sources.append(
-                {
-                    "source": pair.source,
-                    "target": pair.target,
-                    "readings": None if weight.share is not None else weight.readings or 1.0,
-                    "share": weight.share,
-                    "pairs": len(self.corpora[i]),
-                    "tokens": int(self.corpora[i].lengths.sum()),
-                    "read": own,
-                    "share_read": round(100 * sum(own.values()) / total, 3) if total else None,
-                }
-            )
+            size = {"pairs": len(self.corpora[i]), "tokens": int(self.corpora[i].lengths.sum())}
+            sources.append(pair.weighted.record(own, total) | {"target": pair.target} | size)
         return sources
 
     # --- Batches --------------------------------------------------------------------------------------------
