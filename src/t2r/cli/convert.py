@@ -22,8 +22,11 @@ from t2r.cli.common import (
     RunOut,
     SaveSteps,
     Set,
+    Src,
     TrustRemoteCode,
     Valid,
+    ValidSrc,
+    ValidTgt,
     calm,
     flag,
     show_results,
@@ -50,19 +53,13 @@ def convert(
         ),
     ] = None,
     valid: Valid = None,
-    src: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="File of source sentences for an encoder-decoder, one per line; with a weight as for --train. "
-            "Repeatable."
-        ),
-    ] = None,
+    src: Src = None,
     tgt: Annotated[
         list[str] | None,
         typer.Option(help="File of the targets of each --src, or `teacher`: the model translates --src. Repeatable."),
     ] = None,
-    valid_src: Annotated[str | None, typer.Option(help="Source sentences to measure BLEU on.")] = None,
-    valid_tgt: Annotated[str | None, typer.Option(help="References of --valid-src.")] = None,
+    valid_src: ValidSrc = None,
+    valid_tgt: ValidTgt = None,
     recipe: Annotated[
         str | None,
         typer.Option(

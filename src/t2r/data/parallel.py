@@ -232,7 +232,7 @@ def write_pairs(
     as_tokens: bool,
     progress: bool,
 ) -> None:
-    highest = max(tokenizer.get_vocab().values())
+    highest = max(*tokenizer.get_vocab().values(), *getattr(tokenizer, "target_encoder", {}).values())
     dtype = np.dtype(np.uint16 if highest <= np.iinfo(np.uint16).max else np.uint32)
     skipped: list[int] = []
     number = 0

@@ -25,6 +25,7 @@ from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
 from t2r.options import refuse_unknown
+from t2r.pipelines.texts import check_texts
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
@@ -205,14 +206,6 @@ def convert(
 def summary(results: dict[str, Any]) -> Table:
     """Return the table of the results, in the order in which they were measured."""
     return as_table(*table_of(results, compared=True))
-
-
-def check_texts(train: Any, valid: Any, documents: bool, pairs: tuple[Any, ...]) -> bool:
-    """Whether this is a translation: parallel text was given, and no other."""
-    translates = any(given is not None for given in pairs)
-    if translates and (train is not None or valid is not None or documents):
-        raise T2RError("give a text (train, valid, documents) or parallel text (source, target), not both")
-    return translates
 
 
 def default_recipe(translates: bool) -> str:

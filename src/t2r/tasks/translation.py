@@ -91,7 +91,8 @@ class Translation(Task):
         self.valid: list[tuple[str, str]] = []
         self.valid_lengths: list[int] = []
         self.positions: int | None = None
-        self.vocabulary: int | None = None
+        self.vocabularies: tuple[int, int] | None = None
+        """The numbers of embeddings of sources and of targets."""
         self.pad = 0
         self.shift: Callable[[Tensor], Tensor] = shifted
         self.asked = 0
@@ -119,7 +120,8 @@ class Translation(Task):
             if pair.target != TEACHER:
                 find_file(pair.target)
         self.positions = max_positions(model)
-        self.vocabulary = model.get_output_embeddings().weight.shape[0]
+        sides: Any = model.get_input_embeddings(), model.get_output_embeddings()
+        self.vocabularies = sides[0].weight.shape[0], sides[1].weight.shape[0]
         self.pad = model.config.pad_token_id or 0
         self.shift = shift_of(model)
         if self.valid_source is not None and self.valid_target is not None:
@@ -185,9 +187,8 @@ class Translation(Task):
                 )
         self.blocks.clear()
         for corpus in self.corpora.values():
-            if self.vocabulary is not None:
-                corpus.source.check_vocabulary(self.vocabulary)
-                corpus.target.check_vocabulary(self.vocabulary)
+            for side, size in zip((corpus.source, corpus.target), self.vocabularies or (), strict=False):
+                side.check_vocabulary(size)
         self.dataset(longest).notices()
         return [corpus.key for _, corpus in sorted(self.corpora.items())]
 
@@ -232,7 +233,7 @@ class Translation(Task):
             chosen = by_length[(middle + np.arange(count) - count // 2) % len(by_length)]
             return self.collate([[corpus[int(i)] for i in chosen if corpus.lengths[i] <= (self.positions or 1 << 30)]])
         tokens = min(length, 32)
-        ids = torch.randint(self.vocabulary or 2, (max(1, rows * length // tokens), tokens)).numpy()
+        ids = torch.randint(min(self.vocabularies or (2,)), (max(1, rows * length // tokens), tokens)).numpy()
         return self.collate([[Pair(row, row) for row in ids]])
 
     def told_data(self) -> str:
