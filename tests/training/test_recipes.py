@@ -81,9 +81,9 @@ def test_paper_recipes_match_the_paper(name, paper, swap):
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
         *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "noise", "noise_from", "lora_rank"),
-        "label_smoothing",
+        *("label_smoothing", "average"),
     }
-    assert stage.label_smoothing == 0
+    assert (stage.label_smoothing, stage.average) == (0, 1)
     assert all(effective[name] is None for name in ("tokens", "epochs", "minutes", "device_tokens"))
     assert stage.map_learning_rate is None
 
@@ -105,6 +105,7 @@ PAPER_MT = {
     "warmup_init": 1e-7,
     "warmup_steps": 4_000,
     "learning_rate": 2e-4,
+    "average": 5,  # "the parameters from the last five epochs were again averaged"
 }
 SCRATCH_MT = PAPER_MT | {"steps": 30_000, "learning_rate": 5e-4}
 PAPER_MT_SWAP = {"feature_map": "t2r", "feature_size": 4, "cross_feature_size": 32, "init": "paper"}
