@@ -1,7 +1,6 @@
 """The pretrain pipeline on parallel text: any attention in the decoder, joint and separate vocabularies, and errors."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -79,16 +78,14 @@ def test_the_whole_way(world, tmp_path):
 
 def test_separate_vocabularies_and_recurrent_attention(world, tmp_path):
     """The embeddings of the encoder are its own; those of the decoder are tied to its output."""
+    pytest.importorskip("sentencepiece", reason="needs the translation extra")
     (tmp_path / "other.tgt").write_text("".join(f"{line.replace('w', 'ж')}\n" for line in sentences(120)))
     out = tmp_path / "out"
     options = {"feature_map": "t2r", "feature_size": 4, "cross_feature_size": 8, "recurrent": "cross"}
-    preset = tmp_path / "own.yaml"
-    shipped = Path(sessions.__file__).parent / "presets" / "marian-tiny.yaml"
-    preset.write_text(shipped.read_text().replace("vocab_size: 512", "vocab_size: 274"))
     changes = (*SMALL, SEPARATE)
     given = {"target": str(tmp_path / "other.tgt"), "model_overrides": changes, "overrides": ("steps=2",)}
-    results = run(world, out, preset, **given, **options)
-    assert results["target_vocabulary"] == 274
+    results = run(world, out, **given, **options)
+    assert 256 < results["target_vocabulary"] <= 512
     model = AutoModelForSeq2SeqLM.from_pretrained(out)
     assert model.t2r_config.cross_feature_size == 8
     assert len(recurrent_sites(model)) == 2  # one cross attention in each of two layers
@@ -142,10 +139,6 @@ def test_continued_training_on_its_own_translations(world, tmp_path):
         ({"target": "teacher"}, "has no teacher"),
         ({"target": None}, "1 files of sources and 0 of targets"),
         ({"valid_target": "v"}, "give both a source and a target"),
-        (
-            {"model_overrides": (SEPARATE,)},
-            "no vocabulary of 512 can be trained on this text: Voc",
-        ),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(world, tmp_path, monkeypatch, options, words):

@@ -130,6 +130,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> tuple[bytes, l
         "unk_id": SEPARATE_SPECIALS.index(UNK),
         "bos_id": -1,
         "pad_id": -1,
+        "hard_vocab_limit": False,  # a small text gives a smaller vocabulary
         "eos_piece": EOS,
         "unk_piece": UNK,
         "minloglevel": 2,
@@ -138,7 +139,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> tuple[bytes, l
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=made, vocab_size=vocab_size - 1, **options
         )
-    except RuntimeError as error:  # too few or too many words for this size
+    except RuntimeError as error:  # there are more characters than this
         reason = str(error).rpartition("] ")[-1].strip()
         raise T2RError(f"no vocabulary of {vocab_size} can be trained on this text: {reason}") from error
     processor = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())

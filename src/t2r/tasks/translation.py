@@ -27,6 +27,7 @@ from t2r.data.parallel import (
     read_pairs,
     tokenize_pairs,
 )
+from t2r.data.pieces import warn_of_target_pieces
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation.translation import metrics, score, token_scores
@@ -124,6 +125,8 @@ class Translation(Task):
         self.vocabularies = sides[0].weight.shape[0], sides[1].weight.shape[0]
         self.pad = model.config.pad_token_id or 0
         self.shift = shift_of(model)
+        if self.valid_source is not None or any(pair.target != TEACHER for pair in self.pairs):
+            warn_of_target_pieces(self.tokenizer)
         if self.valid_source is not None and self.valid_target is not None:
             metrics()
             self.valid = self.read_valid(self.valid_source, self.valid_target)
