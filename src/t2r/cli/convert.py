@@ -23,6 +23,7 @@ from t2r.cli.common import (
     SaveSteps,
     Set,
     Src,
+    TeacherBeams,
     TrustRemoteCode,
     Valid,
     ValidSrc,
@@ -60,6 +61,7 @@ def convert(
     ] = None,
     valid_src: ValidSrc = None,
     valid_tgt: ValidTgt = None,
+    teacher_beams: TeacherBeams = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -122,6 +124,7 @@ def convert(
             target=tgt or None,
             valid_source=valid_src,
             valid_target=valid_tgt,
+            teacher_beams=teacher_beams,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_, recipe),
             minutes=minutes,

@@ -21,6 +21,7 @@ from t2r.cli.common import (
     SaveSteps,
     Set,
     Src,
+    TeacherBeams,
     Valid,
     ValidSrc,
     ValidTgt,
@@ -74,6 +75,7 @@ def pretrain(
     ] = None,
     valid_src: ValidSrc = None,
     valid_tgt: ValidTgt = None,
+    teacher_beams: TeacherBeams = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -142,6 +144,7 @@ def pretrain(
             target=tgt or None,
             valid_source=valid_src,
             valid_target=valid_tgt,
+            teacher_beams=teacher_beams,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_),
             model_overrides=model_set or [],

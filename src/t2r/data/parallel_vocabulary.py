@@ -19,9 +19,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import MarianTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from t2r.data.parallel import find_file
+from t2r.data.parallel import LineSource, find_file
 from t2r.data.progress import progress_bar
-from t2r.data.text import FileSource
 from t2r.data.vocabulary import cached_tokenizer, check_tokenizer, without_long_runs
 from t2r.errors import T2RError
 
@@ -65,7 +64,7 @@ def train_pair_tokenizer(
     return cached_tokenizer(["pairs", separate, vocab_size, versions], make, cache_dir)
 
 
-def read_side(files: Sequence[FileSource], words: str, progress: bool) -> Iterator[str]:
+def read_side(files: Sequence[LineSource], words: str, progress: bool) -> Iterator[str]:
     """Yield the lines of files."""
     for file in files:
         with progress_bar(f"reading words of {words}", file.size, "bytes", shown=progress) as report:

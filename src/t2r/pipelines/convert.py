@@ -54,6 +54,7 @@ def convert(
     target: Sources | None = None,
     valid_source: str | None = None,
     valid_target: str | None = None,
+    teacher_beams: int | None = None,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     minutes: float | None = None,
@@ -94,6 +95,8 @@ def convert(
         target: the file of targets of each source, or `teacher`: the model translates the source (beam search).
         valid_source: source sentences to measure BLEU on, before and after training.
         valid_target: references of `valid_source`.
+        teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
+            times as fast.
         recipe: the name of a shipped recipe or a YAML file. `overrides` are `stage.field=value`. None: `distill-lm`, or
             `distill-mt` with `source`.
         minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
@@ -142,7 +145,7 @@ def convert(
     common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
     task: Task
     if translates:
-        task = Translation(tokens, source, target, valid_source, valid_target, **common)
+        task = Translation(tokens, source, target, valid_source, valid_target, teacher_beams=teacher_beams, **common)
         plan = plan.a_block_at_a_time()
     else:
         texts = plan.train if train is None else train

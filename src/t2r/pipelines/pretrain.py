@@ -57,6 +57,7 @@ def pretrain(
     target: Sources | None = None,
     valid_source: str | None = None,
     valid_target: str | None = None,
+    teacher_beams: int | None = None,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     model_overrides: Sequence[str] = (),
@@ -94,6 +95,8 @@ def pretrain(
             before it is trained (beam search).
         valid_source: source sentences to measure BLEU on, before and after training.
         valid_target: references of `valid_source`.
+        teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
+            times as fast.
         recipe: a shipped recipe or a YAML file, instead of the preset's. `overrides` are `stage.field=value`.
         model_overrides: `field=value` for the model configuration.
         minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
@@ -162,7 +165,7 @@ def pretrain(
     common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
     task: Task
     if translates:
-        task = Translation(tokens, source, target, valid_source, valid_target, **common)
+        task = Translation(tokens, source, target, valid_source, valid_target, teacher_beams=teacher_beams, **common)
         plan = plan.a_block_at_a_time()
         sizes = [stage.block_size for stage in plan.stages]
     else:

@@ -54,6 +54,7 @@ class Translation(Task):
         valid_source: source sentences to evaluate on.
         valid_target: references of `valid_source`.
         beams: beams of the search, in evaluation and for the teacher's translations.
+        teacher_beams: beams for the teacher's translations, if other than `beams`; 1: greedy search, which is faster.
         length_penalty: length penalty of the beam search.
         limit: maximum number of lines to evaluate.
         seed: seed for grouping pairs of equal length into blocks.
@@ -74,6 +75,7 @@ class Translation(Task):
         valid_target: str | None = None,
         *,
         beams: int = BEAMS,
+        teacher_beams: int | None = None,
         length_penalty: float = LENGTH_PENALTY,
         limit: int | None = None,
         seed: int = 0,
@@ -86,6 +88,7 @@ class Translation(Task):
             raise T2RError("to measure translations, give both a source and a target: --valid-src and --valid-tgt")
         self.valid_source, self.valid_target = valid_source, valid_target
         self.beams, self.length_penalty, self.limit = beams, length_penalty, limit
+        self.teacher_beams = beams if teacher_beams is None else teacher_beams
         self.seed, self.progress, self.caching = seed, progress, caching
         self.corpora: dict[int, ParallelCorpus] = {}
         """By the number of the pair."""
@@ -107,6 +110,7 @@ class Translation(Task):
             "valid": None if self.valid_source is None else [self.valid_source, self.valid_target],
             "limit": self.limit,
             "beams": self.beams,
+            "teacher_beams": self.teacher_beams,
             "length_penalty": self.length_penalty,
         }
 
@@ -180,7 +184,7 @@ class Translation(Task):
                     teacher,
                     self.tokenizer,
                     pair.source,
-                    beams=self.beams,
+                    beams=self.teacher_beams,
                     length_penalty=self.length_penalty,
                     progress=self.progress,
                 )
