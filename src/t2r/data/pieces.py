@@ -69,6 +69,7 @@ def rebuild_target_pieces(folder: str | Path) -> int:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
         raise T2RError("target pieces require sentencepiece and protobuf: pip install t2r[translation]") from error
+    proto: Any = sentencepiece_model_pb2
     folder = Path(folder)
     source, target, vocabulary = (folder / name for name in ("source.spm", "target.spm", "vocab.json"))
     for path in (source, target, vocabulary):
@@ -77,14 +78,14 @@ def rebuild_target_pieces(folder: str | Path) -> int:
     if source.read_bytes() != target.read_bytes():
         raise T2RError(f"target.spm in {folder} is not a copy of source.spm: it needs no replacement")
     ranks = json.loads(vocabulary.read_text(encoding="utf-8"))
-    model: Any = sentencepiece_model_pb2.ModelProto()
+    model = proto.ModelProto()
     model.ParseFromString(source.read_bytes())
     known = [(-math.log(ranks[p.piece] + 1), p.score) for p in model.pieces if p.type == NORMAL and p.piece in ranks]
     if len(known) < 2 or not np.corrcoef(np.array(known).T)[0, 1] > SORTED:
         raise T2RError(f"vocab.json in {folder} is not sorted by frequency, so probabilities are not known")
     special = [piece for piece in model.pieces if piece.type != NORMAL]
     names = {piece.piece for piece in special}
-    made: Any = sentencepiece_model_pb2.ModelProto()
+    made = proto.ModelProto()
     made.CopyFrom(model)
     del made.pieces[:]
     made.pieces.extend(special)
