@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data.blocks import IGNORED
@@ -269,11 +269,12 @@ class Translation(Task):
     def collate(self, items: Sequence[Sequence[Pair]]) -> dict[str, Tensor]:
         """Collate the pairs of these blocks, padded on the right."""
         pairs = [pair for block in items for pair in block]
-        sources, targets = ([torch.as_tensor(side) for side in sides] for sides in zip(*pairs, strict=True))
-        labels = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
+        sources, targets = zip(*pairs, strict=True)
+        ids, mask = padded(sources, self.pad)
+        labels, _ = padded(targets, IGNORED)
         return {
-            "input_ids": pad_sequence(sources, batch_first=True, padding_value=self.pad),
-            "attention_mask": pad_sequence([torch.ones_like(x) for x in sources], batch_first=True),
+            "input_ids": ids,
+            "attention_mask": mask,
             "decoder_input_ids": self.shift(labels),
             "labels": labels,
         }
@@ -363,6 +364,15 @@ def batched(pairs: Sequence[Pair]) -> Iterable[list[list[Pair]]]:
         batch.append(pair)
     if batch:
         yield [batch]
+
+
+def padded(rows: Sequence[NDArray[np.int64]], padding: int) -> tuple[Tensor, Tensor]:
+    """Return rows of tokens padded on the right, and their mask. Much faster than torch's `pad_sequence`."""
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(mask.shape, padding, dtype=np.int64)
+    ids[mask] = np.concatenate(rows)
+    return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
 
 
 def shift_of(model: Any) -> Callable[[Tensor], Tensor]:
