@@ -20,6 +20,7 @@ _EXPORTS = {
     "T2RForCausalLM": "t2r.model.modeling:T2RForCausalLM",
     "T2RForSeq2SeqLM": "t2r.model.modeling:T2RForSeq2SeqLM",
     "SwappedModel": "t2r.model.swapped:SwappedModel",
+    "analyze": "t2r.analysis.analyze:analyze",
     "bench": "t2r.bench",
     "convert": "t2r.pipelines.convert:convert",
     "evaluate": "t2r.evaluation.compare:evaluate",
@@ -46,6 +47,7 @@ __all__ = [
     "T2RForCausalLM",
     "T2RForSeq2SeqLM",
     "__version__",
+    "analyze",
     "bench",
     "convert",
     "evaluate",
@@ -65,6 +67,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from t2r import bench, feature_maps, ops, reporting
+    from t2r.analysis.analyze import analyze
     from t2r.attention.cache import T2RCache
     from t2r.attention.recurrence import exact_attention
     from t2r.config import T2RConfig

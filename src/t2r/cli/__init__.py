@@ -11,7 +11,20 @@ from typing import Annotated
 import typer
 
 from t2r import __version__
-from t2r.cli import bench, convert, evaluate, generate, import_, info, inspect, merge, pretrain, reproduce, swap
+from t2r.cli import (
+    analyze,
+    bench,
+    convert,
+    evaluate,
+    generate,
+    import_,
+    info,
+    inspect,
+    merge,
+    pretrain,
+    reproduce,
+    swap,
+)
 from t2r.cli.stages import ShowsRecipe
 from t2r.errors import T2RError
 
@@ -29,6 +42,7 @@ app.command()(merge.merge)
 app.command()(inspect.inspect)
 app.command()(generate.generate)
 app.command()(evaluate.evaluate)
+app.command()(analyze.analyze)
 app.command(name="import")(import_.import_)
 app.command()(reproduce.reproduce)
 app.command()(info.info)

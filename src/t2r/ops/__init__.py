@@ -11,6 +11,7 @@ selects a backend.
 from t2r.ops.common import FASTEST_DECAY, BoundCount, State, Sums, count_bounds, normalize
 from t2r.ops.functional import absorb, linear_attention, look, step
 from t2r.ops.registry import backends, choose
+from t2r.ops.weights import attention_weights
 
 __all__ = [
     "FASTEST_DECAY",
@@ -18,6 +19,7 @@ __all__ = [
     "State",
     "Sums",
     "absorb",
+    "attention_weights",
     "backends",
     "choose",
     "count_bounds",

@@ -115,15 +115,19 @@ def lines(
     log_x: bool = False,
     log_y: bool = False,
     markers: bool = False,
+    ticks: Sequence[float] | None = None,
     colors: Sequence[str] = COLORS,
 ) -> str:
-    """Draw a line for each name, given as its xs and ys, as SVG. With `log_x`, ticks are at the points."""
+    """Draw a line for each name, given as its xs and ys, as SVG. With `log_x`, ticks are at the points, or at those of
+    `ticks` that are in their range."""
 
     def draw(axes: Axes) -> None:
         for i, (name, (xs, ys)) in enumerate(series.items()):
             axes.plot(xs, ys, label=name, color=colors[i % len(colors)], marker="o" if markers else None, markersize=4)
         if log_x:
             points = sorted({value for xs, _ in series.values() for value in xs})
+            if ticks is not None:
+                points = [value for value in ticks if points[0] <= value <= points[-1]]
             axes.set_xscale("log")
             axes.set_xticks(points, labels=[f"{value:,.0f}" for value in points])
             axes.set_xticks([], minor=True)
@@ -157,6 +161,27 @@ def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: S
         axes.set_xlabel(what)
 
     return _svg(draw, f"{what}: {', '.join(f'{name} {value:,.2f}' for name, value in values.items())}")
+
+
+def heatmap(grid: Sequence[Sequence[float]], x: str, y: str, what: str) -> str:
+    """Draw a matrix of numbers as colored cells, as SVG. The first row is on top."""
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        # Cells are rectangles, because an image would be embedded as a bitmap.
+        drawn = axes.pcolormesh([list(row) for row in grid], cmap="viridis", vmin=0, edgecolors="none")
+        axes.invert_yaxis()
+        for axis, size in ((axes.xaxis, len(grid[0])), (axes.yaxis, len(grid))):
+            numbers = range(0, size, max(1, -(-size // 10)))
+            axis.set_ticks([i + 0.5 for i in numbers], labels=[str(i) for i in numbers])
+            axis.set_tick_params(length=0)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        figure: Any = axes.figure
+        figure.colorbar(drawn, ax=axes, label=what, ticks=MaxNLocator(5)).outline.set_visible(False)
+
+    return _svg(draw, f"{what} by {y} and {x}")
 
 
 def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
