@@ -34,6 +34,7 @@ _EXPORTS = {
     "ops": "t2r.ops",
     "pretrain": "t2r.pipelines.pretrain:pretrain",
     "read_document": "t2r.generation.state:read_document",
+    "report": "t2r.pages.report:report",
     "reporting": "t2r.reporting",
     "swap": "t2r.model.swap:swap",
 }
@@ -61,6 +62,7 @@ __all__ = [
     "ops",
     "pretrain",
     "read_document",
+    "report",
     "reporting",
     "swap",
 ]
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from t2r.model.modeling import T2RForCausalLM, T2RForSeq2SeqLM
     from t2r.model.swap import swap
     from t2r.model.swapped import SwappedModel
+    from t2r.pages.report import report
     from t2r.pipelines.convert import convert
     from t2r.pipelines.pretrain import pretrain
     from t2r.reporting.inspection import inspect_model as inspect

@@ -134,7 +134,7 @@ def analyze(
         notes.append(note)
     facts["sensitivity"], note = _sensitivity(own, other, batches, progress) if sensitivity else (None, None)
     facts["notes"] = [told for told in (*notes, note) if told]
-    return facts | {"machine": {name: environment.describe()[name] for name in ("versions", "devices")}}
+    return facts | {"made": environment.made()}
 
 
 # --- Samples ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from t2r.cli import (
     inspect,
     merge,
     pretrain,
+    report,
     reproduce,
     swap,
 )
@@ -45,6 +46,7 @@ app.command()(evaluate.evaluate)
 app.command()(analyze.analyze)
 app.command(name="import")(import_.import_)
 app.command()(reproduce.reproduce)
+app.command()(report.report)
 app.command()(info.info)
 app.add_typer(bench.app, name="bench")
 

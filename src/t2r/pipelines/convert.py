@@ -25,6 +25,7 @@ from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
 from t2r.options import refuse_unknown
+from t2r.reporting import environment
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
@@ -184,7 +185,7 @@ def convert(
                 student = keep_sensitive(session, student, teacher, config, auto, stage, results)
         results["recall"] = session.recall(student)
         results["log"] = session.logs()
-        results |= session.pace() | {"mixture": session.mixture()}
+        results |= session.pace() | {"mixture": session.mixture(), "made": environment.made()}
         results = finite(results)
 
         student.eval()

@@ -1,0 +1,120 @@
+"""Reports: one page for each kind of result, which a real browser shows without errors, requests or overflow."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+import browser
+import t2r
+from t2r import T2RError
+from t2r.cli import app
+from t2r.experiments.record import recorded
+from t2r.experiments.tables import record_tables
+
+LOG = [{"step": step, "loss": 2.0 / step, "learning_rate": 1e-3} for step in (1, 2, 3)]
+SCORES = {"perplexity": 20.0, "kl": 0.1, "tokens": 100, "word_perplexity": None, "bits_per_byte": None}
+CONVERSION = {
+    "task": "language-modeling",
+    "teacher": SCORES | {"perplexity": 16.0, "kl": None},
+    "swapped": SCORES | {"perplexity": 900.0},
+    "stages": {"transfer": SCORES | {"perplexity": 40.0}, "distill": SCORES},
+    "log": {"transfer": LOG, "distill": LOG},
+    "mixture": [{"source": "a/<long>.txt", "tokens": 1000, "read": {"transfer": 500}, "share_read": 50.0}],
+    "sensitivity": [[2, 0.5], [0, 0.25]],
+    "made": {"date": "2026-01-01", "command": "t2r convert " + "--option value " * 40, "versions": {"torch": "2.13"}},
+}
+RECALL = {"distance": 16, "accuracy": 0.5, "chance": 0.125, "greedy": 0.4, "trials": 256, "interval": [0.4, 0.6]}
+EVALUATION = [
+    {"model": f"models/{name}", "recall": [RECALL, RECALL | {"distance": 64}]} for name in ("teacher", "a" * 90)
+]
+
+
+@pytest.fixture(scope="module")
+def conversion(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report") / "rnn"
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(CONVERSION))
+    (folder / "recipe.yaml").write_text("name: mine\nstages: []\n")
+    (folder / "config.json").write_text(json.dumps({"model_type": "t2r", "feature_size": 32, "decay": True}))
+    return folder
+
+
+def words(path):
+    """Return the text of a page, which must be well-formed."""
+    return " ".join("".join(ElementTree.fromstring(path.read_bytes()).itertext()).split())
+
+
+def test_a_conversion(conversion):
+    path = t2r.report(conversion)
+    assert path == conversion / "report.html"
+    text = words(path)
+    for part in (
+        "Perplexity 20.00, +25.0% against",
+        "transfer: loss",
+        "feature_size",
+        "name: mine",
+        "<long>.txt",
+        "torch",
+    ):
+        assert part in text, part
+
+
+def test_the_record_of_an_experiment(tmp_path):
+    record = recorded("smollm2-decode-gpu")
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    text = words(t2r.report(tmp_path))
+    for table in record_tables(record):
+        for cell in table.splitlines()[-1].strip("| \n").split("|"):
+            assert cell.strip() in text
+    assert "t2r bench decode" in text
+    assert "tokens/s" in text
+
+
+def test_several_results_on_one_page(tmp_path, conversion):
+    (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
+    out = tmp_path / "all.html"
+    run = CliRunner().invoke(app, ["report", str(conversion), str(tmp_path / "evaluation.json"), "--out", str(out)])
+    assert run.stdout.strip() == str(out)
+    assert "Conversion: rnn" in words(out)
+    assert "Recall by distance" in words(out)
+
+
+def test_no_results(tmp_path):
+    with pytest.raises(T2RError, match="neither results"):
+        t2r.report(tmp_path)
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    with pytest.raises(T2RError, match="not a result"):
+        t2r.report(tmp_path / "x.json")
+    with pytest.raises(T2RError, match="does not exist"):
+        t2r.report(tmp_path / "nothing")
+    assert not list(tmp_path.glob("*.html"))
+
+
+@pytest.mark.skipif(browser.PROGRAM is None, reason="no Chromium or Chrome is installed")
+def test_in_a_browser(tmp_path, conversion):
+    (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
+    page = t2r.report([conversion, tmp_path / "evaluation.json"], tmp_path / "all.html")
+    phone = browser.measure(page, tmp_path, 390, dark=True)
+    desk = browser.measure(page, tmp_path, 1200)
+    for seen in (phone, desk):
+        assert not seen["console"]
+        assert not seen["requests"]
+        assert not seen["wide"]
+        assert seen["scroll"] <= seen["width"]
+        assert seen["figures"] == 6
+        assert seen["tables"] >= 5
+    assert phone["width"] == 390
+    assert phone["background"] != desk["background"]
+
+
+@pytest.mark.skipif(browser.PROGRAM is None, reason="no Chromium or Chrome is installed")
+def test_the_browser_sees_a_broken_page(tmp_path):
+    bad = tmp_path / "bad.html"
+    bad.write_text('<div style="width:900px">wide</div><img src="http://example.org/a.png"><script>nothing()</script>')
+    seen = browser.measure(bad, tmp_path, 390)
+    assert seen["wide"] == ["DIV."]
+    assert seen["scroll"] > seen["width"]
+    assert seen["requests"]
+    assert seen["console"]
