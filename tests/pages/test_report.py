@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from importlib.resources import files
 
 import pytest
 from typer.testing import CliRunner
@@ -65,11 +66,19 @@ def test_the_record_of_an_experiment(tmp_path):
     record = recorded("smollm2-decode-gpu")
     (tmp_path / "record.json").write_text(json.dumps(record))
     text = words(t2r.report(tmp_path))
-    for table in record_tables(record):
-        for cell in table.splitlines()[-1].strip("| \n").split("|"):
-            assert cell.strip() in text
+    for point in record["steps"][0]["result"][0]["points"]:
+        assert f"{point['milliseconds']:.2f}" in text
     assert "t2r bench decode" in text
     assert "tokens/s" in text
+
+
+def test_every_shipped_record_has_a_page(tmp_path):
+    for file in sorted(files("t2r.experiments").joinpath("records").iterdir(), key=str):
+        record = json.loads(file.read_text())
+        text = words(t2r.report(str(file), tmp_path / "page.html"))
+        tables = [table for table in record_tables(record) if not table.startswith("| ms per step")]
+        for cell in (cell for table in tables for cell in table.splitlines()[-1].strip("| ").split("|")):
+            assert " ".join(cell.split()) in text
 
 
 def test_several_results_on_one_page(tmp_path, conversion):

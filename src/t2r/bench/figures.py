@@ -17,21 +17,19 @@ def decoding_page(reports: Sequence[decoding.Report]) -> Page:
     return page
 
 
-def add_decoding(page: Page, report: decoding.Report, *, table: bool = True) -> None:
+def add_decoding(page: Page, report: decoding.Report) -> None:
     """Add figures of speed and memory by context length, and a table."""
     names = list(dict.fromkeys(point.model for point in report.points))
     lengths = {name: [point.length for point in report.of(name)] for name in names}
     speed = {name: (lengths[name], [point.tokens_per_second for point in report.of(name)]) for name in names}
     memory = {name: (lengths[name], [point.cache_bytes / 2**20 for point in report.of(name)]) for name in names}
     look: dict[str, Any] = {"log_x": True, "markers": True}
-    page.paragraph(decoding.title(report))
     page.figures(
         {
             "Speed by context length": lines(speed, "context length in tokens", "tokens/s", **look),
             "State or KV cache by context length": lines(memory, "context length in tokens", "MiB", log_y=True, **look),
         }
     )
-    if table:
-        page.table(decoding.HEADER, decoding.cells(report))
+    page.table(decoding.HEADER, decoding.cells(report), decoding.title(report))
     for note in decoding.notes(report):
         page.paragraph(note)

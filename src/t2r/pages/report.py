@@ -74,6 +74,7 @@ def _section(content: Any) -> Section | None:
         "stages": sections.training,
         "by_distance": sections.analysis,
         "rows": sections.benchmark,
+        "points": sections.benchmark,
     }
     return next((section for key, section in known.items() if key in first), None)
 

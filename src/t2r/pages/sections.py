@@ -155,16 +155,16 @@ def samples(page: Page, folder: Path, prompts: Sequence[str]) -> None:
 def experiment(page: Page, record: Mapping[str, Any], path: Path) -> None:
     """Add the record of an experiment: where and how it was made, its tables, and its figures."""
     page.paragraph(provenance(record).replace("`", ""))
-    for table in record_tables(record):
+    drawn_later = [step for step in record["steps"] if _is_decoding(step.get("result"))]  # with their own tables
+    for table in record_tables({**record, "steps": [step for step in record["steps"] if step not in drawn_later]}):
         page.table(*_cells(table))
     drawn = {f"{step['name']}: {name}": svg for step in record["steps"] for name, svg in _drawn(step).items()}
     if drawn:
         page.figures(drawn)
-    for step in record["steps"]:
-        if isinstance(step.get("result"), list) and step["result"] and "points" in step["result"][0]:
-            page.subheading(step["name"])
-            for part in step["result"]:
-                add_decoding(page, _decoding(part), table=False)
+    for step in drawn_later:
+        page.subheading(step["name"])
+        for part in step["result"]:
+            add_decoding(page, _decoding(part))
     if kind_of(path) == "folder":
         for step in record["steps"]:
             if kind_of(path / step["name"] / "results.json") == "file":
@@ -183,6 +183,10 @@ def experiment(page: Page, record: Mapping[str, Any], path: Path) -> None:
             if value
         }
     )
+
+
+def _is_decoding(result: Any) -> bool:
+    return isinstance(result, list) and bool(result) and "points" in result[0]
 
 
 def _drawn(step: Mapping[str, Any]) -> dict[str, str]:
@@ -222,7 +226,14 @@ def benchmark(page: Page, content: Any, path: Path) -> None:
             add_decoding(page, _decoding(part))
         return
     page.facts({name.replace("_", " "): _plain(value) for name, value in content["settings"].items()})
-    rows = content["rows"]
+    rows = content["rows"] if "rows" in content else content["points"]
+    if all("length" in row and "model" in row and row.get("tokens_per_second") for row in rows):
+        speeds: dict[str, tuple[list[float], list[float]]] = {}
+        for row in rows:
+            lengths, values = speeds.setdefault(row["model"], ([], []))
+            lengths.append(row["length"])
+            values.append(row["tokens_per_second"])
+        page.figures({"Speed by length": lines(speeds, "length in tokens", "tokens/s", log_x=True, markers=True)})
     header = [name for name in rows[0] if any(row.get(name) is not None for row in rows)]
     page.table([name.replace("_", " ") for name in header], [[_cell(row.get(name)) for name in header] for row in rows])
 
@@ -235,9 +246,9 @@ def _cell(value: Any) -> str:
 
 def _decoding(content: Mapping[str, Any]) -> decoding.Report:
     try:
-        settings, points = decoding.Settings(**content["settings"]), content["points"]
-        found = [decoding.Point(**point) for point in points]
-        return decoding.Report(settings, found, content.get("crossovers") or {}, content.get("extended") or [])
+        measured = {"settings": decoding.Settings(**content["settings"])}
+        measured |= {"points": [decoding.Point(**point) for point in content["points"]]}
+        return decoding.Report(**{**content, **measured})
     except (KeyError, TypeError) as error:
         raise T2RError(f"not a result of t2r bench decode of this version: {error}") from error
 
