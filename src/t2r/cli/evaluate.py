@@ -60,8 +60,8 @@ def evaluate(
     """Evaluate models and compare them with the first.
 
     Measures perplexity by the paper's protocol, bits per byte, KL divergence from the first model, repetition in
-    generated text, recall, and tasks of lm-eval; for translation models, BLEU and
-    chrF.
+    generated text, recall, and tasks of lm-eval. For translation models: BLEU and chrF with signatures, the paper's
+    tokenized BLEU, a paired bootstrap against the first model, BLEU by source length, and copied numbers and names.
 
     \b
     t2r evaluate teacher rnn --text valid.txt

@@ -73,8 +73,9 @@ def evaluate(
     Args:
         models: folders, names on the Hub, or model objects.
         text: a file or a glob, or several.
-        source: file of source sentences for translation models, instead of `text`. Measures BLEU and chrF; of the other
-            arguments only `limit` (lines), `dtype`, `device`, `tokenizer` and `progress` apply.
+        source: file of source sentences for translation models, instead of `text`. Measures BLEU, chrF and more (see
+            `evaluate_translation`); of the other arguments only `limit` (lines), `dtype`, `device`, `tokenizer` and
+            `progress` apply.
         reference: file of references of `source`.
         beams: beams of the search that translates `source`.
         length_penalty: length penalty of the beam search.

@@ -153,9 +153,30 @@ def training_table(result: Mapping[str, Any]) -> str:
     return markdown(("training", "perplexity", "KL to the teacher"), cells)
 
 
+def _translations(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the scores of translations: BLEU and chrF with the differences from the first model, the paper's
+    tokenized BLEU, and the share of numbers and names that were copied."""
+    text = f"{_short(results[0]['source'])}, {results[0]['lines']:,} lines, beam {results[0]['beams']}"
+    rows = []
+    for result in results:
+        cells = [_name(result)]
+        for key in ("bleu", "chrf"):
+            difference, p = result.get(f"{key}_difference"), result.get(f"{key}_p")
+            told = "" if difference is None else f" ({difference:+.2f}{'' if p is None else f', p = {p:.3f}'})"
+            cells.append(f"{result[key]:.2f}{told}")
+        cells.append(_number(result.get("tokenized_bleu"), 2))
+        for kind in ("numbers", "names"):
+            copied = (result.get("copied") or {}).get(kind) or {}
+            cells.append(f"{100 * copied['accuracy']:.1f} %" if copied.get("total") else "")
+        rows.append(cells)
+    return markdown((text, "BLEU", "chrF", "tokenized BLEU", "numbers copied", "names copied"), rows)
+
+
 def evaluation_tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return tables of perplexity, recall and tasks, with a row for each model and variant."""
+    """Return tables of translations, perplexity, recall and tasks, with a row for each model and variant."""
     found = []
+    if "bleu" in results[0]:
+        found.append(_translations(results))
     if "perplexity" in results[0]:
         found.append(_quality(results))
     if results[0].get("recall"):

@@ -246,7 +246,7 @@ def _cell(value: Any) -> str:
 
 def _decoding(content: Mapping[str, Any]) -> decoding.Report:
     try:
-        measured = {"settings": decoding.Settings(**content["settings"])}
+        measured: dict[str, Any] = {"settings": decoding.Settings(**content["settings"])}
         measured |= {"points": [decoding.Point(**point) for point in content["points"]]}
         return decoding.Report(**{**content, **measured})
     except (KeyError, TypeError) as error:
