@@ -22,6 +22,8 @@ from t2r.cli.common import (
     RunOut,
     SaveSteps,
     Set,
+    SourceLanguage,
+    TargetLanguage,
     TrustRemoteCode,
     Valid,
     calm,
@@ -63,6 +65,8 @@ def convert(
     ] = None,
     valid_src: Annotated[str | None, typer.Option(help="Source sentences to measure BLEU on.")] = None,
     valid_tgt: Annotated[str | None, typer.Option(help="References of --valid-src.")] = None,
+    source_language: SourceLanguage = None,
+    target_language: TargetLanguage = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -125,6 +129,8 @@ def convert(
             target=tgt or None,
             valid_source=valid_src,
             valid_target=valid_tgt,
+            source_language=source_language,
+            target_language=target_language,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_, recipe),
             minutes=minutes,

@@ -13,8 +13,13 @@ from t2r.errors import T2RError
 BLEU_TOKENIZE = "13a"
 """sacrebleu's default."""
 NEEDS = "BLEU needs the translation extra: pip install 't2r[translation]'"
-OWN_TOKENIZERS = {"zh": "zh", "zho": "zh", "ja": "ja-mecab", "jpn": "ja-mecab", "ko": "ko-mecab", "kor": "ko-mecab"}
+OWN_TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
 """Languages without spaces between words, which sacrebleu tokenizes itself."""
+TWO_LETTERS = {
+    "ces": "cs", "deu": "de", "eng": "en", "fra": "fr", "ita": "it", "jpn": "ja", "kor": "ko", "nld": "nl", "pol": "pl",
+    "por": "pt", "rus": "ru", "spa": "es", "zho": "zh",
+}  # fmt: skip
+"""Codes of the Moses tokenizer for NLLB's."""
 SPLIT_COMPOUNDS = ("de",)
 """Target languages whose compounds are split at hyphens before tokenized BLEU, as in published results for EN-DE."""
 SAMPLES = 1000
@@ -95,7 +100,8 @@ def language_of(reference: str | Path, target_language: str | None = None) -> st
     """Return the language of references: that of the model's target language code, or of the file's ending
     (`test.de`, `test.de.xz`), or `en`."""
     if target_language:
-        return re.split(r"[_-]", target_language.strip("_<>2"))[0][:3].lower()
+        code = re.split(r"[_-]", target_language)[0].lower()
+        return TWO_LETTERS.get(code, code)
     found = re.search(r"\.([a-z]{2,3})(?:\.(?:xz|gz|txt))*$", Path(str(reference)).name)
     return "en" if found is None or found[1] in ("txt", "xz", "gz", "ref", "tgt", "trg") else found[1]
 

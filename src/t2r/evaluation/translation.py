@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from t2r.data.languages import set_languages
 from t2r.data.parallel import encode_sources, find_file, read_pairs
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
@@ -75,6 +76,8 @@ def evaluate_translation(
     beams: int = BEAMS,
     length_penalty: float = LENGTH_PENALTY,
     tokenize: str = BLEU_TOKENIZE,
+    source_language: str | None = None,
+    target_language: str | None = None,
     limit: int | None = None,
     dtype: str = "float32",
     device: str = "auto",
@@ -98,9 +101,10 @@ def evaluate_translation(
     results: list[dict[str, Any]] = []
     systems: list[list[str]] = []
     lengths: list[int] = []
-    language = language_of(reference)
+    language = language_of(reference, target_language)
     for number, model in enumerate(models):
         own, words = opened(model, tokenizer, dtype, device)
+        set_languages(own, words, source_language, target_language)
         if not lengths:
             lengths = [len(row) for row in encode_sources(words, sources)]
         name = model_name(model)

@@ -17,6 +17,7 @@ from t2r.attention.merged import Mergeable
 from t2r.attention.recurrence import exact_attention, recurrent_sites
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
+from t2r.data.languages import set_languages
 from t2r.data.mixture import Sources
 from t2r.data.teacher import writing_speed
 from t2r.errors import T2RError
@@ -54,6 +55,8 @@ def convert(
     target: Sources | None = None,
     valid_source: str | None = None,
     valid_target: str | None = None,
+    source_language: str | None = None,
+    target_language: str | None = None,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     minutes: float | None = None,
@@ -94,6 +97,8 @@ def convert(
         target: the file of targets of each source, or `teacher`: the model translates the source (beam search).
         valid_source: source sentences to measure BLEU on, before and after training.
         valid_target: references of `valid_source`.
+        source_language, target_language: for multilingual translation models, codes of the model's tokenizer. They are
+            saved with the model.
         recipe: the name of a shipped recipe or a YAML file. `overrides` are `stage.field=value`. None: `distill-lm`, or
             `distill-mt` with `source`.
         minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
@@ -139,9 +144,12 @@ def convert(
         progress=progress,
     )
     base, tokens = load_base(model, tokenizer, place, {"revision": revision, "trust_remote_code": trust_remote_code})
+    if not translates and (source_language or target_language):
+        raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
     common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
     task: Task
     if translates:
+        set_languages(base, tokens, source_language, target_language)
         task = Translation(tokens, source, target, valid_source, valid_target, **common)
         plan = plan.a_block_at_a_time()
     else:
