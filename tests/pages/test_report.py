@@ -81,6 +81,31 @@ def test_every_shipped_record_has_a_page(tmp_path):
             assert " ".join(cell.split()) in text
 
 
+def test_the_folder_of_a_grid(tmp_path):
+    """The records of experiments with scales are named after them, and several can share a folder."""
+    rows = [{"first": i, "last": i, "model": 0.5, "teacher": 0.4} for i in range(3)]
+    analysis = {"model": "rnn", "teacher": "teacher", "by_distance": rows, "mean": {"euclidean": 0.125}}
+    steps = [
+        {"cell": {"k": k}, "name": f"quality-{k}", "command": "t2r evaluate x", "seconds": 1.0, "result": [
+            {"model": f"rnn-{k}", "text": "valid", "window": 8, "tokens": 9, "perplexity": 10.0 * k}
+        ]} for k in (1, 2)
+    ]  # fmt: skip
+    steps.append({"cell": {"k": 1}, "name": "analysis", "command": "t2r analyze rnn", "result": analysis})
+    for name in ("one", "two"):
+        record = {"experiment": name, "scale": "smoke", "date": "2026-01-01", "machine": {"cores": 2}, "steps": steps}
+        (tmp_path / f"{name}-smoke.json").write_text(json.dumps(record))
+    text = words(t2r.report(tmp_path))
+    for part in (
+        "Experiment one",
+        "Experiment two",
+        "Perplexity of each model",
+        "Attention by distance",
+        "20.00",
+        "0.125",
+    ):
+        assert part in text
+
+
 def test_several_results_on_one_page(tmp_path, conversion):
     (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
     out = tmp_path / "all.html"

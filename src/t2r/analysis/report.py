@@ -141,7 +141,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, str]:
         middle = [(row["first"] + row["last"]) / 2 + 1 for row in rows]
         series = {name: (middle, [row[name] for row in rows]) for name in names}
         found["Attention by distance"] = lines(series, "distance + 1", "attention", log_x=True, log_y=True, ticks=TICKS)
-    for kind in result["kinds"]:
+    for kind in result.get("kinds", ()):  # the record of an experiment keeps only means
         layers = [layer for layer in result["layers"] if layer["kind"] == kind]
         label = "" if kind == "causal" else f" ({kind})"
         numbers = [layer["layer"] for layer in layers]

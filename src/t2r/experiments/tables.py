@@ -115,6 +115,8 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
         command = part["command"].split()[1]
         if command == "evaluate":
             found += evaluation_tables(part["result"])
+        elif command == "analyze":
+            found.append(analysis_table(part["result"]))
         elif command == "bench" and isinstance(part["result"], list):
             found += [decoding_table(report) for report in part["result"]]
         elif command == "bench":
@@ -240,6 +242,14 @@ def _tasks(results: Sequence[Mapping[str, Any]]) -> str:
             cells.append(f"{scores[key]:.3f} ± {scores[f'{name}_stderr,{kind}']:.3f}")
         rows.append([_name(result), *cells])
     return markdown(["accuracy", *(task for task, _ in chosen)], rows)
+
+
+def analysis_table(result: Mapping[str, Any]) -> str:
+    """Return the means of an analysis over all layers and heads."""
+    columns = ("euclidean", "jensen_shannon", "entropy", "teacher_entropy")
+    mean = result.get("mean") or {}
+    header = ("analysis", "Euclidean distance", "Jensen-Shannon divergence", "entropy", "entropy of the teacher")
+    return markdown(header, [(result["model"], *(_number(mean.get(name), 3) for name in columns))])
 
 
 def ops_table(result: Mapping[str, Any]) -> str:

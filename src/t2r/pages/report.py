@@ -31,7 +31,7 @@ def report(
     sources = [Path(s) for s in ([source] if isinstance(source, str | Path) else source)]
     if not sources:
         raise T2RError("give a folder or a JSON file of results")
-    found = [(path, *_read(path)) for path in sources]
+    found = [(path, section, content) for path in sources for section, content in _read(path)]
     page = Page(sections.title(found[0][0], found[0][2]) if len(found) == 1 else "Results")
     for path, section, content in found:
         if len(found) > 1:
@@ -46,21 +46,25 @@ def report(
     return place
 
 
-def _read(path: Path) -> tuple[Section, Any]:
-    """Return the section for a path, and its contents."""
+def _read(path: Path) -> list[tuple[Section, Any]]:
+    """Return the sections for a path, with their contents. The folder of several experiments has a section for each."""
     kind = kind_of(path)
     if kind is None:
         raise T2RError(f"{path} does not exist: give a folder or a JSON file of results")
     if kind == "folder":
         for name, section in (("record.json", sections.experiment), ("results.json", sections.training)):
             if kind_of(path / name) == "file":
-                return section, _json(path / name)
-        raise T2RError(f"{path} contains neither results.json (of a conversion) nor record.json (of an experiment)")
+                return [(section, _json(path / name))]
+        contents = [_json(file) for file in sorted(path.glob("*.json"))]
+        records = [content for content in contents if isinstance(content, dict) and "experiment" in content]
+        if records:
+            return [(sections.experiment, record) for record in records]
+        raise T2RError(f"{path} contains neither results.json (of a conversion) nor the record of an experiment")
     content = _json(path)
     recognized = _section(content)
     if recognized is None:
         raise T2RError(f"{path} is not a result of t2r evaluate, bench, analyze, convert or reproduce (with --json)")
-    return recognized, content
+    return [(recognized, content)]
 
 
 def _section(content: Any) -> Section | None:

@@ -20,6 +20,8 @@ from t2r.reporting.page import COLORS, Page, bars, lines
 from t2r.storage import kind_of
 from t2r.training.session import table_of
 
+MANY_STEPS = 6
+"""The commands of an experiment with more steps are folded."""
 SHOWN_LINES = 8
 """Translations shown of each model."""
 SIZES = (
@@ -158,21 +160,26 @@ def experiment(page: Page, record: Mapping[str, Any], path: Path) -> None:
     drawn_later = [step for step in record["steps"] if _is_decoding(step.get("result"))]  # with their own tables
     for table in record_tables({**record, "steps": [step for step in record["steps"] if step not in drawn_later]}):
         page.table(*_cells(table))
-    drawn = {f"{step['name']}: {name}": svg for step in record["steps"] for name, svg in _drawn(step).items()}
+    if any("cell" in step for step in record["steps"]):
+        drawn = _grid_figures(record["steps"])
+    else:
+        drawn = {f"{step['name']}: {name}": svg for step in record["steps"] for name, svg in _drawn(step).items()}
     if drawn:
         page.figures(drawn)
     for step in drawn_later:
         page.subheading(step["name"])
         for part in step["result"]:
             add_decoding(page, _decoding(part))
-    if kind_of(path) == "folder":
+    if kind_of(path) == "folder" and not any("cell" in step for step in record["steps"]):
         for step in record["steps"]:
             if kind_of(path / step["name"] / "results.json") == "file":
                 results = json.loads((path / step["name"] / "results.json").read_text(encoding="utf-8"))
                 named = {f"{step['name']}, {stage}": log for stage, log in (results.get("log") or {}).items() if log}
                 curves(page, named)
     page.subheading("Commands")
-    page.code(commands(record).replace("\n    ", "\n").removeprefix("    "))
+    count = len(record["steps"])
+    listed = commands(record).replace("\n    ", "\n").removeprefix("    ")
+    page.code(listed, f"{count} commands" if count > MANY_STEPS else None)
     page.subheading("Machine")
     facts = {name: value for name, value in record.get("machine", {}).items() if value}
     facts |= record.get("versions", {}) | {"commit": record.get("commit"), "date": record.get("date")}
@@ -199,6 +206,32 @@ def _drawn(step: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(result, list) and result and "model" in result[0]:
         return evaluation_figures(result)
     return {}
+
+
+def _grid_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return figures over all cells of a grid: perplexity or BLEU, and attention by distance."""
+    scores: dict[str, dict[str, float]] = {"perplexity": {}, "bleu": {}}
+    attention: dict[str, tuple[list[float], list[float]]] = {}
+    for step in steps:
+        result = step.get("result")
+        for row in result if isinstance(result, list) else ():
+            for measure, found in scores.items():
+                if isinstance(row, Mapping) and row.get(measure):
+                    found.setdefault(row.get("model", step["name"]), row[measure])
+        if isinstance(result, Mapping) and result.get("by_distance"):
+            for name, key in ((result["model"], "model"), (result.get("teacher"), "teacher")):
+                known = [(1 + (r["first"] + r["last"]) / 2, r[key]) for r in result["by_distance"] if r.get(key)]
+                if name and known and len(attention) < len(COLORS):
+                    attention.setdefault(name, tuple(map(list, zip(*known, strict=True))))  # type: ignore[arg-type]
+    titles = {"perplexity": "Perplexity of each model", "bleu": "BLEU of each model"}
+    drawn = {
+        titles[measure]: bars(found, measure, colors=COLORS[1:2]) for measure, found in scores.items() if len(found) > 1
+    }
+    if attention:
+        drawn["Attention by distance"] = lines(
+            attention, "distance + 1", "attention", log_x=True, log_y=True, ticks=analyses.TICKS
+        )
+    return drawn
 
 
 def _progress(results: Mapping[str, Any]) -> dict[str, str]:
