@@ -85,6 +85,7 @@ def test_copied_numbers_and_names():
     found = copy_accuracy(sources, references, ["I wrote 35 lines in Firefox in 2017", "Anna Schmitt: 40", ""])
     assert found["numbers"]["copied"] == 2
     assert found["names"]["copied"] == 2
+    assert copy_accuracy(["a w13"], ["a w13"], ["b"])["numbers"]["total"] == 0
     assert copy_accuracy(["a"], ["a"], ["a"])["names"]["accuracy"] is None
 
 

@@ -152,7 +152,7 @@ def bleu_by_length(
 
 # --- Copying ------------------------------------------------------------------------------------------------
 
-NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
+NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,:]\d+)*(?![A-Za-z\d])")  # not the digits of H200 or 5G
 LATIN = re.compile(r"[A-Za-zÀ-ÖØ-öø-ɏ][A-Za-z0-9_À-ÖØ-öø-ɏ'-]*")
 WORD = re.compile(r"[^\W\d_][\w'-]*")
 

@@ -287,7 +287,7 @@ def _decoding(content: Mapping[str, Any]) -> decoding.Report:
 
 
 def evaluation_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return figures of perplexity by position and of recall by distance."""
+    """Return figures of perplexity by position, BLEU by source length, and recall by distance."""
     drawn: dict[str, str] = {}
     names = [Path(r["model"]).name + (f", {r['variant']}" if "variant" in r else "") for r in results]
     position = {
@@ -302,6 +302,13 @@ def evaluation_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
     if position:
         drawn["Perplexity by position"] = lines(position, "tokens of context", "perplexity", log_y=True)
+    lengths = {
+        name: ([float(part["first"]) for part in r["by_length"]], [part["bleu"] for part in r["by_length"]])
+        for name, r in zip(names, results, strict=True)
+        if len(r.get("by_length") or ()) > 1
+    }
+    if lengths:
+        drawn["BLEU by source length"] = lines(lengths, "tokens of the source, from", "BLEU", markers=True)
     if recall:
         drawn["Recall by distance"] = lines(recall, "distance, tokens", "recall, %", log_x=True, markers=True)
     return drawn

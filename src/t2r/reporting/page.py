@@ -102,7 +102,8 @@ class Page:
             if isinstance(part, str):
                 self.paragraph(part)
             else:
-                columns = [[str(cell) for cell in column.cells] for column in part.columns]
+                # Labels of the terminal are indented by spaces, which HTML ignores.
+                columns = [[str(cell).replace("  ", "\u2003") for cell in column.cells] for column in part.columns]
                 header = [str(column.header) for column in part.columns]
                 self.table(header, list(zip(*columns, strict=True)), str(part.title or ""))
 
