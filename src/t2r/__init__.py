@@ -21,6 +21,7 @@ _EXPORTS = {
     "T2RForSeq2SeqLM": "t2r.model.modeling:T2RForSeq2SeqLM",
     "SwappedModel": "t2r.model.swapped:SwappedModel",
     "analyze": "t2r.analysis.analyze:analyze",
+    "average": "t2r.pipelines.average:average",
     "bench": "t2r.bench",
     "convert": "t2r.pipelines.convert:convert",
     "evaluate": "t2r.evaluation.compare:evaluate",
@@ -49,6 +50,7 @@ __all__ = [
     "T2RForSeq2SeqLM",
     "__version__",
     "analyze",
+    "average",
     "bench",
     "convert",
     "evaluate",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from t2r.model.swap import swap
     from t2r.model.swapped import SwappedModel
     from t2r.pages.report import report
+    from t2r.pipelines.average import average
     from t2r.pipelines.convert import convert
     from t2r.pipelines.pretrain import pretrain
     from t2r.reporting.inspection import inspect_model as inspect

@@ -13,6 +13,7 @@ import typer
 from t2r import __version__
 from t2r.cli import (
     analyze,
+    average,
     bench,
     convert,
     evaluate,
@@ -40,6 +41,7 @@ app.command(cls=ShowsRecipe)(convert.convert)
 app.command()(pretrain.pretrain)
 app.command()(swap.swap)
 app.command()(merge.merge)
+app.command()(average.average)
 app.command()(inspect.inspect)
 app.command()(generate.generate)
 app.command()(evaluate.evaluate)

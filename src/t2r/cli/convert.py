@@ -23,9 +23,13 @@ from t2r.cli.common import (
     SaveSteps,
     Set,
     SourceLanguage,
+    Src,
     TargetLanguage,
+    TeacherBeams,
     TrustRemoteCode,
     Valid,
+    ValidSrc,
+    ValidTgt,
     calm,
     flag,
     show_results,
@@ -52,21 +56,16 @@ def convert(
         ),
     ] = None,
     valid: Valid = None,
-    src: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="File of source sentences for an encoder-decoder, one per line; with a weight as for --train. "
-            "Repeatable."
-        ),
-    ] = None,
+    src: Src = None,
     tgt: Annotated[
         list[str] | None,
         typer.Option(help="File of the targets of each --src, or `teacher`: the model translates --src. Repeatable."),
     ] = None,
-    valid_src: Annotated[str | None, typer.Option(help="Source sentences to measure BLEU on.")] = None,
-    valid_tgt: Annotated[str | None, typer.Option(help="References of --valid-src.")] = None,
+    valid_src: ValidSrc = None,
+    valid_tgt: ValidTgt = None,
     source_language: SourceLanguage = None,
     target_language: TargetLanguage = None,
+    teacher_beams: TeacherBeams = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -131,6 +130,7 @@ def convert(
             valid_target=valid_tgt,
             source_language=source_language,
             target_language=target_language,
+            teacher_beams=teacher_beams,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_, recipe),
             minutes=minutes,

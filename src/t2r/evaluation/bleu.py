@@ -98,11 +98,11 @@ def moses(lines: Sequence[str], language: str) -> list[str]:
 
 def language_of(reference: str | Path, target_language: str | None = None) -> str:
     """Return the language of references: that of the model's target language code, or of the file's ending
-    (`test.de`, `test.de.xz`), or `en`."""
+    (`test.de`, `test.de.xz`, `datasets:NAME@de`), or `en`."""
     if target_language:
         code = re.split(r"[_-]", target_language)[0].lower()
         return TWO_LETTERS.get(code, code)
-    found = re.search(r"\.([a-z]{2,3})(?:\.(?:xz|gz|txt))*$", Path(str(reference)).name)
+    found = re.search(r"[.@]([a-z]{2,3})(?:\.(?:xz|gz|txt))*$", Path(str(reference)).name)
     return "en" if found is None or found[1] in ("txt", "xz", "gz", "ref", "tgt", "trg") else found[1]
 
 

@@ -144,6 +144,8 @@ def _joined(tables: Iterable[str]) -> list[str]:
 def training_table(result: Mapping[str, Any]) -> str:
     """Return the perplexity of the teacher, of the swapped model, and after each stage."""
     teacher = result.get("teacher")
+    if result.get("task") == "translation":
+        return _translation_training(result)
     rows = [("teacher", teacher), ("swapped, not trained", result.get("swapped")), ("before", result.get("untrained"))]
     rows += [(f"after {name}", scores) for name, scores in result.get("stages", {}).items()]
     base = (teacher or {}).get("perplexity")
@@ -153,6 +155,15 @@ def training_table(result: Mapping[str, Any]) -> str:
         if scores
     ]
     return markdown(("training", "perplexity", "KL to the teacher"), cells)
+
+
+def _translation_training(result: Mapping[str, Any]) -> str:
+    rows = [("teacher", result.get("teacher")), ("swapped, not trained", result.get("swapped"))]
+    rows += [("before", result.get("untrained"))]
+    rows += [(f"after {name}", scores) for name, scores in result.get("stages", {}).items()]
+    columns = (("bleu", 2), ("chrf", 2), ("loss", 3), ("kl", 3))
+    cells = [(name, *(_number(scores.get(key), digits) for key, digits in columns)) for name, scores in rows if scores]
+    return markdown(("training", "BLEU", "chrF", "loss per token", "KL to the teacher"), cells) if cells else ""
 
 
 def _translations(results: Sequence[Mapping[str, Any]]) -> str:
