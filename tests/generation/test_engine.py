@@ -295,7 +295,6 @@ def test_prompts_are_read_in_pieces(pieces, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"num_beams": 2}, "beam search"),
         ({"use_cache": False}, "use_cache"),
         ({"prompt_lookup_num_tokens": 2}, "assisted"),
         ({"cache_implementation": "static"}, "cache_implementation"),

@@ -96,7 +96,7 @@ def translate_to_tokens(
         buckets.setdefault(-(-len(row) // BUCKET) * BUCKET, []).append(i)
     done = len(lines) - sum(map(len, buckets.values()))
     found: list[list[int]] = [[] for _ in lines]
-    engine = Engine(model) if isinstance(model, T2RModel) and beams == 1 else None
+    engine = Engine(model) if isinstance(model, T2RModel) else None
     stops, pad = special_tokens(model, tokenizer)
     options: dict[str, Any] = {"num_beams": beams, "do_sample": False, "pad_token_id": pad}
     if beams > 1:

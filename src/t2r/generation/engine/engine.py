@@ -26,7 +26,8 @@ from transformers.generation.streamers import BaseStreamer
 from t2r.attention.cache import T2RCache
 from t2r.attention.masks import Padding
 from t2r.errors import T2RError
-from t2r.generation.engine.request import ForGenerate, prepare, seeded
+from t2r.generation.engine.beams import Beams, BeamSearch, one_per_prompt, uses_beams
+from t2r.generation.engine.request import ForGenerate, Request, prepare, seeded
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.step import DecodeStep
 from t2r.generation.state import PIECE
@@ -43,9 +44,9 @@ BLOCK = 256
 class Engine:
     """Fast generation with a swapped model.
 
-    Supports greedy search and sampling, with the logits processors and stopping criteria of transformers. It chooses
-    the same tokens as `model.generate`. Unsupported calls (beam search, assisted decoding, returned scores) are passed
-    to `model.generate`, with a warning in the log.
+    Supports greedy search, sampling and beam search, with the logits processors and stopping criteria of transformers.
+    It chooses the same tokens as `model.generate`. Unsupported calls (assisted decoding, returned scores) are passed to
+    `model.generate`, with a warning in the log.
 
     The weights of the model must not change while an engine uses it.
 
@@ -76,6 +77,8 @@ class Engine:
         self.rows, self.max_length, self.compiled = rows, max_length, compiled
         self.obstacle = no_static_cache(self.model)
         self.decode: DecodeStep | None = None
+        self.beam_decode: DecodeStep | None = None
+        """A beam search does not join the running batch: it has a step of its own, which reorders its rows."""
         self.look_every = LOOK_EVERY if cast(Any, model).device.type == "cuda" else 1
         """Number of steps between reads of the generated tokens, if the decoding step chooses all tokens."""
         self.said: set[str] = set()
@@ -125,7 +128,7 @@ class Engine:
         streamer: BaseStreamer | None = None,
         keep_state: bool = False,
         **options: Any,
-    ) -> Group:
+    ) -> Group | Beams:
         """Generate without falling back to `model.generate`, and return the finished sequences.
 
         With `keep_state`, each sequence has its state.
@@ -133,7 +136,12 @@ class Engine:
         Raises:
             ForGenerate: if the engine does not support the call.
         """
-        group = self.admitted(input_ids, state, seed, keep_state, options)
+        request = self.prepared(input_ids, state, keep_state, options)
+        if uses_beams(request):
+            if keep_state or streamer is not None:
+                raise ForGenerate("beam search with a streamer or a kept state is requested")
+            return self.search(request, state, seed)
+        group = self.admitted(request, state, seed, keep_state)
         if streamer is not None:
             if len(group.sequences) > 1:
                 raise T2RError("a streamer supports one sequence only: use engine.stream for a batch")
@@ -156,7 +164,7 @@ class Engine:
     ) -> Iterator[tuple[int, int]]:
         """Yield pairs of the index of a sequence in the batch and its next token."""
         try:
-            group = self.admitted(input_ids, state, seed, False, options)
+            group = self.admitted(self.prepared(input_ids, state, False, options), state, seed, False)
         except ForGenerate as reason:
             raise T2RError(f"the engine cannot stream this call: {reason}") from reason
         for event in self.until_done(group):
@@ -171,11 +179,35 @@ class Engine:
             for sequence in group.running:  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)
 
-    def state_bytes(self, sequences: Tensor, state: T2RCache | None = None) -> int:
-        """Return the size of the caches of these sequences at their end, where all tokens except the last were read."""
-        assert self.decode is not None
+    @torch.no_grad()
+    def search(self, request: Request, state: T2RCache | None, seed: int | None) -> Beams:
+        """Run a beam search to its end."""
+        rows, length = request.ids.shape[0], self.needed_length(request, state)
+        self.check_room(rows, length, state)
+        prompts = one_per_prompt(request)
+        step = self.beam_decode
+        # A step that is much too large would waste time on rows that are not used.
+        if step is None or not rows <= step.rows <= 2 * rows or (step.max_length or length) < length:
+            self.beam_decode = step = None  # frees its memory before the next one is allocated
+            size = self.buffer_length(length, 0)
+            self.beam_decode = step = DecodeStep(
+                self.model, rows, size, source_of(request), compiled=self.compiled, reorders=True
+            )
+        cache, logits = self.prefill(prompts, state)
+        search = BeamSearch(step, request, cache, logits)
+        if seed is None:
+            return Beams(search.run(), rows)
+        device = self.model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return Beams(search.run(), rows)
+
+    def state_bytes(self, done: Group | Beams, state: T2RCache | None = None) -> int:
+        """Return the size of the caches of a call at its end, where all tokens except the last were read."""
+        step = self.decode or self.beam_decode
+        assert step is not None
         before = 0 if state is None else state.get_seq_length()
-        return sequences.shape[0] * self.decode.row_bytes(before + sequences.shape[1] - 1)
+        return done.rows * step.row_bytes(before + done.result().shape[1] - 1)
 
     # --- A running batch ------------------------------------------------------------------------------------
 
@@ -194,7 +226,7 @@ class Engine:
         input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         try:
-            group = self.admitted(input_ids, state, seed, keep_state, options)
+            group = self.admitted(self.prepared(input_ids, state, keep_state, options), state, seed, keep_state)
         except ForGenerate as reason:
             raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
         if len(group.sequences) != 1:
@@ -260,10 +292,8 @@ class Engine:
 
     # --- Rows -----------------------------------------------------------------------------------------------
 
-    def admitted(
-        self, input_ids: Tensor, state: Any, seed: int | None, keep_state: bool, options: dict[str, Any]
-    ) -> Group:
-        """Prepare a group of sequences and add it to the waiting groups."""
+    def prepared(self, input_ids: Tensor, state: Any, keep_state: bool, options: dict[str, Any]) -> Request:
+        """Prepare a call. Raises ForGenerate if the engine does not support it."""
         if self.model.training:
             raise ForGenerate("the model is in training mode")
         if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
@@ -280,20 +310,24 @@ class Engine:
         if state is not None:  # as in `continue_from`, new tokens are not padding unless a mask is given
             options = {"attention_mask": torch.ones_like(input_ids, device=device), **options}
         with torch.no_grad():
-            request = prepare(self.model, input_ids.to(device), options, self.generation_config)
-        group = Group(request, state, seeded(seed, device), keep_state)
-        self.check_room(group)
+            return prepare(self.model, input_ids.to(device), options, self.generation_config)
+
+    def admitted(self, request: Request, state: Any, seed: int | None, keep_state: bool) -> Group:
+        """Make a group of sequences and add it to the waiting groups."""
+        if uses_beams(request):
+            raise ForGenerate("beam search is requested")
+        group = Group(request, state, seeded(seed, self.model.device), keep_state)
+        self.check_room(group.rows, self.needed_length(request, state), state)
         self.waiting.append(group)
         return group
 
-    def needed_length(self, group: Group) -> int:
-        """Return the number of tokens that a softmax layer must hold for a group."""
-        before = 0 if group.state is None else group.state.get_seq_length()
-        return before + group.max_length
+    def needed_length(self, request: Request, state: Any) -> int:
+        """Return the number of tokens that a softmax layer must hold for a call."""
+        before = 0 if state is None else state.get_seq_length()
+        return int(before + request.config.max_length)
 
-    def check_room(self, group: Group) -> None:
-        count, length = len(group.sequences), self.needed_length(group)
-        if group.state is not None:
+    def check_room(self, count: int, length: int, state: Any) -> None:
+        if state is not None:
             self.model.check_generated_length(length)
         if self.rows is not None and count > self.rows:
             raise T2RError(f"{count} sequences do not fit into the engine's {self.rows} rows: give fewer at a time")
@@ -302,7 +336,7 @@ class Engine:
 
     def has_room(self, group: Group) -> bool:
         """Return whether a group can start now. If no sequence is running, the engine can grow within its limits."""
-        count, length = len(group.sequences), self.needed_length(group)
+        count, length = group.rows, self.needed_length(group.request, group.state)
         if self.groups and self.decode is not None and not self.decode.by_row:
             return False  # this decoder has the same positions for the whole batch
         kept = bool(self.model.kept_layers())
@@ -311,26 +345,28 @@ class Engine:
 
     def make_room(self, group: Group, source: Tensor | None) -> DecodeStep:
         """Return a decoding step with room for this group. A new one is built only if the current one is too small."""
-        count, length = len(group.sequences), self.needed_length(group)
+        count, length = group.rows, self.needed_length(group.request, group.state)
         kept = bool(self.model.kept_layers())
         decode = self.decode
         if decode is not None and count <= len(self.free) and (not kept or length <= (decode.max_length or 0)):
             return decode
         rows = self.rows or max(count, 0 if decode is None else decode.rows)
-        size = None
-        if kept:
-            before = 0 if decode is None else decode.max_length or 0
-            size = self.max_length or (before if length <= before else max(-(-length // BLOCK) * BLOCK, 2 * before))
+        size = self.buffer_length(length, 0 if decode is None else decode.max_length or 0)
         self.decode = None  # frees its memory before the next one is allocated
         self.decode = DecodeStep(self.model, rows, size, source, compiled=self.compiled)
         self.free = list(range(rows))[::-1]
         return self.decode
 
+    def buffer_length(self, length: int, before: int) -> int | None:
+        """Return the size of the buffers of softmax layers for `length` tokens, if they had `before` so far."""
+        if not self.model.kept_layers():
+            return None
+        return self.max_length or (before if length <= before else max(-(-length // BLOCK) * BLOCK, 2 * before))
+
     def start(self, group: Group) -> list[Event]:
         """Prefill the prompts of a group, choose their first tokens and assign rows."""
-        encoded = group.request.inputs.get("encoder_outputs")
-        decode = self.make_room(group, None if encoded is None else encoded[0])
-        cache, logits = self.prefill(group)
+        decode = self.make_room(group, source_of(group.request))
+        cache, logits = self.prefill(group.request, group.state)
         chosen = group.choose(logits)
         events = group.advance(chosen.tolist())
         self.groups.append(group)
@@ -344,18 +380,18 @@ class Engine:
         self.release()
         return events
 
-    def prefill(self, group: Group) -> tuple[Any, Tensor]:
+    def prefill(self, request: Request, state: Any) -> tuple[Any, Tensor]:
         """Read the prompts in chunks. Returns the cache, and the logits of the next token."""
-        ids, inputs, past = group.request.ids, dict(group.request.inputs), 0
+        ids, inputs, past = request.ids, dict(request.inputs), 0
         if self.model.config.is_encoder_decoder:
             out = self.model(**self.model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs))
             return inputs["past_key_values"], out.logits[:, -1].to(torch.float32, copy=True)
         cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
-        if group.state is not None:
-            times, rest = divmod(ids.shape[0], group.state.rows)
+        if state is not None:
+            times, rest = divmod(ids.shape[0], state.rows)
             if rest:
-                raise T2RError(f"{ids.shape[0]} prompts for a state of {group.state.rows} sequences")
-            cache, past = group.state.fork(times), group.state.get_seq_length()
+                raise T2RError(f"{ids.shape[0]} prompts for a state of {state.rows} sequences")
+            cache, past = state.fork(times), state.get_seq_length()
             read = cache.attention_mask().to(ids.device)
             mask = torch.cat([read, torch.ones_like(ids) if mask is None else mask.to(read)], dim=1)
             mask = None if bool(mask.all()) else mask
@@ -387,6 +423,12 @@ class Engine:
                     self.free.append(sequence.row)
                     sequence.row = None
         self.groups = [group for group in self.groups if group.running]
+
+
+def source_of(request: Request) -> Tensor | None:
+    """Return the encoded source of a call, for an encoder-decoder."""
+    encoded = request.inputs.get("encoder_outputs")
+    return None if encoded is None else encoded[0]
 
 
 def no_static_cache(model: Any) -> str | None:

@@ -11,7 +11,12 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
-MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
 UNSUPPORTED = {
     "output_scores": "scores are returned",
     "output_logits": "logits are returned",

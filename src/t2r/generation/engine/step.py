@@ -27,16 +27,25 @@ class DecodeStep:
 
     `run` reads `tokens [rows, 1]`, advances the cache and writes `logits [rows, vocabulary]`, in float32 as in
     `generate`. For `greedy` rows, it also writes the most likely next token to `tokens`. Rows that are not `active`
-    stay at position 0.
+    stay at position 0. With `reorders`, the step starts by copying row `order[i]` of the cache to each row `i`, except in
+    cross attention.
 
     The step is a CUDA graph on a GPU and a `Recording` on a CPU. On other devices it runs eagerly. With `compiled`, the
     kernels of the graph are fused by torch.compile.
     """
 
     def __init__(
-        self, model: Any, rows: int, max_length: int | None, source: Tensor | None = None, *, compiled: bool = False
+        self,
+        model: Any,
+        rows: int,
+        max_length: int | None,
+        source: Tensor | None = None,
+        *,
+        compiled: bool = False,
+        reorders: bool = False,
     ) -> None:
-        self.model, self.rows, self.max_length, self.compiled = model, rows, max_length, compiled
+        self.model, self.rows, self.max_length = model, rows, max_length
+        self.compiled, self.reorders = compiled, reorders
         seq2seq = bool(model.config.is_encoder_decoder)
         self.cache = model.make_static_cache(rows=rows, max_length=max_length)
         self.own = self.cache.self_attention_cache if seq2seq else self.cache
@@ -45,6 +54,7 @@ class DecodeStep:
         self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.active = torch.zeros(rows, dtype=torch.long, device=device)
         self.greedy = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+        self.order = torch.arange(rows, device=device)
         self.logits = torch.empty(0)
         self.constants: dict[Any, Any] = {}
         # A placeholder: the source has been read into the cross attention states.
@@ -62,6 +72,7 @@ class DecodeStep:
         """Empty all rows."""
         self.own.reset()
         self.active.zero_()
+        torch.arange(self.rows, out=self.order)
         for i, layer in enumerate(self.cross):
             layer.reset()
             layer.length = 1  # marks the layer as filled, because a step does not read the source
@@ -92,6 +103,8 @@ class DecodeStep:
         return total
 
     def forward(self) -> None:
+        if self.reorders:
+            self.own.reorder_cache(self.order)
         self.own.lengths.mul_(self.active)
         inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
         if self.source is not None:
@@ -132,7 +145,7 @@ class DecodeStep:
         self.forward()
 
     def recorded(self) -> Callable[[], None]:
-        inputs = [self.tokens, self.active, self.greedy]
+        inputs = [self.tokens, self.active, self.greedy, self.order]
         outputs = [self.tokens, self.logits, self.own.lengths, *self.own.tensors()]
         with torch.inference_mode():
             recording = Recording(self.forward, inputs, outputs)
