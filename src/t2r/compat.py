@@ -134,9 +134,8 @@ class BeamSearch(GenerationMixin):
 
     def search(self, ids: Tensor, processors: Any, criteria: Any, generation_config: GenerationConfig) -> Tensor:
         """Return prompts and continuations. `ids` has a row for each beam."""
-        sequences: Any = self._beam_search(  # type: ignore[misc]
-            ids, processors, criteria, generation_config, past_key_values=self, use_cache=True
-        )
+        how: dict[str, Any] = {"past_key_values": self, "use_cache": True}
+        sequences: Any = self._beam_search(ids, processors, criteria, generation_config, **how)  # type: ignore[arg-type,misc]
         return sequences
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:

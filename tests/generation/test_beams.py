@@ -6,11 +6,13 @@ import torch
 import t2r
 from families import EOS, PAD, VOCABULARY, batch, is_seq2seq, tiny
 from t2r import Engine
+from t2r.generation.engine import ForGenerate
 
 CASES = {
     "gpt2": ("gpt2", {}),
     "llama kept": ("llama", {"rotary": False, "decay": True, "softmax_layers": [1]}),
     "marian": ("marian", {}),
+    "marian kept": ("marian", {"softmax_layers": [1]}),
 }
 OPTIONS = {
     "plain": {},
@@ -46,7 +48,8 @@ def test_beams_equal_those_of_generate(case):
         torch.manual_seed(3)
         assert torch.equal(engine.attempt(**given, **how).result(), expected)
         lengths.add(expected.shape[1])
-    assert engine.beam_decode.captured_as == "recording" and engine.decode is None
+    assert engine.beam_decode.captured_as == "recording"
+    assert engine.decode is None
     assert len(lengths) > 1  # some searches ended before max_new_tokens
 
 
@@ -90,3 +93,13 @@ def test_the_bytes_of_beams_are_counted():
     done = engine.attempt(**given, num_beams=3, max_new_tokens=4)
     kept = model.generate(**given, num_beams=3, max_new_tokens=4, return_dict_in_generate=True).past_key_values
     assert engine.state_bytes(done) == kept.nbytes
+
+
+def test_exact_attention_is_left_to_generate():
+    model, given = swapped("marian"), inputs("marian")
+    engine = Engine(model)
+    with t2r.exact_attention(model):
+        expected = model.generate(**given, num_beams=2, max_new_tokens=6)
+        assert torch.equal(engine.generate(**given, num_beams=2, max_new_tokens=6), expected)
+        with pytest.raises(ForGenerate, match="exact attention"):
+            engine.attempt(**given, max_new_tokens=6)

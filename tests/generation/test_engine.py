@@ -33,6 +33,9 @@ CASES = {
     "llama recipe kept": ("llama", RECIPE | {"softmax_layers": [1]}),
     "qwen3": ("qwen3", {"rotary": False}),
     "marian": ("marian", {}),
+    "marian kept": ("marian", {"softmax_layers": [0]}),
+    "bart causal": ("bart", {"recurrent": "causal"}),
+    "marian cross": ("marian", {"recurrent": "cross"}),
     "bart": ("bart", {}),
     "t5": ("t5", {}),
 }
@@ -309,7 +312,7 @@ def test_unsupported_options_fall_back_to_generate(options, reason, caplog):
     assert [record.getMessage() for record in caplog.records if reason in record.getMessage()]
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("marian", "encoder-decoder")])
+@pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("t5", "relative bias")])
 def test_softmax_layers_without_a_static_cache_fall_back_to_generate(model_type, reason, caplog):
     model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, softmax_layers=[0]).eval()
     (prompt,) = prompts([5])

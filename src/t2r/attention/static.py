@@ -168,6 +168,45 @@ class StaticSoftmaxLayer(CacheLayerMixin):
             own.copy_(own.index_select(0, beam_idx))
 
 
+class StaticSourceLayer(CacheLayerMixin):
+    """Keys and values of the source, for softmax cross attention, in buffers of fixed length.
+
+    They are put into rows after a prefill. A mask over the source marks their valid part."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys: Tensor = keys
+        self.values: Tensor = values
+        self.length = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the buffers are allocated at creation."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise T2RError("the source of a static cache is put into its rows: a step does not read it")
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return int(self.keys.shape[2]), 0
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[2])
+
+    def put(self, row: int, other: Any, other_row: int = 0) -> None:
+        length = other.keys.shape[2]
+        self.keys[row, :, :length].copy_(other.keys[other_row])
+        self.values[row, :, :length].copy_(other.values[other_row])
+
+    def reset(self) -> None:
+        self.length = 0
+
+
 class StaticT2RCache(T2RCache):
     """A `T2RCache` of fixed size with a fixed number of rows."""
 

@@ -23,8 +23,7 @@ class Beams(NamedTuple):
     """A finished beam search."""
 
     sequences: Tensor
-    rows: int
-    """Sequences in the cache: the beams of all prompts."""
+    request: Request
 
     def result(self) -> Tensor:
         """Return prompts and generated tokens, as `generate` does."""
@@ -51,14 +50,15 @@ def one_per_prompt(request: Request) -> Request:
 class BeamSearch(compat.BeamSearch):
     """The beams of several prompts in the rows of a step. Rows that are not needed are inactive."""
 
-    def __init__(self, decode: DecodeStep, request: Request, cache: Any, logits: Tensor) -> None:
-        """`cache` and `logits` are those of the prefilled prompts, with one row per prompt."""
+    def __init__(self, decode: DecodeStep, request: Request, prompts: Request, cache: Any, logits: Tensor) -> None:
+        """`cache` and `logits` are those of the prefilled `prompts`, with one row per prompt."""
         super().__init__(decode.model.config)
         self.decode, self.request, self.logits = decode, request, logits
         self.rows, self.beams = request.ids.shape[0], request.config.num_beams
         decode.reset()
+        source_mask = prompts.source_mask
         for row in range(self.rows):
-            decode.put(row, cache, row // self.beams, 0, False)
+            decode.put(row, cache, row // self.beams, 0, False, source_mask)
 
     def run(self) -> Tensor:
         request = self.request

@@ -25,9 +25,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from t2r.attention.cache import T2RCache
 from t2r.attention.masks import Padding
+from t2r.attention.recurrence import computes_exactly
 from t2r.errors import T2RError
 from t2r.generation.engine.beams import Beams, BeamSearch, one_per_prompt, uses_beams
 from t2r.generation.engine.request import ForGenerate, Request, prepare, seeded
+from t2r.generation.engine.room import Room, enlarged, total_length
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.step import DecodeStep
 from t2r.generation.state import PIECE
@@ -37,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 8
 """On a GPU, the number of steps between reads of the generated tokens, because each read synchronizes."""
-BLOCK = 256
-"""The buffers of softmax layers hold a multiple of this number of tokens. When they grow, they at least double."""
 
 
 class Engine:
@@ -182,32 +182,30 @@ class Engine:
     @torch.no_grad()
     def search(self, request: Request, state: T2RCache | None, seed: int | None) -> Beams:
         """Run a beam search to its end."""
-        rows, length = request.ids.shape[0], self.needed_length(request, state)
-        self.check_room(rows, length, state)
-        prompts = one_per_prompt(request)
+        room = self.needed(request, state)
+        self.check_room(room, request, state)
         step = self.beam_decode
         # A step that is much too large would waste time on rows that are not used.
-        if step is None or not rows <= step.rows <= 2 * rows or (step.max_length or length) < length:
+        if step is None or not room.rows <= step.rows <= 2 * room.rows or not room.fits(step):
             self.beam_decode = step = None  # frees its memory before the next one is allocated
-            size = self.buffer_length(length, 0)
-            self.beam_decode = step = DecodeStep(
-                self.model, rows, size, source_of(request), compiled=self.compiled, reorders=True
-            )
+            self.beam_decode = step = self.build(room.rows, room, None, reorders=True)
+        prompts = one_per_prompt(request)
         cache, logits = self.prefill(prompts, state)
-        search = BeamSearch(step, request, cache, logits)
+        search = BeamSearch(step, request, prompts, cache, logits)
         if seed is None:
-            return Beams(search.run(), rows)
+            return Beams(search.run(), request)
         device = self.model.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            return Beams(search.run(), rows)
+            return Beams(search.run(), request)
 
     def state_bytes(self, done: Group | Beams, state: T2RCache | None = None) -> int:
         """Return the size of the caches of a call at its end, where all tokens except the last were read."""
         step = self.decode or self.beam_decode
         assert step is not None
         before = 0 if state is None else state.get_seq_length()
-        return done.rows * step.row_bytes(before + done.result().shape[1] - 1)
+        source = 0 if done.request.source is None else done.request.source.shape[1]
+        return done.request.ids.shape[0] * step.row_bytes(before + done.result().shape[1] - 1, source)
 
     # --- A running batch ------------------------------------------------------------------------------------
 
@@ -298,6 +296,8 @@ class Engine:
             raise ForGenerate("the model is in training mode")
         if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
             raise ForGenerate("the model is on several devices")
+        if computes_exactly(self.model):
+            raise ForGenerate("recurrent layers compute exact attention")
         if self.obstacle is not None:
             raise ForGenerate(self.obstacle)
         if state is not None and self.model.config.is_encoder_decoder:
@@ -317,56 +317,58 @@ class Engine:
         if uses_beams(request):
             raise ForGenerate("beam search is requested")
         group = Group(request, state, seeded(seed, self.model.device), keep_state)
-        self.check_room(group.rows, self.needed_length(request, state), state)
+        self.check_room(self.needed(request, state), request, state)
         self.waiting.append(group)
         return group
 
-    def needed_length(self, request: Request, state: Any) -> int:
-        """Return the number of tokens that a softmax layer must hold for a call."""
-        before = 0 if state is None else state.get_seq_length()
-        return int(before + request.config.max_length)
+    def needed(self, request: Request, state: Any) -> Room:
+        """Return what a call requires."""
+        length, source = total_length(request, state), request.source
+        return Room(
+            request.ids.shape[0],
+            length if self.model.kept_sites(cross=False) else 0,
+            source.shape[1] if source is not None and self.model.kept_sites(cross=True) else 0,
+        )
 
-    def check_room(self, count: int, length: int, state: Any) -> None:
+    def check_room(self, room: Room, request: Request, state: Any) -> None:
         if state is not None:
-            self.model.check_generated_length(length)
-        if self.rows is not None and count > self.rows:
-            raise T2RError(f"{count} sequences do not fit into the engine's {self.rows} rows: give fewer at a time")
-        if self.max_length is not None and self.model.kept_layers() and length > self.max_length:
-            raise T2RError(f"{length} tokens exceed the engine's max_length of {self.max_length}")
+            self.model.check_generated_length(total_length(request, state))
+        if self.rows is not None and room.rows > self.rows:
+            raise T2RError(f"{room.rows} sequences do not fit into the engine's {self.rows} rows: give fewer at a time")
+        if self.max_length is not None and room.length > self.max_length:
+            raise T2RError(f"{room.length} tokens exceed the engine's max_length of {self.max_length}")
 
     def has_room(self, group: Group) -> bool:
         """Return whether a group can start now. If no sequence is running, the engine can grow within its limits."""
-        count, length = group.rows, self.needed_length(group.request, group.state)
         if self.groups and self.decode is not None and not self.decode.by_row:
             return False  # this decoder has the same positions for the whole batch
-        kept = bool(self.model.kept_layers())
-        fits = self.decode is not None and (not kept or length <= (self.decode.max_length or 0))
-        return (fits and count <= len(self.free)) or not self.groups
+        room = self.needed(group.request, group.state)
+        return (room.fits(self.decode) and room.rows <= len(self.free)) or not self.groups
 
-    def make_room(self, group: Group, source: Tensor | None) -> DecodeStep:
+    def make_room(self, group: Group) -> DecodeStep:
         """Return a decoding step with room for this group. A new one is built only if the current one is too small."""
-        count, length = group.rows, self.needed_length(group.request, group.state)
-        kept = bool(self.model.kept_layers())
-        decode = self.decode
-        if decode is not None and count <= len(self.free) and (not kept or length <= (decode.max_length or 0)):
+        decode, room = self.decode, self.needed(group.request, group.state)
+        if decode is not None and room.rows <= len(self.free) and room.fits(decode):
             return decode
-        rows = self.rows or max(count, 0 if decode is None else decode.rows)
-        size = self.buffer_length(length, 0 if decode is None else decode.max_length or 0)
-        self.decode = None  # frees its memory before the next one is allocated
-        self.decode = DecodeStep(self.model, rows, size, source, compiled=self.compiled)
+        rows = self.rows or max(room.rows, 0 if decode is None else decode.rows)
+        before = Room.of(decode)
+        self.decode = decode = None  # frees its memory before the next one is allocated
+        self.decode = self.build(rows, room, before)
         self.free = list(range(rows))[::-1]
         return self.decode
 
-    def buffer_length(self, length: int, before: int) -> int | None:
-        """Return the size of the buffers of softmax layers for `length` tokens, if they had `before` so far."""
-        if not self.model.kept_layers():
-            return None
-        return self.max_length or (before if length <= before else max(-(-length // BLOCK) * BLOCK, 2 * before))
+    def build(self, rows: int, room: Room, before: Room | None, reorders: bool = False) -> DecodeStep:
+        """Build a step. Buffers of softmax layers that were too small `before` at least double."""
+        before = before or Room(rows, 0, 0)
+        length = self.max_length if room.length and self.max_length else enlarged(room.length, before.length)
+        source = enlarged(room.source, before.source)
+        return DecodeStep(self.model, rows, length or None, source or None, compiled=self.compiled, reorders=reorders)
 
     def start(self, group: Group) -> list[Event]:
         """Prefill the prompts of a group, choose their first tokens and assign rows."""
-        decode = self.make_room(group, source_of(group.request))
+        decode = self.make_room(group)
         cache, logits = self.prefill(group.request, group.state)
+        source_mask = group.request.source_mask
         chosen = group.choose(logits)
         events = group.advance(chosen.tolist())
         self.groups.append(group)
@@ -376,7 +378,7 @@ class Engine:
             if sequence.finished and group.plain:
                 continue
             sequence.row = self.free.pop()
-            decode.put(sequence.row, cache, i, chosen[i], group.plain)
+            decode.put(sequence.row, cache, i, chosen[i], group.plain, source_mask)
         self.release()
         return events
 
@@ -425,20 +427,12 @@ class Engine:
         self.groups = [group for group in self.groups if group.running]
 
 
-def source_of(request: Request) -> Tensor | None:
-    """Return the encoded source of a call, for an encoder-decoder."""
-    encoded = request.inputs.get("encoder_outputs")
-    return None if encoded is None else encoded[0]
-
-
 def no_static_cache(model: Any) -> str | None:
     """Return why the model has no static cache, or None if it has one."""
     if not model.kept_layers():
         return None
-    if model.config.is_encoder_decoder:
-        return "softmax attention in an encoder-decoder has no static cache"
     try:
-        model.make_static_cache(rows=1, max_length=1)
+        model.make_static_cache(rows=1, max_length=1, source_length=1)
     except T2RError as reason:
         return str(reason)
     return None

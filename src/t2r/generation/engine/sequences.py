@@ -58,10 +58,6 @@ class Group:
             self.unfinished = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)
 
     @property
-    def rows(self) -> int:
-        return len(self.sequences)
-
-    @property
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.finished]
 
