@@ -29,7 +29,7 @@ from t2r.attention.recurrence import computes_exactly
 from t2r.errors import T2RError
 from t2r.generation.engine.beams import Beams, BeamSearch, one_per_prompt, uses_beams
 from t2r.generation.engine.request import ForGenerate, Request, prepare, seeded
-from t2r.generation.engine.room import Room, enlarged, total_length
+from t2r.generation.engine.room import BLOCK, Room, enlarged, total_length
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.step import DecodeStep
 from t2r.generation.state import PIECE
@@ -81,6 +81,7 @@ class Engine:
         """A beam search does not join the running batch: it has a step of its own, which reorders its rows."""
         self.look_every = LOOK_EVERY if cast(Any, model).device.type == "cuda" else 1
         """Number of steps between reads of the generated tokens, if the decoding step chooses all tokens."""
+        self.block = BLOCK
         self.said: set[str] = set()
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []
@@ -360,8 +361,10 @@ class Engine:
     def build(self, rows: int, room: Room, before: Room | None, reorders: bool = False) -> DecodeStep:
         """Build a step. Buffers of softmax layers that were too small `before` at least double."""
         before = before or Room(rows, 0, 0)
-        length = self.max_length if room.length and self.max_length else enlarged(room.length, before.length)
-        source = enlarged(room.source, before.source)
+        length = (
+            self.max_length if room.length and self.max_length else enlarged(room.length, before.length, self.block)
+        )
+        source = enlarged(room.source, before.source, self.block)
         return DecodeStep(self.model, rows, length or None, source or None, compiled=self.compiled, reorders=reorders)
 
     def start(self, group: Group) -> list[Event]:

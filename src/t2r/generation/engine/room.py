@@ -35,6 +35,6 @@ def total_length(request: Request, state: Any) -> int:
     return int(request.config.max_length + (0 if state is None else state.get_seq_length()))
 
 
-def enlarged(needed: int, before: int) -> int:
-    """Return the length of a buffer: that of `before` if it is long enough, otherwise a larger multiple of BLOCK."""
-    return before if needed <= before else max(-(-needed // BLOCK) * BLOCK, 2 * before)
+def enlarged(needed: int, before: int, block: int = BLOCK) -> int:
+    """Return the length of a buffer: that of `before` if it is long enough, otherwise a larger multiple of `block`."""
+    return before if needed <= before else max(-(-needed // block) * block, 2 * before)

@@ -205,6 +205,9 @@ class DecodeStep:
                 with torch.cuda.graph(graph):
                     forward()
             except RuntimeError as error:
+                # Ending the capture after an error may raise another one.
+                if any(isinstance(x, torch.OutOfMemoryError) for x in (error, error.__context__)):
+                    raise torch.OutOfMemoryError("out of memory while the decoding step was captured") from error
                 raise CannotRecord(str(error)) from error
 
         def replay() -> None:
