@@ -171,3 +171,33 @@ def test_softmax_layers_in_the_engine():
     report = decoding.run(models, [6, 20], engine=True, **SHORT)
     held = {(p.model, p.length): p.cache_bytes for p in report.points}
     assert held["RNN, engine", 20] > held["RNN, engine", 6]
+
+
+def test_the_engine_alone_does_not_read_the_context():
+    models = pair("llama", feature_size=8)
+    calls = []
+    models["teacher"].register_forward_pre_hook(lambda module, args: calls.append(args))
+    report = decoding.run(models, [6, 20], engine=True, own=False, **SHORT)
+    assert {point.model for point in report.points} == {"teacher, engine", "RNN, engine"}
+    both = decoding.run(models, [6, 20], engine=True, **SHORT)
+    held = {(p.model, p.length): p.cache_bytes for p in both.points}
+    assert all(held[point.model, point.length] == point.cache_bytes for point in report.points)
+    assert report.references == {"RNN, engine": "teacher, engine"}
+    with pytest.raises(T2RError, match="nothing would be measured"):
+        decoding.run(models, [6], own=False)
+
+
+def test_a_model_that_does_not_fit_is_left_out(monkeypatch):
+    measure = decoding.EngineReader.milliseconds
+
+    def limited(self, steps):
+        if self.name == "teacher, engine" and self.length > 6:
+            raise torch.OutOfMemoryError
+        return measure(self, steps)
+
+    monkeypatch.setattr(decoding.EngineReader, "milliseconds", limited)
+    report = decoding.run(pair("llama", feature_size=8), [6, 20, 30], engine=True, own=False, **SHORT)
+    assert report.out_of_memory == {"teacher, engine": 20}
+    assert [p.length for p in report.of("teacher, engine")] == [6]
+    assert [p.length for p in report.of("RNN, engine")] == [6, 20, 30]
+    assert "teacher, engine does not fit into memory at 20 tokens." in decoding.notes(report)

@@ -10,6 +10,7 @@ The context is random tokens, which are read by the model: the time of a step do
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ class Report:
     """The length from which the cache of each other model is smaller than that of its reference."""
     without_engine: dict[str, str] = field(default_factory=dict)
     """Models that the engine does not support, with the reason."""
+    out_of_memory: dict[str, int] = field(default_factory=dict)
+    """Models that did not fit into memory, with the length."""
     bandwidth: float | None = None
     """Bytes per second of a copy in memory, as measured."""
     features: dict[str, list[int] | None] = field(default_factory=dict)
@@ -109,6 +112,7 @@ def run(
     engine: bool = False,
     compiled: bool = False,
     window: bool = False,
+    own: bool = True,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
@@ -122,6 +126,8 @@ def run(
         compiled: compile captured steps with torch.compile.
         window: also measure the first model with an attention window whose keys and values take as many bytes as the
             smallest state of the others.
+        own: measure the forward of each model itself. If false, only the engine is measured, and the context is not
+            read, which needs less memory and time: a step takes the same time for any values in the cache.
         progress: called with a line for each step of the benchmark.
     """
     lengths = sorted(set(lengths))
@@ -136,24 +142,33 @@ def run(
     first = next(iter(models.values()))
     tell = progress or (lambda line: None)
     ready = {name: with_positions(model, lengths[-1] + 1 + steps) for name, model in models.items()}
+    if not own and not engine:
+        raise T2RError("nothing would be measured: neither the models' own forward nor the engine")
     plain = [Reader(name, model, batch, seed) for name, model in ready.items()]
     without: dict[str, str] = {}
-    points = []
+    full: dict[str, int] = {}
+    points: list[Point] = []
     with evaluating(*ready.values()):
-        readers = list(plain)
-        if engine:
-            readers += captured(plain, compiled, without)
-        if window and (narrow := windowed(plain)) is not None:
-            readers += [narrow, *(captured([narrow], compiled, {}) if engine else [])]
-        speed = bandwidth(first.device)
+        narrow = windowed(plain) if window else None
+        readers = (plain if own else []) + (captured(plain, compiled, without, own) if engine else [])
+        if narrow is not None:
+            readers += ([narrow] if own else []) + (captured([narrow], compiled, {}, own) if engine else [])
+        if not readers:
+            raise T2RError(f"the engine does not support {', '.join(without)}: {next(iter(without.values()))}")
+        names, speed = [reader.name for reader in readers], bandwidth(first.device)
         for length in lengths:
-            for reader in readers:
-                tell(f"{reader.name}: reading {length:,} tokens")
-                reader.read_until(length)
-            tell(f"decoding after {length:,} tokens")
-            rounds = [[reader.milliseconds(steps) for reader in readers] for _ in range(1 + repeats)]
-            times = zip(*rounds[1:], strict=True)  # the first round is a warm-up
-            points += [reader.point(length, own, speed) for reader, own in zip(readers, times, strict=True)]
+            times: dict[str, list[float]] = {reader.name: [] for reader in readers}
+            for round_ in range(1 + repeats):  # the first round is a warm-up
+                tell(f"decoding after {length:,} tokens, round {round_}")
+                for reader in list(readers):
+                    try:
+                        reader.read_until(length)
+                        times[reader.name].append(reader.milliseconds(steps))
+                    except torch.OutOfMemoryError:
+                        full[reader.name] = length
+                        readers.remove(reader)
+                        reader.free()
+            points += [reader.point(length, times[reader.name][1:], speed) for reader in readers]
     report = Report(
         Settings(
             batch, steps, repeats, str(first.dtype).removeprefix("torch."), str(first.device), torch.get_num_threads()
@@ -162,10 +177,11 @@ def run(
         {},
         [name for name, model in models.items() if ready[name] is not model],
         without_engine=without,
+        out_of_memory=full,
         bandwidth=speed,
         features={reader.name: feature_sizes(reader.model) for reader in readers},
     )
-    compare(report, [reader.name for reader in readers])
+    compare(report, [name for name in names if report.of(name)])
     return report
 
 
@@ -173,10 +189,13 @@ def compare(report: Report, names: Sequence[str]) -> None:
     """Add from which length on each model is faster and smaller than its reference."""
     first, *others = names
     for name in others:
-        own = report.of(name)
         like = f"{first}, engine"
         reference = like if name.endswith(", engine") and name != like and like in names else first
-        base, lengths = report.of(reference), [point.length for point in own]
+        pairs = [(a, b) for a in report.of(reference) for b in report.of(name) if a.length == b.length]
+        if not pairs:
+            continue
+        base, own = (list(side) for side in zip(*pairs, strict=True))
+        lengths = [point.length for point in own]
         report.references[name] = reference
         report.crossovers[name] = crossover(lengths, [p.milliseconds for p in base], [p.milliseconds for p in own])
         report.smaller[name] = crossover(lengths, [p.cache_bytes for p in base], [p.cache_bytes for p in own])
@@ -209,6 +228,13 @@ class Reader:
 
     def held_bytes(self) -> int:
         return cache_bytes(self.cache)
+
+    def free(self) -> None:
+        """Free the memory of the cache. The reader cannot be used after this."""
+        self.cache = None
+        gc.collect()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def point(self, length: int, times: Sequence[float], speed: float) -> Point:
         """Return the measurements from the times of all rounds."""
@@ -250,24 +276,41 @@ class Reader:
 class EngineReader(Reader):
     """A model decoded with the captured step of `t2r.Engine`. The layers of a softmax model are softmax layers there.
 
+    Unless it `reads`, its cache stays empty and only the number of tokens in it is set.
     Raises T2RError if the engine does not support the model."""
 
-    def __init__(self, other: Reader, compiled: bool = False) -> None:
+    def __init__(self, other: Reader, compiled: bool = False, reads: bool = True) -> None:
         model = on_the_engine(other.model)
         super().__init__(f"{other.name}, engine", model, other.batch, other.seed, other.window)
         if (reason := no_static_cache(model)) is not None:
             raise T2RError(reason)
-        self.compiled = compiled
+        self.compiled, self.reads = compiled, reads
         self.decode: DecodeStep | None = None
+
+    def read_until(self, length: int) -> None:
+        if self.reads:
+            super().read_until(length)
+        else:
+            self.length = length if self.window is None else min(length, self.window)
+
+    def held_bytes(self) -> int:
+        return super().held_bytes() if self.decode is None else self.batch * self.decode.row_bytes(self.length)
+
+    def free(self) -> None:
+        self.decode = None
+        super().free()
 
     def milliseconds(self, steps: int) -> float:
         size = self.length + 1 + steps if self.model.kept_layers() else None
         if self.decode is None or self.decode.max_length != size:
             self.decode = None  # frees its memory before the next is allocated
             self.decode = DecodeStep(self.model, self.batch, size, compiled=self.compiled)
-        for row in range(self.batch):
-            self.decode.put(row, self.cache, row, 0, True)
         decode = self.decode
+        for row in range(self.batch if self.reads else 0):
+            decode.put(row, self.cache, row, 0, True)
+        decode.own.lengths.fill_(self.length)
+        decode.active.fill_(1)
+        decode.greedy.fill_(True)
         return self.timed(lambda i: decode.run(), steps)
 
 
@@ -320,6 +363,10 @@ class CapturedReader(Reader):
         with torch.cuda.graph(self.graph):
             run()
 
+    def free(self) -> None:
+        self.graph = self.static = None
+        super().free()
+
     def fill(self) -> None:
         """Copy the cache into the static buffers."""
         for own, read in zip(self.static.layers, self.cache.layers, strict=True):
@@ -330,17 +377,17 @@ class CapturedReader(Reader):
             self.position.fill_(self.length)
 
 
-def captured(readers: Sequence[Reader], compiled: bool, without: dict[str, str]) -> list[Reader]:
-    """Return the readers in the engine and, for softmax models on a GPU, with captured steps.
+def captured(readers: Sequence[Reader], compiled: bool, without: dict[str, str], reads: bool) -> list[Reader]:
+    """Return the readers in the engine and, for softmax models on a GPU that read the context, with captured steps.
 
     `without` receives the models that the engine does not support."""
     found: list[Reader] = []
     for reader in readers:
         try:
-            found.append(EngineReader(reader, compiled))
+            found.append(EngineReader(reader, compiled, reads))
         except T2RError as reason:
             without[reader.name] = str(reason)
-        if not isinstance(reader.model, T2RModel) and reader.model.device.type == "cuda":
+        if reads and not isinstance(reader.model, T2RModel) and reader.model.device.type == "cuda":
             found.append(CapturedReader(reader, compiled))
     return found
 
@@ -440,6 +487,8 @@ def notes(report: Report) -> list[str]:
         lines.append(from_length(name, against, "faster", length, lengths))
         if name in report.smaller and name.removesuffix(", engine") != against:
             lines.append(from_length(name, against, "smaller", report.smaller[name], lengths))
+    for name, length in report.out_of_memory.items():
+        lines.append(f"{name} does not fit into memory at {length:,} tokens.")
     for name, reason in report.without_engine.items():
         lines.append(f"{name} is not measured in the engine: {reason}.")
     if report.extended:

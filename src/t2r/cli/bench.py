@@ -95,6 +95,9 @@ def bench_decode(
     window: Annotated[
         bool, typer.Option(help="Also measure the teacher with an attention window as large as the state in bytes.")
     ] = True,
+    own: Annotated[
+        bool, typer.Option(help="Measure the models' own forward, as in generate(). If not, the context is not read.")
+    ] = True,
     feature_size: FeatureSizes = None,
     dtype: Dtype = RUN["dtype"].default,
     device: Device = RUN["device"].default,
@@ -131,6 +134,7 @@ def bench_decode(
                 engine=engine,
                 compiled=compile_,
                 window=window,
+                own=own,
             )
             reports.append(report)
         if page is not None:
