@@ -21,10 +21,11 @@ from t2r.attention.cache import T2RCache
 from t2r.attention.layers import RecurrentLayer, fill_layer, layer_tensors
 from t2r.errors import T2RError
 from t2r.ops import State, linear_attention, step
+from t2r.ops.common import accumulator_dtype
 
 
 class StaticRecurrentLayer(RecurrentLayer):
-    """A recurrent layer whose state is allocated at creation.
+    """A recurrent layer whose state is allocated at creation, in float32 or, to save memory, in half precision.
 
     `lengths [rows]` is shared by the layers of a cache, and the layer with `counts` advances it. It is None for cross
     attention, whose state is computed once from the source."""
@@ -53,7 +54,8 @@ class StaticRecurrentLayer(RecurrentLayer):
             out, _ = step(phi_q, phi_k, v, self.state, inplace=True, **how)
             self.count(1)
         else:
-            out, state = linear_attention(phi_q, phi_k, v, state=self.state, starts=starts, **how)
+            past = self.state.map(lambda x: x.to(accumulator_dtype(phi_q, phi_k, v)))
+            out, state = linear_attention(phi_q, phi_k, v, state=past, starts=starts, **how)
             self.store(state, phi_k.shape[2])
         return out
 
@@ -269,6 +271,8 @@ class StaticT2RCache(T2RCache):
             held = {name: x[row : row + 1] for name, x in layer_tensors(own).items()}
             if isinstance(own, StaticSoftmaxLayer):
                 held = {name: x[:, :, :length] for name, x in held.items()}
+            else:  # a separate state is always computed, and stored, in full precision
+                held = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in held.items()}
             fill_layer(layer, {name: x.clone() for name, x in held.items()}, length)
         return new
 

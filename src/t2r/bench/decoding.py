@@ -113,6 +113,7 @@ def run(
     compiled: bool = False,
     window: bool = False,
     own: bool = True,
+    state_dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
@@ -128,6 +129,7 @@ def run(
             smallest state of the others.
         own: measure the forward of each model itself. If false, only the engine is measured, and the context is not
             read, which needs less memory and time: a step takes the same time for any values in the cache.
+        state_dtype: the dtype in which the engine stores states, if not float32.
         progress: called with a line for each step of the benchmark.
     """
     lengths = sorted(set(lengths))
@@ -150,9 +152,11 @@ def run(
     points: list[Point] = []
     with evaluating(*ready.values()):
         narrow = windowed(plain) if window else None
-        readers = (plain if own else []) + (captured(plain, compiled, without, own) if engine else [])
+        readers = (plain if own else []) + (captured(plain, compiled, without, own, state_dtype) if engine else [])
         if narrow is not None:
-            readers += ([narrow] if own else []) + (captured([narrow], compiled, {}, own) if engine else [])
+            readers += ([narrow] if own else []) + (
+                captured([narrow], compiled, {}, own, state_dtype) if engine else []
+            )
         if not readers:
             raise T2RError(f"the engine does not support {', '.join(without)}: {next(iter(without.values()))}")
         names, speed = [reader.name for reader in readers], bandwidth(first.device)
@@ -279,12 +283,14 @@ class EngineReader(Reader):
     Unless it `reads`, its cache stays empty and only the number of tokens in it is set.
     Raises T2RError if the engine does not support the model."""
 
-    def __init__(self, other: Reader, compiled: bool = False, reads: bool = True) -> None:
+    def __init__(
+        self, other: Reader, compiled: bool = False, reads: bool = True, state_dtype: torch.dtype | None = None
+    ) -> None:
         model = on_the_engine(other.model)
         super().__init__(f"{other.name}, engine", model, other.batch, other.seed, other.window)
         if (reason := no_static_cache(model)) is not None:
             raise T2RError(reason)
-        self.compiled, self.reads = compiled, reads
+        self.compiled, self.reads, self.state_dtype = compiled, reads, state_dtype
         self.decode: DecodeStep | None = None
 
     def read_until(self, length: int) -> None:
@@ -304,7 +310,8 @@ class EngineReader(Reader):
         size = self.length + 1 + steps if self.model.kept_layers() else None
         if self.decode is None or self.decode.max_length != size:
             self.decode = None  # frees its memory before the next is allocated
-            self.decode = DecodeStep(self.model, self.batch, size, compiled=self.compiled)
+            how: dict[str, Any] = {"compiled": self.compiled, "state_dtype": self.state_dtype}
+            self.decode = DecodeStep(self.model, self.batch, size, **how)
         decode = self.decode
         for row in range(self.batch if self.reads else 0):
             decode.put(row, self.cache, row, 0, True)
@@ -377,14 +384,20 @@ class CapturedReader(Reader):
             self.position.fill_(self.length)
 
 
-def captured(readers: Sequence[Reader], compiled: bool, without: dict[str, str], reads: bool) -> list[Reader]:
+def captured(
+    readers: Sequence[Reader],
+    compiled: bool,
+    without: dict[str, str],
+    reads: bool,
+    state_dtype: torch.dtype | None = None,
+) -> list[Reader]:
     """Return the readers in the engine and, for softmax models on a GPU that read the context, with captured steps.
 
     `without` receives the models that the engine does not support."""
     found: list[Reader] = []
     for reader in readers:
         try:
-            found.append(EngineReader(reader, compiled, reads))
+            found.append(EngineReader(reader, compiled, reads, state_dtype))
         except T2RError as reason:
             without[reader.name] = str(reason)
         if reads and not isinstance(reader.model, T2RModel) and reader.model.device.type == "cuda":

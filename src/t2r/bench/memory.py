@@ -85,6 +85,7 @@ def run(
     most: int | None = None,
     steps: int = 8,
     repeats: int = 3,
+    state_dtype: torch.dtype | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Find the largest batch of language models, given by name. The first model is the reference.
@@ -97,6 +98,7 @@ def run(
         memory: the limit in GiB. Required on a CPU. On a GPU, it limits what torch may allocate.
         most: the largest batch to try.
         steps, repeats: a time is the median over `repeats` rounds of `steps` tokens.
+        state_dtype: the dtype in which states are stored, if not float32.
     """
     if not models:
         raise T2RError("give at least one model")
@@ -111,13 +113,13 @@ def run(
     if device.type != "cuda" and memory is None:
         raise T2RError(f"on {device.type}, the memory must be given: --memory GIB")
     limit = int(memory * 2**30) if memory is not None else torch.cuda.mem_get_info(device)[1]
-    contestants = prepared(models, context + steps + 1)
+    contestants = prepared(models, context + steps + 1, state_dtype)
     rows = []
     with evaluating(*(model for _, model, _ in contestants)):
         for name, model, tokens in contestants:
             tell(f"{name}: looking for the largest batch")
-            each = step_of(model, 1, tokens or context, steps).row_bytes(tokens or context)
-            room = Search(model, tokens or context, steps, limit, memory is not None)
+            each = step_of(model, 1, tokens or context, steps, state_dtype).row_bytes(tokens or context)
+            room = Search(model, tokens or context, steps, limit, memory is not None, state_dtype)
             batch, limited = (room.measured if device.type == "cuda" else room.counted)(most)
             found: tuple[Any, ...] = (None, None, None, None)
             if batch:
@@ -129,7 +131,9 @@ def run(
     return Report(settings, rows)
 
 
-def prepared(models: Mapping[str, PreTrainedModel], length: int) -> list[tuple[str, Any, int | None]]:
+def prepared(
+    models: Mapping[str, PreTrainedModel], length: int, state_dtype: torch.dtype | None
+) -> list[tuple[str, Any, int | None]]:
     """Return names, models for the engine, and windows; the window of the first model is added."""
     ready = {name: on_the_engine(with_positions(model, length)) for name, model in models.items()}
     found: list[tuple[str, Any, int | None]] = [(name, model, None) for name, model in ready.items()]
@@ -143,9 +147,10 @@ def prepared(models: Mapping[str, PreTrainedModel], length: int) -> list[tuple[s
     return found
 
 
-def step_of(model: Any, rows: int, length: int, steps: int) -> DecodeStep:
+def step_of(model: Any, rows: int, length: int, steps: int, state_dtype: torch.dtype | None = None) -> DecodeStep:
     """Return a step whose rows have read `length` tokens, with room for `steps` more and a warm-up."""
-    decode = DecodeStep(model, rows, length + steps + 1 if model.kept_layers() else None)
+    size = length + steps + 1 if model.kept_layers() else None
+    decode = DecodeStep(model, rows, size, state_dtype=state_dtype)
     decode.active.fill_(1)
     decode.greedy.fill_(True)
     decode.own.lengths.fill_(length)
@@ -155,15 +160,26 @@ def step_of(model: Any, rows: int, length: int, steps: int) -> DecodeStep:
 class Search:
     """The search for the largest batch of one model."""
 
-    def __init__(self, model: Any, length: int, steps: int, limit: int, limits_torch: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        length: int,
+        steps: int,
+        limit: int,
+        limits_torch: bool,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model, self.length, self.steps, self.limit = model, length, steps, limit
-        self.limits_torch = limits_torch
+        self.limits_torch, self.state_dtype = limits_torch, state_dtype
+
+    def step(self, rows: int) -> DecodeStep:
+        return step_of(self.model, rows, self.length, self.steps, self.state_dtype)
 
     def counted(self, most: int | None) -> tuple[int, bool]:
         """Return the batch whose weights, caches and logits take as many bytes as there are."""
         weights = sum(x.nbytes for x in {id(x): x for x in self.model.parameters()}.values())
         words = self.model.config.get_text_config().vocab_size
-        decode = step_of(self.model, 1, self.length, self.steps)
+        decode = self.step(1)
         each = decode.row_bytes(self.length + self.steps + 1) + LOGITS * 4 * words
         batch = max(0, (self.limit - weights) // each)
         return (batch, False) if most is None or batch <= most else (most, True)
@@ -181,22 +197,20 @@ class Search:
         return low, False
 
     def fits(self, rows: int) -> bool:
-        device = self.model.device
+        device, fits = self.model.device, True
         try:
-            decode = step_of(self.model, rows, self.length, self.steps)
-            decode.run()
+            self.step(rows).run()
             torch.cuda.synchronize(device)
         except torch.OutOfMemoryError:
-            return False
-        else:
-            return not self.limits_torch or torch.cuda.max_memory_allocated(device) <= self.limit
-        finally:
-            decode = None  # type: ignore[assignment]  # an exception must not keep its tensors alive
-            release(device)
+            fits = False
+        if self.limits_torch:
+            fits = fits and torch.cuda.max_memory_allocated(device) <= self.limit
+        release(device)  # after the exception, which holds its tensors
+        return fits
 
     def time(self, rows: int, repeats: int) -> tuple[float, float, float, int | None]:
         """Return milliseconds, tokens per second and spread of a batch, and the peak of memory on a GPU."""
-        decode, device = step_of(self.model, rows, self.length, self.steps), self.model.device
+        decode, device = self.step(rows), self.model.device
         times = []
         for _ in range(1 + repeats):
             decode.own.lengths.fill_(self.length)

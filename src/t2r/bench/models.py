@@ -158,6 +158,14 @@ def on_the_engine(model: PreTrainedModel) -> Any:
     return shared
 
 
+def half_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype in which states are stored, by name; None for float32."""
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None and name not in (*known, "float32"):
+        raise T2RError(f"no state dtype {name!r}: choose float32, bfloat16 or float16")
+    return known.get(name or "")
+
+
 def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the modules with the same parameters and buffers."""
     return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})

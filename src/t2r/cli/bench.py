@@ -25,6 +25,9 @@ from t2r.cli.stages import ShowsRecipe
 app = typer.Typer(help="Measure speed and memory on this machine.")
 
 PagePath = Annotated[str | None, typer.Option(help="Write the tables and figures to this HTML file.")]
+StateDtype = Annotated[
+    str | None, typer.Option(help="Store the states of the engine in bfloat16 or float16. [default: float32]")
+]
 FeatureSizes = Annotated[
     list[int] | None,
     typer.Option(min=1, help="Also measure the first model swapped with this feature size, untrained. Repeatable."),
@@ -98,6 +101,7 @@ def bench_decode(
     own: Annotated[
         bool, typer.Option(help="Measure the models' own forward, as in generate(). If not, the context is not read.")
     ] = True,
+    state_dtype: StateDtype = None,
     feature_size: FeatureSizes = None,
     dtype: Dtype = RUN["dtype"].default,
     device: Device = RUN["device"].default,
@@ -117,7 +121,7 @@ def bench_decode(
     t2r bench decode random:paper-lm --feature-size 16 --feature-size 32    speed by feature size
     """
     from t2r.bench import decoding
-    from t2r.bench.models import add_feature_sizes, load_models
+    from t2r.bench.models import add_feature_sizes, half_dtype, load_models
     from t2r.hub import choose_device
 
     with calm(quiet or as_json):
@@ -135,6 +139,7 @@ def bench_decode(
                 compiled=compile_,
                 window=window,
                 own=own,
+                state_dtype=half_dtype(state_dtype),
             )
             reports.append(report)
         if page is not None:
@@ -226,6 +231,7 @@ def bench_memory(
     most: Annotated[int | None, typer.Option(min=1, help="The largest batch to try.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of tokens generated in each timing.")] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Number of timings. The median is reported.")] = 3,
+    state_dtype: StateDtype = None,
     feature_size: FeatureSizes = None,
     dtype: Dtype = RUN["dtype"].default,
     device: Device = RUN["device"].default,
@@ -244,14 +250,22 @@ def bench_memory(
     t2r bench memory smollm2 smollm2-rnn --memory 4 --most 16              on a CPU
     """
     from t2r.bench import memory
-    from t2r.bench.models import add_feature_sizes, load_models
+    from t2r.bench.models import add_feature_sizes, half_dtype, load_models
     from t2r.hub import choose_device
 
     with calm(quiet or as_json):
         names = models or memory.paper_models(shape)
         loaded = load_models(names, dtype=dtype, device=str(choose_device(device)))
         add_feature_sizes(loaded, feature_size or [])
-        report = memory.run(loaded, context=context, memory=memory_, most=most, steps=steps, repeats=repeats)
+        report = memory.run(
+            loaded,
+            context=context,
+            memory=memory_,
+            most=most,
+            steps=steps,
+            repeats=repeats,
+            state_dtype=half_dtype(state_dtype),
+        )
         if page is not None:
             from t2r.bench.figures import memory_page
 

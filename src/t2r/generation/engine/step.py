@@ -43,11 +43,12 @@ class DecodeStep:
         *,
         compiled: bool = False,
         reorders: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.rows, self.max_length, self.source_length = model, rows, max_length, source_length
         self.compiled, self.reorders = compiled, reorders
         seq2seq = bool(model.config.is_encoder_decoder)
-        self.cache = model.make_static_cache(rows, max_length, source_length)
+        self.cache = model.make_static_cache(rows, max_length, source_length, state_dtype)
         self.own = self.cache.self_attention_cache if seq2seq else self.cache
         self.cross = self.cache.cross_attention_cache.layers if seq2seq else []
         device = model.device
@@ -169,8 +170,8 @@ class DecodeStep:
 
     def recorded(self) -> Callable[[], None]:
         inputs = [self.tokens, self.active, self.greedy, self.order]
-        if self.source_mask is not None:  # the sources change with every prefill
-            inputs += [self.source_mask, *(x for layer in self.cross for x in layer_tensors(layer).values())]
+        inputs += [x for layer in self.cross for x in layer_tensors(layer).values()]  # each prefill changes the sources
+        inputs += [] if self.source_mask is None else [self.source_mask]
         outputs = [self.tokens, self.logits, self.own.lengths, *self.own.tensors()]
         with torch.inference_mode():
             recording = Recording(self.forward, inputs, outputs)
