@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput
@@ -56,9 +57,8 @@ class BeamSearch(compat.BeamSearch):
         self.decode, self.request, self.logits = decode, request, logits
         self.rows, self.beams = request.ids.shape[0], request.config.num_beams
         decode.reset()
-        source_mask = prompts.source_mask
-        for row in range(self.rows):
-            decode.put(row, cache, row // self.beams, 0, False, source_mask)
+        prompt = torch.arange(self.rows, device=request.ids.device) // self.beams
+        decode.put_first(cache, prompt, prompts.source_mask)
 
     def run(self) -> Tensor:
         request = self.request

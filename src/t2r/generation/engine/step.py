@@ -109,6 +109,18 @@ class DecodeStep:
         self.active[row] = 1
         self.greedy[row] = greedy
 
+    def put_first(self, cache: Any, index: Tensor, source_mask: Tensor | None = None) -> None:
+        """Copy the sequences `index` of a prefilled cache to the first rows. The step does not choose their tokens."""
+        self.own.put_first(cache.self_attention_cache if self.cross else cache, index)
+        for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
+            layer.put_first(other, index)
+        if self.source_mask is not None:
+            assert source_mask is not None
+            self.source_mask[: len(index), source_mask.shape[1] :] = 0
+            self.source_mask[: len(index), : source_mask.shape[1]] = source_mask[index]
+        self.active[: len(index)] = 1
+        self.greedy[: len(index)] = False
+
     def free(self, row: int) -> None:
         self.active[row] = 0
 
