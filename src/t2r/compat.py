@@ -11,7 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -154,9 +160,11 @@ class BeamSearch(GenerationMixin):
 # --- Models by name -----------------------------------------------------------------------------------------
 
 
-def is_causal_language_model(config_class: type) -> bool:
-    """Return whether transformers has a causal language model for this configuration class."""
-    return config_class in AutoModelForCausalLM._model_mapping
+def has_language_model(config_class: Any) -> bool:
+    """Return whether transformers has a causal language model for this configuration class or, for the configuration of
+    an encoder-decoder, a sequence-to-sequence model."""
+    known: Any = AutoModelForSeq2SeqLM if config_class.is_encoder_decoder else AutoModelForCausalLM
+    return config_class in known._model_mapping
 
 
 def build_from_config(model_class: Any, config: Any, **kwargs: Any) -> Any:

@@ -172,6 +172,9 @@ class RoundedLayer(RecurrentLayer):
             self.state = self.state.map(lambda x: x.to(self.dtype).to(x.dtype))
         return torch.cat(found, dim=2)
 
+    def can_step(self, mask: Tensor | None) -> bool:
+        return False  # `advance` takes features, also of a single token
+
     def stepwise(
         self, phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, decay: Tensor | None, signed: bool
     ) -> Tensor:

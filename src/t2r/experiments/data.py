@@ -62,6 +62,36 @@ TEXTS |= {
 }
 
 
+def parallel(pair: str, files: str, source: str, lines: int | None = None, short: str = "") -> dict[str, Text]:
+    """Return both sides of parallel text. `lines` limits the number of lines; the name is then `short`."""
+    return {
+        f"{pair}/{short or Path(files).name}.{language}": Text((f"mt/{pair}/{files}.{language}",), source, lines=lines)
+        for language in pair.split("-")
+    }
+
+
+NEWS = "the WMT test set of this year (statmt.org), one sentence per line"
+TATOEBA = "sentences of Tatoeba (tatoeba.org), held out"
+TEXTS |= {
+    **parallel("zh-en", "train", "75K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
+    **parallel("zh-en", "more/lctt-opensource", "articles about open source, translated by LCTT, 97K pairs"),
+    **parallel("zh-en", "more/msdocs-ht", "Microsoft's documentation, translated by people, 377K pairs"),
+    **parallel("zh-en", "more/lctt-opensource", "the first lines of lctt-opensource", 60_000, "lctt-60k"),
+    **parallel("zh-en", "more/msdocs-ht", "the first lines of msdocs-ht", 40_000, "msdocs-40k"),
+    **parallel("zh-en", "more/games", "free strategy games, 34K pairs"),
+    **parallel("en-de", "train", "265K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
+    **parallel("en-de", "more/europarl3", "Europarl (statmt.org/europarl), 399K pairs"),
+    **parallel("en-de", "more/suttacentral", "texts of SuttaCentral, 63K pairs"),
+    **parallel("en-de", "more/games", "free strategy games, 13K pairs"),
+}
+for _pair, _splits in {
+    "zh-en": ("valid.newstest2018", "test.newstest2017", "valid.tatoeba", "test.tatoeba"),
+    "en-de": ("valid.newstest2013", "test.newstest2014", "valid.tatoeba", "test.tatoeba"),
+}.items():
+    for _split in _splits:
+        TEXTS |= parallel(_pair, _split, TATOEBA if "tatoeba" in _split else NEWS)
+
+
 def missing(names: Sequence[str], folder: Path | None) -> list[str]:
     """Return the files of the texts that are missing from the folder."""
     return [

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from t2r.errors import T2RError
 from t2r.ops import reference
-from t2r.ops.common import HALF, State, Sums, accumulator_dtype, bound_decay, clock, fade
+from t2r.ops.common import HALF, Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
 from t2r.ops.contract import Request
-from t2r.ops.registry import select
+from t2r.ops.registry import prefer, select
+
+LARGEST_MAPPED = 256
+"""The largest input of a feature map that a step computes itself."""
 
 
 @overload
@@ -165,6 +168,7 @@ def step(
     decay: Tensor | None = None,
     signed: bool = False,
     inplace: bool = False,
+    features: Features | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, State]:
     """Process one token: add its key and value to the state, then read the state.
@@ -174,16 +178,26 @@ def step(
 
     With `inplace`, the state may also be stored in bfloat16 or float16. It is computed in float32 and rounded after
     every token.
+
+    With `features`, q, k and v are the inputs of a feature map, and the kernel of the step also computes the features.
+    A head of k and v may then serve several key heads. `computes_features` says where this is supported.
     """
     if k.shape[2] != 1 or q.shape[2] != 1:
         raise T2RError(f"step requires exactly one token, got {q.shape[2]} queries and {k.shape[2]} keys")
     if inplace and state is None:
         raise T2RError("step with inplace=True requires a state: pass one, for example State.zeros(k, v)")
+    mask = None if mask is None else mask.bool()
+    if features is not None:
+        if state is None:
+            raise T2RError("step with features requires a state: pass one, for example of FeatureMap.empty_state")
+        request = _request("step", q, k, v, state, decay, signed=signed)
+        chosen = select(request._replace(feature=features.size, features=True), backend)
+        with torch.autocast(q.device.type, enabled=False):
+            return chosen.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace, features=features)
     half = inplace and state is not None and state.s.dtype in HALF
     _check(q, k, v, state, mask, None, True, signed, half=half)
     decay = None if decay is None else _checked_decay(decay, k, True)
     chosen = select(_request("step", q, k, v, state, decay, signed=signed), backend)
-    mask = None if mask is None else mask.bool()
     with torch.autocast(q.device.type, enabled=False):
         past = State.zeros(k, v, signed) if state is None else state
         if not half or chosen.abilities.half_state:
@@ -194,6 +208,16 @@ def step(
             if own is not None and new is not None:
                 own.copy_(new)
         return out, past
+
+
+def computes_features(q: Tensor, v: Tensor, size: int) -> bool:
+    """Return whether the backend that `auto` selects for a step can compute `size` features per head itself.
+
+    A compiled step computes them outside, where the compiler fuses them with other operations."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[3] > LARGEST_MAPPED:
+        return False
+    request = Request("step", q.device.type, (q.dtype, v.dtype), size, v.shape[3], state=True, features=True)
+    return prefer(request) is not None
 
 
 def _request(
