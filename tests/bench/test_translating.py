@@ -130,6 +130,7 @@ def test_models_with_random_weights():
     ):
         with pytest.raises(T2RError, match=message):
             built(wrong)
+    assert built("random:marian-tiny")["random:marian-tiny"].config.model_type == "marian"
     with pytest.raises(T2RError, match="two models"):
         built("random:tiny-lm", "random:tiny-lm")
     with pytest.raises(T2RError, match="not an encoder-decoder"):

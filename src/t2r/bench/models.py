@@ -28,6 +28,7 @@ from t2r.model.modeling import T2RModel, t2r_class
 from t2r.model.swap import swap
 from t2r.surgery.adapters import family_of
 from t2r.surgery.adapters.base import change_class
+from t2r.training.preset import load_preset, shipped_presets
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LM = {"model_type": "gpt2", "n_positions": 1024, "activation_function": "relu", **TOKENS}
@@ -89,8 +90,6 @@ def random_model(text: str, bases: dict[str, PreTrainedModel], device: str) -> t
     if found is None:
         raise T2RError(f"{text!r}: write random:SHAPE, or LABEL=random:SHAPE,option=value,merged, with swap options")
     shape = found["shape"]
-    if shape not in SHAPES:
-        raise T2RError(f"{text!r}: no shape {shape!r}: choose one of {', '.join(SHAPES)}")
     options: dict[str, Any] = {}
     for part in filter(None, found["options"].split(",")):
         name, equals, value = part.partition("=")
@@ -100,7 +99,7 @@ def random_model(text: str, bases: dict[str, PreTrainedModel], device: str) -> t
     merged = options.pop("merged", False)
     place = torch.device(device)
     if shape not in bases:
-        config = AutoConfig.for_model(**SHAPES[shape])
+        config = AutoConfig.for_model(**fields_of(shape))
         auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with torch.random.fork_rng([place] if place.type == "cuda" else []), place:
             torch.manual_seed(0)
@@ -110,6 +109,20 @@ def random_model(text: str, bases: dict[str, PreTrainedModel], device: str) -> t
         model = swap(sharing_weights(model), **options)
         model = merge(model, force=True) if merged else model
     return found["label"] or text, model
+
+
+def fields_of(shape: str) -> dict[str, Any]:
+    """Return the fields of the configuration of a shape, or of a preset of `t2r pretrain`."""
+    if shape in SHAPES:
+        return SHAPES[shape]
+    if shape not in shipped_presets():
+        raise T2RError(f"no shape {shape!r}: choose one of {', '.join([*SHAPES, *shipped_presets()])}")
+    preset = load_preset(shape)
+    words = preset.tokenizer.get("vocab_size", preset.model.get("vocab_size"))
+    if words is None:
+        raise T2RError(f"the vocabulary of {shape} depends on its text, so that it has no size before training")
+    start = {"decoder_start_token_id": 2, "forced_eos_token_id": None} if preset.translates else {}
+    return {"vocab_size": words, **TOKENS, **start, **preset.model}
 
 
 def add_feature_sizes(models: dict[str, PreTrainedModel], sizes: Sequence[int]) -> None:
