@@ -81,12 +81,12 @@ def test_an_experiment_from_end_to_end_and_again(toy, capfd):
     record = reproduce(str(toy / "toy.yaml"), **given(toy), steps=["rnn"])
     assert [part["name"] for part in record["steps"]] == ["rnn"]
     assert not record["complete"]
-    capfd.readouterr()
-    record = reproduce(str(toy / "toy.yaml"), **given(toy))
     said = capfd.readouterr().err
     assert (
         f"t2r: rnn: t2r convert {toy / 'llama'} {toy / 'out' / 'rnn'} --train {toy}/out/data/wikitext/train.txt" in said
     )
+    record = reproduce(str(toy / "toy.yaml"), **given(toy))
+    assert "t2r: rnn: already done" in capfd.readouterr().err
     assert record == json.loads((toy / "out" / "record.json").read_text())
     assert (record["experiment"], record["complete"]) == ("toy", True)
     assert record["machine"]["cores"] == os.cpu_count()
@@ -170,7 +170,7 @@ def test_missing_inputs_are_one_error(toy):
     with pytest.raises(T2RError, match="no experiment 'nothing'"):
         reproduce("nothing")
     with pytest.raises(T2RError, match=r"step rnn failed: .*nobody/nothing"):
-        reproduce(str(toy / "toy.yaml"), **options | {"models": {}})
+        reproduce(str(toy / "toy.yaml"), **options | {"models": {}}, steps=["rnn"])
     assert not (toy / "out" / "steps" / "rnn.json").exists()
 
 
