@@ -47,6 +47,13 @@ TEXTS = {f"wikitext/{split}": wikitext(split) for split in ("train", "valid", "t
     )
     for split in ("train", "valid", "test")
 }
+TEXTS |= {
+    f"wikitext103/{split}": Text(
+        files=(f"wikitext103/wiki.{split}.tokens", f"wikitext/{split}.wt103.tokens.txt"),
+        source="WikiText-103, the token files (Salesforce/wikitext, wikitext-103-v1, on the Hugging Face hub)",
+    )
+    for split in ("train", "valid", "test")
+}
 WIKI = (
     "English Wikipedia, without the articles of WikiText valid and test and without paragraphs that share a run of 13 \
 words with them"

@@ -83,7 +83,7 @@ class Experiment:
     titles: dict[str, str] = field(default_factory=dict)
     """Labels of cells as tables and figures show them."""
     figures: tuple[dict[str, Any], ...] = ()
-    """The figures drawn from the record (see `t2r.experiments.figures`)."""
+    """The figures drawn from the record (see `t2r.experiments.charts`)."""
 
     @property
     def record(self) -> str:
@@ -202,10 +202,15 @@ def make_experiment(said: Any, name: str, scale: str | None = None, seeds: int =
         scale,
         tuple(said.get("scales") or ()),
         str(said.get("folder", "")),
-        said.get("paper") or {},
-        {str(label): str(title) for label, title in (said.get("titles") or {}).items()},
-        tuple(said.get("figures") or ()),
+        {filled(name, {}, {}, values, where): numbers for name, numbers in (said.get("paper") or {}).items()},
+        {filled(str(label), {}, {}, values, where): title for label, title in (said.get("titles") or {}).items()},
+        tuple(_figure(figure, values, where) for figure in said.get("figures") or ()),
     )
+
+
+def _figure(said: Mapping[str, Any], scale: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    chosen = {axis: filled(str(label), {}, {}, scale, where) for axis, label in said.get("where", {}).items()}
+    return {**said, "where": chosen}
 
 
 def _steps(said: Sequence[Any], scale: Mapping[str, Any] | None, seeds: int, where: str) -> tuple[Step, ...]:
@@ -217,7 +222,7 @@ def _steps(said: Sequence[Any], scale: Mapping[str, Any] | None, seeds: int, whe
             raise T2RError(
                 f"{where}: the fields of a step must be name, command, optional, for and seeds; got {each!r}"
             )
-        for cell, words in cells_of(each.get("for"), where):
+        for cell, words in cells_of(each.get("for"), scale, where):
             name, command = (filled(str(each.get(key, "")), cell, words, scale, where) for key in ("name", "command"))
             optional = bool(each.get("optional", False))
             steps.append(_step(name, command, optional, cell, where))

@@ -21,16 +21,22 @@ DEEPEST = 5
 """Replacements inside of replacements. More are a circle."""
 
 
-def cells_of(said: Any, where: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-    """Yield the cells of a step's `for`: the label on each axis, and the words of each label."""
+def cells_of(said: Any, scale: Mapping[str, Any] | None, where: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+    """Yield the cells of a step's `for`: the label on each axis, and the words of each label.
+
+    The labels of an axis are a list, a mapping to their words, or one text with spaces, which may be a value of the
+    scale."""
     axes: dict[str, dict[str, str]] = {}
     if not isinstance(said or {}, dict):
         raise T2RError(f"{where}: `for` must be a mapping from axes to labels; got {said!r}")
     for axis, labels in (said or {}).items():
+        if isinstance(labels, str):
+            labels = filled(labels, {}, {}, scale, where).split()
         if not labels or not isinstance(labels, dict | list):
             raise T2RError(f"{where}: axis {axis} must have a list of labels, or a mapping to their words")
         words = labels if isinstance(labels, dict) else dict(zip(labels, labels, strict=True))
-        axes[str(axis)] = {str(label): "" if text is None else str(text) for label, text in words.items()}
+        named = {filled(str(label), {}, {}, scale, where): text for label, text in words.items()}
+        axes[str(axis)] = {label: "" if text is None else str(text) for label, text in named.items()}
     for labels in product(*axes.values()):
         cell = dict(zip(axes, labels, strict=True))
         yield cell, {axis: axes[axis][label] for axis, label in cell.items()}

@@ -18,6 +18,8 @@ from t2r.storage import json_text, write_text
 DROPPED = ("log", "by_position", "nll")
 """Long parts of results that no table shows. They are left out of records."""
 
+OF_ANALYSIS = ("model", "teacher", "text", "window", "words", "samples", "mean", "by_distance", "notes")
+"""What a record keeps of an analysis: means, but not the values of each layer and head."""
 PROVENANCE = ("date", "machine", "versions", "commit")
 """Facts of a step that a record states once if all its steps have them in common."""
 
@@ -43,6 +45,11 @@ def joined(experiment: Experiment, parts: Sequence[Mapping[str, Any]]) -> dict[s
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     write_text(path, json_text(record, 1) + "\n")
+
+
+def summary(command: str, result: Any) -> Any:
+    """Return the part of a command's result that a record keeps."""
+    return {key: result[key] for key in OF_ANALYSIS if key in result} if command == "analyze" else result
 
 
 def compact(value: Any, names: Mapping[str, str]) -> Any:

@@ -106,7 +106,8 @@ class Grid:
         file = self.folder / f"{step.name}.json"
         if not file.is_file():
             return None
-        part: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        part: dict[str, Any] = {"cell": step.cell} if step.cell else {}
+        part |= json.loads(file.read_text(encoding="utf-8"))
         if part["command"] != step.label:
             raise T2RError(
                 f"{file} was made by another command ({part['command']}): the experiment has changed; give another "
@@ -125,7 +126,10 @@ class Grid:
         for part in known["steps"]:
             step = self.steps.get(part["name"])
             if step is not None and part["command"] == step.label and "failed" not in part and not self.result(step):
-                write_text(self.folder / f"{step.name}.json", json_text(source | part, 1))
+                write_text(
+                    self.folder / f"{step.name}.json",
+                    json_text(source | {key: part[key] for key in part if key != "cell"}, 1),
+                )
                 say(f"{step.name}: taken from the record")
 
     def write_record(self) -> dict[str, Any]:
@@ -215,7 +219,8 @@ class Grid:
             self.fail(step, ended.last.removeprefix("t2r: ") or f"exit code {ended.code}", ended.seconds)
             return
         text = ended.output if (made := self.made(step)) is None else made.read_text(encoding="utf-8")
-        part = self.part(step, ended.seconds) | {"result": record.compact(json.loads(text), self.places.names)}
+        kept = record.summary(step.command[0], json.loads(text))
+        part = self.part(step, ended.seconds) | {"result": record.compact(kept, self.places.names)}
         if step.name in self.places.replaced:
             part |= {"seconds": None, "given": True}
         write_text(file, json_text(part, 1))
@@ -230,9 +235,7 @@ class Grid:
             write_text(self.folder / f"{step.name}.json", json_text(part, 1))
 
     def part(self, step: Step, seconds: float) -> dict[str, Any]:
-        part: dict[str, Any] = {"name": step.name, "command": step.label, "seconds": round(seconds, 1)}
-        if step.cell:
-            part["cell"] = step.cell
+        part = {"name": step.name, "command": step.label, "seconds": round(seconds, 1)}
         return part | {"date": time.strftime("%Y-%m-%d")} | machine()
 
     def made(self, step: Step) -> Path | None:

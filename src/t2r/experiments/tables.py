@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t2r.experiments.comparison import grid_table
+from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
+from t2r.experiments.markup import WIDTH, markdown, wrapped
 from t2r.experiments.record import recorded
 
 PART = re.compile(r"(<!-- (record|together): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-WIDTH = 118
-Row = Sequence[str]
 
 
 def page(text: str) -> str:
@@ -28,16 +29,33 @@ def page(text: str) -> str:
 def _part(kind: str, names: Sequence[str]) -> str:
     if kind == "record":
         (name,) = names
-        record = recorded(name)
+        record, experiment = recorded(name), of_record(name)
         if record is None:
-            return f"Not recorded yet: `t2r reproduce {name}`.\n"
-        return "\n".join([provenance(record), commands(record), *record_tables(record)])
+            return f"Not recorded yet: `{experiment.call if experiment else f't2r reproduce {name}'}`.\n"
+        if experiment is None or experiment.scale is None:
+            return "\n".join([provenance(record), commands(record), *record_tables(record)])
+        pictures = [f"![{figure['title']}]({figure_file(experiment, figure)})\n" for figure in experiment.figures]
+        return "\n".join([provenance(record), *record_tables(record), *pictures])
     step, *experiments = names
     found = [record for name in experiments if (record := recorded(name)) is not None]
     results = [result for record in found for result in _results(record, step)]
     if not results:
         return f"Not recorded yet: {', '.join(f'`t2r reproduce {name}`' for name in experiments)}.\n"
     return "\n".join(evaluation_tables(_once(results)))
+
+
+def of_record(name: str) -> Experiment | None:
+    """Return the shipped experiment of a record: NAME, or NAME-SCALE. None: there is none."""
+    known = shipped_experiments()
+    if name in known:
+        return None if scales_of(name) else load_experiment(name)
+    base, _, scale = name.rpartition("-")
+    return load_experiment(base, scale) if base in known and scale in scales_of(base) else None
+
+
+def figure_file(experiment: Experiment, figure: Mapping[str, Any]) -> str:
+    """Return the name of the file of a figure, beside the page."""
+    return f"{figure.get('name', experiment.name)}-{experiment.scale}.svg"
 
 
 def _results(record: Mapping[str, Any], step: str) -> list[dict[str, Any]]:
@@ -65,21 +83,13 @@ def provenance(record: Mapping[str, Any]) -> str:
     seconds = [part["seconds"] for part in record["steps"] if part.get("seconds") is not None]
     took = [f"{sum(seconds) / 60:.1f} minutes in total"] if seconds else []
     known = [record["date"], device, versions, f"commit {record['commit']}" if record.get("commit") else "", *took]
-    line = f"`t2r reproduce {record['experiment']}`: " + "; ".join(word for word in known if word) + "."
+    scale = f" --scale {record['scale']}" if "scale" in record else ""
+    line = f"`t2r reproduce {record['experiment']}{scale}`: " + "; ".join(word for word in known if word) + "."
     if record.get("hand_run"):
         line = f"{'; '.join(word for word in known if word)}. {record['hand_run']}"
     if not record.get("complete", True):
         line += " Not all steps are recorded."
     return wrapped(line) + "\n"
-
-
-def wrapped(line: str) -> str:
-    lines = [""]
-    for word in line.split():
-        if len(lines[-1]) + len(word) + 1 > WIDTH:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines)
 
 
 def commands(record: Mapping[str, Any]) -> str:
@@ -107,7 +117,10 @@ def _folded(command: str) -> list[str]:
 
 
 def record_tables(record: Mapping[str, Any]) -> list[str]:
-    """Return the results of every step as Markdown tables."""
+    """Return the results of every step as Markdown tables, or the table of a grid."""
+    if "scale" in record:
+        named = of_record(f"{record['experiment']}-{record['scale']}")
+        return [grid_table(named or Experiment(record["experiment"], record["experiment"], ()), record)]
     found: list[str] = []
     for part in record["steps"]:
         if "result" not in part:
@@ -286,15 +299,6 @@ def _against(value: float | None, base: float | None) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
-
-
-def markdown(header: Row, rows: Iterable[Row]) -> str:
-    """Return a Markdown table without columns that are empty in every row."""
-    body = [list(row) for row in rows]
-    used = [i for i in range(len(header)) if i == 0 or any(row[i] for row in body)]
-    lines = [[header[i] for i in used], *([row[i] for i in used] for row in body)]
-    text = [f"| {' | '.join(line)} |\n" for line in lines]
-    return text[0] + "|" + " --- |" * len(used) + "\n" + "".join(text[1:])
 
 
 if __name__ == "__main__":

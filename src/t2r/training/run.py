@@ -24,6 +24,8 @@ from t2r.training.checkpoints import checksum
 logger = logging.getLogger(__name__)
 
 FACTS, BACKUP, LOCK = "run.json", "run.json.old", "lock"
+FORGOTTEN = ("checksum", "log", "read", "done", "began", "took")
+"""Facts of a stage that is trained again."""
 
 
 def run_folder(out: str | Path) -> Path:
@@ -229,7 +231,7 @@ class Run:
             return True
         logger.warning("%s is damaged (%s); stage %s is trained again", path, damaged, stage)
         processes.wait()
-        self.forget(*(f"{stage}.{name}" for name in ("checksum", "log", "read", "done")), f"measured.{stage}")
+        self.forget(*(f"{stage}.{name}" for name in FORGOTTEN), f"measured.{stage}")
         if processes.is_main():
             path.unlink(missing_ok=True)
         return False
