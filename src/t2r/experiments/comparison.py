@@ -57,7 +57,9 @@ def shown(cell: Cell, measure: str) -> str:
     return number(value, digits) + ("" if spread is None else f" ± {spread:.{max(digits, 1)}f}")
 
 
-def number(value: float | None, digits: int = 1) -> str:
+def number(value: float | str | None, digits: int = 1) -> str:
+    if isinstance(value, str):  # diverged
+        return value
     return "" if value is None else f"{value:,.{digits}f}"
 
 

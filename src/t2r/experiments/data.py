@@ -68,6 +68,37 @@ TEXTS |= {
     ),
 }
 
+PAIRS = {
+    "en-de": ("newstest2013", "newstest2014", ("europarl3", "suttacentral", "games")),
+    "en-fr": ("newstest2013", "newstest2014", ("suttacentral", "games")),
+    "zh-en": (
+        "newstest2018",
+        "newstest2017",
+        ("msdocs-ht", "softdocs-po", "lctt-opensource", "kubernetes", "games", "mdn"),
+    ),
+}
+"""Language pairs: news for validation, news for the test, and further training text."""
+
+
+def parallel(pair: str, name: str, file: str, source: str) -> dict[str, Text]:
+    """Return both sides of a parallel text."""
+    return {
+        f"mt/{pair}/{name}.{language}": Text((f"mt/{pair}/{file}.{language}",), source) for language in pair.split("-")
+    }
+
+
+for pair, (valid, test, more) in PAIRS.items():
+    TEXTS |= parallel(pair, "train", "train", f"{pair}: Tatoeba, software and news, one sentence per line")
+    TEXTS |= parallel(pair, "valid", f"valid.{valid}", f"{pair}: {valid} (WMT)")
+    TEXTS |= parallel(pair, "test", f"test.{test}", f"{pair}: {test} (WMT), the paper's test set")
+    for file in more:
+        TEXTS |= parallel(pair, file, f"more/{file}", f"{pair}: further training text, {file}")
+# The English side of Europarl is stored once.
+TEXTS |= {
+    f"mt/en-fr/europarl3.{language}": Text((f"mt/{folder}/more/europarl3.{language}",), "en-fr: Europarl, release 3")
+    for language, folder in (("en", "en-de"), ("fr", "en-fr"))
+}
+
 
 def missing(names: Sequence[str], folder: Path | None) -> list[str]:
     """Return the files of the texts that are missing from the folder."""

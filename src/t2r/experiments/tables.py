@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t2r.experiments.cells import cells_of_record
 from t2r.experiments.comparison import grid_table
 from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
 from t2r.experiments.markup import WIDTH, markdown, wrapped
@@ -118,18 +119,22 @@ def _folded(command: str) -> list[str]:
 
 def record_tables(record: Mapping[str, Any]) -> list[str]:
     """Return the results of every step as Markdown tables, or the table of a grid."""
-    if "scale" in record:
-        named = of_record(f"{record['experiment']}-{record['scale']}")
-        return [grid_table(named or Experiment(record["experiment"], record["experiment"], ()), record)]
     found: list[str] = []
+    if "scale" in record and cells_of_record(record):
+        named = of_record(f"{record['experiment']}-{record['scale']}")
+        found.append(grid_table(named or Experiment(record["experiment"], record["experiment"], ()), record))
     for part in record["steps"]:
         if "result" not in part:
             continue
-        command = part["command"].split()[1]
+        command, kind = (*part["command"].split(), "")[1:3]
+        if "scale" in record and command != "bench":
+            continue
         if command == "evaluate":
             found += evaluation_tables(part["result"])
         elif command == "bench" and isinstance(part["result"], list):
             found += [decoding_table(report) for report in part["result"]]
+        elif (command, kind) == ("bench", "translate"):
+            found.append(translation_table(part["result"]))
         elif command == "bench":
             found.append(ops_table(part["result"]))
         else:
@@ -270,6 +275,20 @@ def decoding_table(report: Mapping[str, Any]) -> str:
         name = ", ".join([_short(Path(model.split(", ")[0]).name), *model.split(", ")[1:]])
         rows.append([name, *(f"{point['milliseconds']:.2f}" for point in own), ", ".join(dict.fromkeys(held))])
     return markdown([*header, "cache, MiB"], rows)
+
+
+def translation_table(report: Mapping[str, Any]) -> str:
+    """Return a table with a row for each model: tokens per second and bytes of its cache, by length."""
+    points = report["points"]
+    lengths = list(dict.fromkeys(point["length"] for point in points))
+    header = [f"translation, batch {report['settings']['batch']}"]
+    header += [f"tokens/s, {length:,}" for length in lengths] + [f"MiB, {length:,}" for length in lengths]
+    rows = []
+    for model in dict.fromkeys(point["model"] for point in points):
+        own = [point for point in points if point["model"] == model]
+        speeds = [f"{point['tokens_per_second']:,.0f}" for point in own]
+        rows.append([model, *speeds, *(f"{point['cache_bytes'] / 2**20:.3g}" for point in own)])
+    return markdown(header, rows)
 
 
 def _pair(softmax: float, ours: float) -> list[str]:
