@@ -7,8 +7,9 @@ import pytest
 from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
 from t2r.experiments.cells import cells_of_record
 from t2r.experiments.charts import draw, lines
+from t2r.experiments.claims import CLAIMS, claims_list, judged
 from t2r.experiments.comparison import grid_table
-from t2r.experiments.tables import of_record, page
+from t2r.experiments.tables import of_record, page, record_tables
 from t2r.training.budget import steps_of
 from t2r.training.preset import load_preset
 from t2r.training.recipe import load_recipe
@@ -44,6 +45,27 @@ def test_cells_have_the_budgets_of_the_paper(scale):
                 assert tokens_of(step) == pytest.approx(ratio * teacher, rel=0.02), step.label
                 sources = [value for word, value in pairwise(step.command) if word == "--train"]
                 assert sources == [value for word, value in pairwise(steps[0].command) if word == "--train"]
+
+
+@pytest.mark.parametrize("scale", ["smoke", "tiny", "small", "paper"])
+def test_conversions_of_translation_models_have_two_thirds_of_the_steps(scale):
+    for name in ("table2", "ablations-mt"):
+        budgets = {}
+        for step in load_experiment(name, scale).steps:
+            if step.command[0] not in ("pretrain", "convert"):
+                continue
+            given = dict(pairwise(step.command))
+            tokens = next(int(value[7:]) for _, value in pairwise(step.command) if value.startswith("tokens="))
+            budgets.setdefault(step.cell["pair"], {}).setdefault(step.command[0], set()).add(
+                (tokens, given["--batch-tokens"], given["--src"])
+            )
+        for kinds in budgets.values():
+            ((tokens, *rest),), ((fewer, *same),) = kinds["pretrain"], kinds["convert"]
+            assert fewer == pytest.approx(2 / 3 * tokens, rel=1e-6)
+            assert same == rest
+    steps = {step.name: step for step in load_experiment("table2", "paper").steps}
+    assert "tokens=13762560000" in steps["teacher-en-de"].command  # 30,000 steps of 458,752 tokens
+    assert "tokens=27525120000" in steps["teacher-en-fr"].command
 
 
 def test_the_scale_paper_is_the_configuration_of_the_paper():
@@ -179,3 +201,104 @@ def test_the_figures_of_a_grid(tmp_path):
     for figure in (distance, attention, scatter):
         draw(experiment, record, figure, tmp_path / "figure.svg")
         assert "finetuned" in (tmp_path / "figure.svg").read_text()
+
+
+def test_the_figure_of_a_benchmark(tmp_path):
+    report = {"settings": {"batch": 16}, "points": translation(1.0)}
+    part = {"name": "translate", "command": "t2r bench translate", "seconds": 1.0, "result": report}
+    record, experiment = record_of("figure-memory", part), load_experiment("figure-memory", "small")
+    (figure,) = experiment.figures
+    assert lines(experiment, record, figure)["T2R 32-4"] == ([128, 2048], [1.0, 1.0], [0.0, 0.0])
+    draw(experiment, record, figure, tmp_path / "figure.svg")
+    (table,) = record_tables(record)
+    assert "| T2R 32-4 | 100 | 100 | 1 | 1 |" in table
+
+
+# --- Claims -------------------------------------------------------------------------------------------------
+
+
+def translation(gain):
+    speeds = {"softmax": 50.0, "ELU 64-64": 80.0 / gain, "RFA 32-4": 80.0, "T2R 32-4": 100.0}
+    sizes = {"softmax": 9, "ELU 64-64": 4, "RFA 32-4": 1, "T2R 32-4": 1}
+    return [
+        {"model": model, "length": length, "tokens_per_second": speeds[model], "cache_bytes": sizes[model] << 20}
+        for length in (128, 2048)
+        for model in speeds
+    ]
+
+
+def verdicts(record):
+    found = {claim.judge: judged(claim, record) for claim in CLAIMS if claim.experiment == record["experiment"]}
+    return {judge.__name__: None if verdict is None else verdict[0] for judge, verdict in found.items()}
+
+
+def grid_of(name, values, measure=evaluated):
+    """Return a record of conversions and what was measured on them."""
+    parts = [TEACHER]
+    for cell, value in values.items():
+        command = f"t2r pretrain x {cell}" if cell.startswith(("random", "scratch")) else f"t2r convert teacher {cell}"
+        parts.append(made(cell, {}, command, 500.0 if "pretrain " in command else 100.0, 1))
+        parts += [evaluated(cell, value, value, 1001)] if measure is evaluated else measure(cell, *value)
+    return record_of(name, *parts, evaluated("teacher", 20.0, 20.0, 1000))
+
+
+TABLE1 = {"random-t2r-32": 24.0, "random-rfa": 25.0, "pretrained-t2r-32": 22.0, "pretrained-rfa": 26.0,
+          "pretrained-elu": 25.0, "pretrained-t2r-75-32": 20.1, "pretrained-t2r-maps-32": 30.0,
+          "pretrained-t2r-frozen-32": 22.5}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        ({}, set()),
+        ({"pretrained-rfa": 24.0}, {"gains_from_pretraining"}),
+        ({"pretrained-elu": 21.0}, {"best_conversion"}),
+        ({"pretrained-t2r-75-32": 21.0}, {"kept_layers_match"}),
+        ({"pretrained-t2r-frozen-32": 21.9}, {"map_alone_is_worse"}),
+    ],
+)
+def test_claims_about_table_1(change, fails):
+    found = verdicts(grid_of("table1", TABLE1 | change))
+    assert {name for name, holds in found.items() if holds is False} == fails
+    assert None not in found.values()
+
+
+def test_claims_about_figures():
+    sizes = {"random-t2r-8": 40.0, "random-t2r-64": 25.0, "pretrained-t2r-8": 30.0, "pretrained-t2r-64": 24.0}
+    assert verdicts(grid_of("figure-feature-size", sizes)) == {"matters_more_when_small": True}
+    sizes |= {"random-t2r-8": 30.1}
+    assert verdicts(grid_of("figure-feature-size", sizes)) == {"matters_more_when_small": False}
+
+    def both(cell, entropy, perplexity):
+        return [evaluated(cell, perplexity, perplexity, 1), analyzed(cell, entropy)]
+
+    entropies = {"random-t2r-8": (5.0, 40.0), "random-t2r-64": (4.0, 30.0)}
+    entropies |= {"pretrained-t2r-8": (4.5, 35.0), "pretrained-t2r-64": (3.5, 25.0)}
+    assert verdicts(grid_of("figure-entropy", entropies, both)) == {"peakier": True, "correlates": True}
+    entropies |= {"pretrained-t2r-64": (5.5, 20.0)}
+    assert verdicts(grid_of("figure-entropy", entropies, both)) == {"peakier": False, "correlates": False}
+    distances = {"swapped-8": (9.0, 1.0), "pretrained-t2r-frozen-8": (7.0, 1.0), "pretrained-t2r-8": (6.0, 1.0)}
+    distances |= {"swapped-64": (8.0, 1.0), "pretrained-t2r-frozen-64": (6.0, 1.0), "pretrained-t2r-64": (4.0, 1.0)}
+    assert verdicts(grid_of("figure-distance", distances, both)) == {"comes_closer": True, "closer_when_larger": True}
+    distances |= {"pretrained-t2r-64": (6.5, 1.0)}
+    assert verdicts(grid_of("figure-distance", distances, both)) == {"comes_closer": False, "closer_when_larger": False}
+
+
+def test_claims_about_speed(monkeypatch):
+    part = {"name": "translate", "command": "t2r bench translate", "result": {"points": translation(1.0)}}
+    found = verdicts(record_of("figure-speed", part))
+    assert found == {"faster_generation": None, "constant": True, "faster_than_others": True}
+    part["result"]["points"] = translation(0.8)
+    assert not verdicts(record_of("figure-speed", part))["faster_than_others"]
+    points = [
+        {"model": model, "length": 512, "milliseconds": x} for model, x in (("a, engine", 8), ("T2R 32, engine", 2))
+    ]
+    decode = {"name": "decode", "command": "t2r bench decode", "result": [{"points": points}]}
+    assert verdicts(record_of("figure-speed", part, decode))["faster_generation"]
+    part["result"]["points"][-1]["tokens_per_second"] = 300.0
+    assert not verdicts(record_of("figure-speed", part))["constant"]
+    monkeypatch.setattr("t2r.experiments.claims.recorded", lambda name: None)
+    assert claims_list("small").count("not measured yet") == len(CLAIMS)
+    monkeypatch.setattr("t2r.experiments.claims.recorded", lambda name: record_of("x", part))
+    assert claims_list("small").count("holds") == 2  # and those that other records would show
+    assert "- **holds**: T2R has 70 % less memory for attention than ELU. 75 % less" in claims_list("small")

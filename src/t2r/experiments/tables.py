@@ -1,8 +1,8 @@
 """Generates the tables of docs/results.md and docs/performance.md from the records of experiments.
 
 Run `python -m t2r.experiments.tables docs/results.md` to update the page. `<!-- record: NAME -->` starts the record of
-an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several; `<!-- end -->` ends either.
-The text between such parts is written by hand.
+an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several, `<!-- claims: SCALE -->` the
+claims of the paper; `<!-- end -->` ends each. The text between such parts is written by hand.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from t2r.experiments.cells import cells_of_record
+from t2r.experiments.claims import claims_list
 from t2r.experiments.comparison import grid_table
 from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
 from t2r.experiments.markup import WIDTH, markdown, wrapped
 from t2r.experiments.record import recorded
 
-PART = re.compile(r"(<!-- (record|together): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (record|together|claims): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def page(text: str) -> str:
@@ -28,6 +29,8 @@ def page(text: str) -> str:
 
 
 def _part(kind: str, names: Sequence[str]) -> str:
+    if kind == "claims":
+        return "".join(map(claims_list, names))
     if kind == "record":
         (name,) = names
         record, experiment = recorded(name), of_record(name)
