@@ -103,3 +103,6 @@ def test_several_threads_read_one_model():
         thread.join()
     for i, logits in enumerate(alone):
         torch.testing.assert_close(found[i], logits)
+    graphs = []
+    torch.compile(lambda x: x + 1, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.zeros(1))
+    assert graphs  # the threads have not left compiling disabled

@@ -8,6 +8,7 @@ use the model at the same time.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -97,9 +98,8 @@ class Readout:
         if "position_ids" in probe:  # packed documents: the probe must contain a document boundary
             positions = probe["position_ids"]
             probe["position_ids"] = (torch.arange(positions.shape[1], device=positions.device) % 5)[None]
-        # Evaluation mode keeps the random state unchanged, which a resumed run depends on. Eager execution avoids
-        # compiling layers for this shape.
-        with evaluating(self.model), torch.compiler.set_stance("force_eager"):
+        # Evaluation mode keeps the random state unchanged, which a resumed run depends on.
+        with evaluating(self.model), eager():
             logits = self._whole(probe)
             size = logits.shape[-1]
             if self.body is None or self.head is None or not hasattr(self.head, "in_features"):
@@ -114,6 +114,18 @@ class Readout:
                     self.finish = finish
                     return True, size
         return False, size
+
+
+_STANCE = threading.Lock()
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled layers without compiling them, e.g. for a shape that is used once.
+
+    The stance belongs to the process. Two threads that change it at the same time would restore each other's."""
+    with _STANCE, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def finishes(model: Any) -> Iterator[Callable[[Tensor], Tensor]]:
