@@ -81,7 +81,8 @@ def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) 
     cell.tokens = sum(result.get("trained_tokens", {}).values())
     if words[1] != "swap" and (took := sum(result.get("seconds", {}).values()) or part.get("seconds")):
         cell.seconds.append(took)
-    cell.parameters = result.get("parameters", cell.parameters)
+    if words[1] == "pretrain":  # `swap` counts the base model's
+        cell.parameters = result.get("parameters", cell.parameters)
 
 
 def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:
