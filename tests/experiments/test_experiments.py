@@ -264,6 +264,8 @@ def test_the_pages_match_the_records():
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
         assert text == page(text), f"run: python -m t2r.experiments.tables docs/{name}"
         shown |= set(re.findall(r"<!-- record: ([\w-]+) -->", text))
+        for figure in re.findall(r"\]\(([\w-]+\.svg)\)", text):
+            assert (ROOT / "docs" / figure).is_file(), "run: python -m t2r.experiments.charts docs"
     wanted = {f"{name}-small" if "small" in scales_of(name) else name for name in shipped_experiments()}
     assert shown == wanted
 

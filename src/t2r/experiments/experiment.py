@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -161,13 +162,14 @@ def _read(name: str) -> Any:
     said = _parsed(text, f"experiment {name}")
     if isinstance(said, dict) and isinstance(shared := said.get("scales"), str):  # the scales of several experiments
         entry = files("t2r.experiments").joinpath("scales").joinpath(f"{shared}.yaml")
-        said["scales"] = _parsed(entry.read_text(encoding="utf-8"), f"scales {shared}")
+        said = said | {"scales": _parsed(entry.read_text(encoding="utf-8"), f"scales {shared}")}
     return said
 
 
+@functools.cache  # parsing takes longer than all the rest
 def _parsed(text: str, what: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
         raise T2RError(f"{what} is not valid YAML: {error}") from error
 
