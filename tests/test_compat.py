@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, GenerationConfig, GPT2Config, LlamaConfig, MarianConfig
+from transformers import AutoConfig, GenerationConfig, GPT2Config, LlamaConfig, MarianConfig, ViTConfig
 
 import t2r
 from families import batch, tiny
@@ -93,9 +93,10 @@ def test_assistants_are_recognized():
 
 
 def test_language_models_by_their_configuration():
-    assert compat.is_causal_language_model(LlamaConfig)
-    assert compat.is_causal_language_model(GPT2Config)
-    assert not compat.is_causal_language_model(MarianConfig) or MarianConfig().is_encoder_decoder
+    assert compat.has_language_model(LlamaConfig)
+    assert compat.has_language_model(GPT2Config)
+    assert compat.has_language_model(MarianConfig)
+    assert not compat.has_language_model(ViTConfig)
 
 
 def test_a_model_is_built_from_its_configuration():

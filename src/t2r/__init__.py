@@ -20,6 +20,7 @@ _EXPORTS = {
     "T2RForCausalLM": "t2r.model.modeling:T2RForCausalLM",
     "T2RForSeq2SeqLM": "t2r.model.modeling:T2RForSeq2SeqLM",
     "SwappedModel": "t2r.model.swapped:SwappedModel",
+    "average": "t2r.pipelines.average:average",
     "bench": "t2r.bench",
     "convert": "t2r.pipelines.convert:convert",
     "evaluate": "t2r.evaluation.compare:evaluate",
@@ -46,6 +47,7 @@ __all__ = [
     "T2RForCausalLM",
     "T2RForSeq2SeqLM",
     "__version__",
+    "average",
     "bench",
     "convert",
     "evaluate",
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from t2r.model.modeling import T2RForCausalLM, T2RForSeq2SeqLM
     from t2r.model.swap import swap
     from t2r.model.swapped import SwappedModel
+    from t2r.pipelines.average import average
     from t2r.pipelines.convert import convert
     from t2r.pipelines.pretrain import pretrain
     from t2r.reporting.inspection import inspect_model as inspect

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -114,9 +114,11 @@ def is_assistant(generation_config: GenerationConfig) -> bool:
 # --- Models by name -----------------------------------------------------------------------------------------
 
 
-def is_causal_language_model(config_class: type) -> bool:
-    """Return whether transformers has a causal language model for this configuration class."""
-    return config_class in AutoModelForCausalLM._model_mapping
+def has_language_model(config_class: Any) -> bool:
+    """Return whether transformers has a causal language model for this configuration class or, for the configuration of
+    an encoder-decoder, a sequence-to-sequence model."""
+    known: Any = AutoModelForSeq2SeqLM if config_class.is_encoder_decoder else AutoModelForCausalLM
+    return config_class in known._model_mapping
 
 
 def build_from_config(model_class: Any, config: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 import gzip
 import lzma
+import sys
+import types
 from collections import Counter
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from tokenizers import processors
 
 from t2r.data.mixture import WeightedSource
-from t2r.data.parallel import PairBlocks, parse_pairs, tokenize_pairs
+from t2r.data.parallel import PairBlocks, find_file, parse_pairs, tokenize_pairs
 from t2r.errors import T2RError
 from t2r.training.order import Order
 from translating import make_tokenizer, write_pairs
@@ -179,3 +181,29 @@ def test_shares_are_shares_of_what_is_read(tmp_path, tokenizer):
     order = Order(blocks, length=4000)
     read = blocks.tokens_of_sources(order.totals())
     assert read[0] / sum(read) == pytest.approx(0.25, abs=0.02)
+
+
+def test_columns_of_a_dataset(tmp_path, monkeypatch):
+    """One dataset has both sides: the same pairs as in files."""
+    source, target = write_pairs(tmp_path, "a", 6)
+    lines = [(tmp_path / f"a.{side}").read_text().splitlines() for side in ("src", "tgt")]
+    (file := tmp_path / "rows.arrow").write_bytes(b"1")
+
+    class Rows(list):
+        cache_files = ({"filename": str(file)},)
+
+    def load_dataset(name, config, split):
+        assert (name, config, split) == ("a/b", "de-en", "train[:1%]")
+        return Rows({"translation": {"en": one, "de": f"{other}\n"}} for one, other in zip(*lines, strict=True))
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    name = "datasets:a/b:de-en:train[:1%]"
+    read = tokenize_pairs(f"{name}@en", f"{name}@de", make_tokenizer(), progress=False)
+    same = tokenize_pairs(source, target, make_tokenizer(), progress=False)
+    assert [[side.tolist() for side in read[i]] for i in range(6)] == [[s.tolist() for s in same[i]] for i in range(6)]
+    (pair,) = parse_pairs(f"{name}@en:2", f"{name}@de")
+    assert (pair.source, pair.weighted.readings) == (f"{name}@en", 2)
+    with pytest.raises(T2RError, match="name the language of this side"):
+        find_file(name)
+    with pytest.raises(T2RError, match="row 0: there is no text in 'fr'"):
+        tokenize_pairs(f"{name}@en", f"{name}@fr", make_tokenizer(), progress=False)

@@ -238,6 +238,38 @@ def test_the_teacher_is_finetuned_on_the_same_tokens():
     assert without == [source for source in mixture if source.source != "wikitext/train"]
 
 
+def test_translation_is_compared_on_the_same_pairs_and_tokens():
+    """A conversion and the finetuned teacher, and every model that is trained on the same pairs."""
+    steps = {step.name: step for step in load_experiment("opus-zh-en").steps}
+
+    def planned(name, default):
+        words = steps[name].words(lambda kind, name: name)
+        flags = ("--set", "--src", "--tgt", "--recipe")
+        values = {flag: [b for a, b in pairwise(words) if a == flag] for flag in flags}
+        plan = load_recipe(*(values["--recipe"] or [default]), values["--set"])
+        return sum(stage.tokens for stage in plan.stages), values["--src"], values["--tgt"]
+
+    tokens, sources, _ = planned("rnn", "distill-mt")
+    assert planned("finetuned", "scratch-mt") == (tokens, sources, ["teacher"])
+    for name in ("larger", "smaller", "causal", "cross", "given"):
+        assert planned(name, "distill-mt")[:2] == (tokens, sources)
+    scratch = {step.name: step.words(lambda kind, name: name) for step in load_experiment("en-de-scratch").steps}
+    pairs = [[b for a, b in pairwise(scratch[name]) if a in ("--src", "--tgt")] for name in ("teacher", "pretrained")]
+    assert pairs[0] == pairs[1]
+    assert [b for a, b in pairwise(scratch["random"]) if a in ("--src", "--tgt")] == pairs[0]
+
+
+def test_tables_of_translations():
+    row = {"model": "opus", "source": "test.zh.xz", "lines": 2001, "beams": 5, "bleu": 19.4, "chrf": 50.0}
+    (table,) = evaluation_tables([row, row | {"model": "rnn", "bleu_difference": -0.4, "chrf_difference": 0.0}])
+    assert table.startswith("| test.zh, 2,001 lines, beam 5 | BLEU | chrF |")
+    assert "| rnn | 19.40 (-0.40) | 50.00 (+0.00) |" in table
+    stages = {"distill": {"bleu": 19.0, "chrf": 49.9, "loss": 2.0, "kl": 0.1}}
+    teacher = {"bleu": 19.4, "chrf": 50.0, "loss": 1.9}
+    table = training_table({"task": "translation", "teacher": teacher, "stages": stages})
+    assert "| after distill | 19.00 | 49.90 | 2.000 | 0.100 |" in table
+
+
 def test_the_list_names_models_and_texts():
     done = CliRunner().invoke(app, ["reproduce", "--list"])
     assert done.exit_code == 0

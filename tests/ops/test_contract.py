@@ -137,6 +137,7 @@ flags = st.booleans()
         state=flags,
         gradients=flags,
         normalized=flags,
+        features=st.just(False),
     )
 )
 def test_auto_finds_a_backend_that_can(request_):

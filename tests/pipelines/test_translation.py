@@ -10,8 +10,9 @@ from transformers import AutoModelForSeq2SeqLM
 
 import t2r
 from t2r.errors import T2RError
-from t2r.generation.translation import translate
+from t2r.generation.translation import translate, write_translations
 from t2r.pipelines.convert import convert, summary
+from t2r.tasks import translation
 from t2r.training import session as sessions
 from t2r.training.order import Order
 from t2r.training.trainer import StageTrainer
@@ -126,10 +127,18 @@ def test_resumed_is_as_if_it_had_not_been_stopped(world, tmp_path, monkeypatch):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_teacher_translates_the_sources(world, tmp_path):
+def test_the_teacher_translates_the_sources(world, tmp_path, monkeypatch):
     out = tmp_path / "out"
     both = [str(world / "train.src"), f"{world / 'more.src'}:2"]
-    results = run(world, out, source=both, target=[str(world / "train.tgt"), "teacher"])
+    given = {}
+
+    def watched(*args, **options):
+        given.update(options)
+        return write_translations(*args, **options)
+
+    monkeypatch.setattr(translation, "write_translations", watched)
+    results = run(world, out, source=both, target=[str(world / "train.tgt"), "teacher"], teacher_beams=1)
+    assert given["beams"] == 1  # evaluation has five
     assert [entry["target"] for entry in results["mixture"]] == [str(world / "train.tgt"), "teacher"]
     assert "`more.src` with translations by the base model (2 readings)" in (out / "README.md").read_text()
     (written,) = (tmp_path / "cache" / "translations").glob("*.txt")

@@ -81,9 +81,9 @@ def test_paper_recipes_match_the_paper(name, paper, swap):
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
         *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "noise", "noise_from", "lora_rank"),
-        "label_smoothing",
+        *("label_smoothing", "average"),
     }
-    assert stage.label_smoothing == 0
+    assert (stage.label_smoothing, stage.average) == (0, 1)
     assert all(effective[name] is None for name in ("tokens", "epochs", "minutes", "device_tokens"))
     assert stage.map_learning_rate is None
 
@@ -105,6 +105,7 @@ PAPER_MT = {
     "warmup_init": 1e-7,
     "warmup_steps": 4_000,
     "learning_rate": 2e-4,
+    "average": 5,  # "the parameters from the last five epochs were again averaged"
 }
 SCRATCH_MT = PAPER_MT | {"steps": 30_000, "learning_rate": 5e-4}
 PAPER_MT_SWAP = {"feature_map": "t2r", "feature_size": 4, "cross_feature_size": 32, "init": "paper"}
@@ -271,7 +272,7 @@ def test_the_default_transfers_and_then_distills():
     assert (recipe.swap["feature_map"], recipe.swap["activation"]) == ("t2r", "softmax")
     assert shipped_recipes() == [
         *("distill-lm", "distill-mt", "finetune-lm", "finetune-mt", "paper-lm", "paper-lm-scratch", "paper-mt"),
-        *("paper-mt-scratch", "scratch-lm"),
+        *("paper-mt-scratch", "scratch-lm", "scratch-mt"),
     ]
 
 
@@ -447,6 +448,43 @@ def test_shipped_presets(name):
     assert all(stage.objective == "task" for stage in preset.plan().stages)
 
 
+# Typed from the appendix's table of hyperparameters for translation, random initialization.
+PAPER_MARIAN = {
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "encoder_attention_heads": 16,
+    "decoder_attention_heads": 16,
+    "d_model": 1024,
+    "encoder_ffn_dim": 4096,
+    "decoder_ffn_dim": 4096,
+    "max_position_embeddings": 1024,
+    "dropout": 0.3,
+    "activation_function": "relu",  # fairseq's defaults from here on
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "scale_embedding": True,
+    "share_encoder_decoder_embeddings": True,
+    "tie_word_embeddings": True,
+}
+
+
+def test_the_papers_translation_model_is_the_paper():
+    """Also the rest of its configuration: Marian has no norm before a sublayer, and sinusoidal positions."""
+    preset = load_preset("marian-large-paper")
+    tokenizer = word_tokenizer(["a", "b", "c"])
+    config = preset.make_config(tokenizer)
+    assert {name: getattr(config, name) for name in PAPER_MARIAN} == PAPER_MARIAN
+    assert config.decoder_start_token_id == tokenizer.pad_token_id
+    assert config.forced_eos_token_id == tokenizer.eos_token_id
+    assert preset.plan() == load_recipe("paper-mt-scratch")
+    assert not preset.separate
+    assert load_preset("marian-large-paper", ["share_encoder_decoder_embeddings=false"]).separate
+    with pytest.raises(T2RError, match="the tokenizer has one vocabulary and the model two"):
+        load_preset("marian-tiny", ["share_encoder_decoder_embeddings=false"]).make_config(tokenizer)
+
+
 def test_where_presets_are_found(tmp_path):
     import yaml
 
@@ -485,7 +523,8 @@ TOKENIZER = "tokenizer: {kind: bpe, vocab_size: 300}\n"
         ("model: {model_type: gpt7}\n" + TOKENIZER, "transformers has no model_type 'gpt7'"),
         ("model: {n_embd: 3}\n" + TOKENIZER, "transformers has no model_type"),
         ("model: {model_type: vit}\n" + TOKENIZER, "vit is not a causal language model"),
-        ("model: {model_type: bart}\n" + TOKENIZER, "bart is not a causal language model"),
+        ("model: {model_type: speech_to_text}\n" + TOKENIZER, "speech_to_text is not a causal language model"),
+        ("model: {model_type: marian}\ntokenizer: {kind: word}", "must be of kind bpe"),
         ("model: {model_type: gpt2, n_layers: 3}\n" + TOKENIZER, "gpt2 has no field n_layers"),
     ],
 )

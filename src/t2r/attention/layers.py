@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from t2r.errors import T2RError
-from t2r.ops import State, absorb, linear_attention, step
+from t2r.ops import Features, State, absorb, linear_attention, step
 
 
 class Added(NamedTuple):
@@ -52,18 +52,24 @@ class RecurrentLayer(CacheLayerMixin):
         starts: Tensor | None,
         decay: Tensor | None,
         signed: bool,
+        features: Features | None = None,
     ) -> Tensor:
-        """Process one or more tokens: return their outputs and advance the state."""
+        """Process one or more tokens: return their outputs and advance the state. For `features` see `ops.step`."""
         state, time = self.state, phi_k.shape[2]
         if state is not None and state.s.device != phi_q.device:
             state = state.map(lambda x: x.to(phi_q.device))
         how: dict[str, Any] = {"mask": mask, "decay": decay, "signed": signed}
         if time == 1 and state is not None and starts is None:
-            out, state = step(phi_q, phi_k, v, state, inplace=self.may_overwrite(state), **how)
+            out, state = step(phi_q, phi_k, v, state, inplace=self.may_overwrite(state), features=features, **how)
         else:
             out, state = linear_attention(phi_q, phi_k, v, state=state, starts=starts, **how)
         self.store(state, time, Added(phi_k, v, mask, decay))
         return out
+
+    def can_step(self, mask: Tensor | None) -> bool:
+        """Return whether `advance` will process one token by `ops.step`, and needs its features for nothing else."""
+        documents = mask is not None and mask.dtype != torch.bool and not self.only_real_tokens
+        return self.state is not None and not documents and not self.record_past
 
     def may_overwrite(self, state: State) -> bool:
         """Return whether a step may update the state in place, which avoids allocations and recompilation.

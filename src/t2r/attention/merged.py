@@ -28,11 +28,19 @@ class MergedProjections(nn.Module):
 
     def queries(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
         assert isinstance(feature_map, AffineMap)
-        return feature_map.activate(self.q(x).unflatten(-1, (-1, feature_map.rows)).transpose(1, 2))
+        return feature_map.activate(self.project_queries(x, feature_map))
 
     def keys(self, x: Tensor, feature_map: FeatureMap) -> Tensor:
         assert isinstance(feature_map, AffineMap)
-        return feature_map.activate_keys(self.k(x).unflatten(-1, (-1, feature_map.key_rows)).transpose(1, 2))
+        return feature_map.activate_keys(self.project_keys(x, feature_map))
+
+    def project_queries(self, x: Tensor, feature_map: AffineMap) -> Tensor:
+        """Compute the outputs of the affine part for queries, `[batch, heads, time, rows]`."""
+        return self.q(x).unflatten(-1, (-1, feature_map.rows)).transpose(1, 2)
+
+    def project_keys(self, x: Tensor, feature_map: AffineMap) -> Tensor:
+        """Compute the outputs of the affine part for keys, `[batch, key_heads, time, key_rows]`."""
+        return self.k(x).unflatten(-1, (-1, feature_map.key_rows)).transpose(1, 2)
 
 
 class Mergeable(Recurrence):
@@ -65,9 +73,12 @@ class Mergeable(Recurrence):
 
     def attend_merged(self, x: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
         """Compute causal self attention from merged projections, `[batch, heads, time, head_dim]`."""
-        assert self.merged is not None
-        phi_q, phi_k = self.merged.queries(x, self.feature_map), self.merged.keys(x, self.feature_map)
-        return self.advance(phi_q, phi_k, self.values(x), mask, layer)
+        assert self.merged is not None and isinstance(self.feature_map, AffineMap)
+        q, k = self.merged.project_queries(x, self.feature_map), self.merged.project_keys(x, self.feature_map)
+        v = self.values(x)
+        if (features := self.fused(q, v, mask, layer)) is None:
+            q, k = self.feature_map.activate(q), self.feature_map.activate_keys(k)
+        return self.advance(q, k, v, mask, layer, features)
 
     def become_merged(self) -> None:
         """Replace the projections of queries and keys, and the affine part of the map, by new merged projections."""

@@ -47,12 +47,30 @@ class Recurrence(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float) -> Tensor:
         """Compute causal attention of new tokens, from the state of the cache: `[batch, heads, time, head_dim]`."""
-        phi_q, phi_k = self.feature_map(q * scaling, k)
-        return self.advance(phi_q, phi_k, v, mask, layer)
+        if (features := self.fused(q, v, mask, layer, scaling)) is None:
+            q, k = self.feature_map(q * scaling, k)
+        return self.advance(q, k, v, mask, layer, features)
 
-    def advance(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
-        """Compute the outputs of one or more tokens. With a cache layer, start from its state and advance it."""
-        v = self.spread(v)
+    def fused(self, q: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float = 1.0) -> ops.Features | None:
+        """Return how the kernel of a decoding step computes the features. None: they are computed before it."""
+        if q.shape[2] > 1 or not isinstance(layer, RecurrentLayer) or not layer.can_step(mask):
+            return None
+        if not ops.computes_features(q, v, self.feature_map.feature_size):
+            return None
+        return self.feature_map.step_features(scaling)
+
+    def advance(
+        self,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        layer: Any,
+        features: ops.Features | None = None,
+    ) -> Tensor:
+        """Compute the outputs of one or more tokens. With a cache layer, start from its state and advance it.
+
+        With `features`, queries and keys are the inputs of the feature map."""
         recurrent = isinstance(layer, RecurrentLayer)
         if recurrent and layer.only_real_tokens:
             mask = None
@@ -63,6 +81,9 @@ class Recurrence(nn.Module):
             "decay": self.feature_map.decay,
             "signed": self.feature_map.signed,
         }
+        if features is not None:
+            return layer.advance(phi_q, phi_k, v, **how, features=features)
+        v = self.spread(v)
         if recurrent:
             return layer.advance(phi_q, phi_k, v, **how)
         out, _ = ops.linear_attention(phi_q, phi_k, v, **how)

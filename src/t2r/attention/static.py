@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from t2r.attention.cache import T2RCache
 from t2r.attention.layers import RecurrentLayer, fill_layer, layer_tensors
 from t2r.errors import T2RError
-from t2r.ops import State, linear_attention, step
+from t2r.ops import Features, State, linear_attention, step
 
 
 class StaticRecurrentLayer(RecurrentLayer):
@@ -47,10 +47,11 @@ class StaticRecurrentLayer(RecurrentLayer):
         starts: Tensor | None,
         decay: Tensor | None,
         signed: bool,
+        features: Features | None = None,
     ) -> Tensor:
         how: dict[str, Any] = {"mask": mask, "decay": decay, "signed": signed}
         if phi_k.shape[2] == 1 and starts is None:
-            out, _ = step(phi_q, phi_k, v, self.state, inplace=True, **how)
+            out, _ = step(phi_q, phi_k, v, self.state, inplace=True, features=features, **how)
             self.count(1)
         else:
             out, state = linear_attention(phi_q, phi_k, v, state=self.state, starts=starts, **how)

@@ -11,7 +11,20 @@ from typing import Annotated
 import typer
 
 from t2r import __version__
-from t2r.cli import bench, convert, evaluate, generate, import_, info, inspect, merge, pretrain, reproduce, swap
+from t2r.cli import (
+    average,
+    bench,
+    convert,
+    evaluate,
+    generate,
+    import_,
+    info,
+    inspect,
+    merge,
+    pretrain,
+    reproduce,
+    swap,
+)
 from t2r.cli.stages import ShowsRecipe
 from t2r.errors import T2RError
 
@@ -26,6 +39,7 @@ app.command(cls=ShowsRecipe)(convert.convert)
 app.command()(pretrain.pretrain)
 app.command()(swap.swap)
 app.command()(merge.merge)
+app.command()(average.average)
 app.command()(inspect.inspect)
 app.command()(generate.generate)
 app.command()(evaluate.evaluate)

@@ -61,6 +61,23 @@ Set = Annotated[
     typer.Option("--set", help="Override the recipe: stage.field=value, or field=value for all stages. Repeatable."),
 ]
 Valid = Annotated[str | None, typer.Option(help="Text to measure perplexity on, before and after training.")]
+Src = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="File of source sentences for an encoder-decoder, one per line; with a weight as for --train. Repeatable."
+    ),
+]
+TeacherBeams = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=1000,
+        help="Beams of the search for `--tgt teacher`. 1: greedy, several times as fast. [default: 5]",
+        show_default=False,
+    ),
+]
+ValidSrc = Annotated[str | None, typer.Option(help="Source sentences to measure BLEU on.")]
+ValidTgt = Annotated[str | None, typer.Option(help="References of --valid-src.")]
 Documents = Annotated[bool, typer.Option(help="Attention does not cross document boundaries inside a block.")]
 ReportTo = Annotated[str, typer.Option(help="none, tensorboard (in OUT.logs) or wandb.")]
 Bf16 = Annotated[bool | None, flag(RUN["bf16"], "--bf16/--no-bf16")]

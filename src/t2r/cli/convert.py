@@ -22,8 +22,12 @@ from t2r.cli.common import (
     RunOut,
     SaveSteps,
     Set,
+    Src,
+    TeacherBeams,
     TrustRemoteCode,
     Valid,
+    ValidSrc,
+    ValidTgt,
     calm,
     flag,
     show_results,
@@ -50,19 +54,14 @@ def convert(
         ),
     ] = None,
     valid: Valid = None,
-    src: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="File of source sentences for an encoder-decoder, one per line; with a weight as for --train. "
-            "Repeatable."
-        ),
-    ] = None,
+    src: Src = None,
     tgt: Annotated[
         list[str] | None,
         typer.Option(help="File of the targets of each --src, or `teacher`: the model translates --src. Repeatable."),
     ] = None,
-    valid_src: Annotated[str | None, typer.Option(help="Source sentences to measure BLEU on.")] = None,
-    valid_tgt: Annotated[str | None, typer.Option(help="References of --valid-src.")] = None,
+    valid_src: ValidSrc = None,
+    valid_tgt: ValidTgt = None,
+    teacher_beams: TeacherBeams = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -125,6 +124,7 @@ def convert(
             target=tgt or None,
             valid_source=valid_src,
             valid_target=valid_tgt,
+            teacher_beams=teacher_beams,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_, recipe),
             minutes=minutes,

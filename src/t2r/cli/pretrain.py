@@ -20,7 +20,11 @@ from t2r.cli.common import (
     RunOut,
     SaveSteps,
     Set,
+    Src,
+    TeacherBeams,
     Valid,
+    ValidSrc,
+    ValidTgt,
     calm,
     flag,
     show_results,
@@ -46,8 +50,8 @@ def pretrain(
         str,
         typer.Argument(
             help="A preset (gpt2-tiny, gpt2-novels, adaptive-lm-tiny, adaptive-lm-small, adaptive-lm-medium, "
-            "adaptive-lm-wiki, adaptive-lm-paper), a YAML file in the same format, or a model folder, whose "
-            "configuration is used."
+            "adaptive-lm-wiki, adaptive-lm-paper; for translation marian-tiny, marian-small, marian-large-paper), a "
+            "YAML file in the same format, or a model folder, whose configuration is used."
         ),
     ],
     out: RunOut,
@@ -61,9 +65,23 @@ def pretrain(
         ),
     ] = None,
     valid: Valid = None,
+    src: Src = None,
+    tgt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="File of the targets of each --src; with --continued also `teacher`: the model translates --src "
+            "before it is trained. Repeatable."
+        ),
+    ] = None,
+    valid_src: ValidSrc = None,
+    valid_tgt: ValidTgt = None,
+    teacher_beams: TeacherBeams = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help="The name of a shipped recipe, or a YAML file. [default: the preset's, or scratch-lm]"),
+        typer.Option(
+            help="The name of a shipped recipe, or a YAML file. [default: the preset's, or scratch-lm, with --src "
+            "scratch-mt]"
+        ),
     ] = None,
     set_: Set = None,
     model_set: Annotated[
@@ -94,7 +112,7 @@ def pretrain(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a language model from random weights.
+    """Train a language model or a translation model from random weights.
 
     Trains a teacher or a baseline, and its tokenizer. The attention is softmax, unless --feature-map or another option
     of the swap is given.
@@ -105,8 +123,11 @@ def pretrain(
     t2r pretrain gpt2-tiny rnn --train corpus.txt --feature-map elu       recurrent from the start
     t2r pretrain gpt2-tiny wide --train corpus.txt --model-set n_embd=128 --set steps=1000
     t2r pretrain smollm2 more --continued --recipe scratch-lm --train corpus.txt --set steps=1000
+    t2r pretrain marian-small mt --src train.en --tgt train.de --valid-src dev.en --valid-tgt dev.de   report BLEU
+    t2r pretrain marian-small mt --src train.zh --tgt train.en --model-set share_encoder_decoder_embeddings=false
 
-    An interrupted run is resumed by the same command.
+    With --src the preset is an encoder-decoder. Its tokenizer is one BPE for both languages, or one for each if the
+    embeddings are not shared. An interrupted run is resumed by the same command.
     """
     from t2r.pipelines.pretrain import pretrain as run
     from t2r.pipelines.pretrain import summary
@@ -119,6 +140,11 @@ def pretrain(
             out,
             train=train or None,
             valid=valid,
+            source=src or None,
+            target=tgt or None,
+            valid_source=valid_src,
+            valid_target=valid_tgt,
+            teacher_beams=teacher_beams,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_),
             model_overrides=model_set or [],

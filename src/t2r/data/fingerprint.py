@@ -39,13 +39,19 @@ def of_file(path: Path) -> list[Any]:
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the fingerprint of everything that affects tokenization."""
     if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend: Any = json.loads(tokenizer.backend_tokenizer.to_str())
         # Padding and truncation are those of the last call and do not belong to the tokenizer.
         del backend["padding"], backend["truncation"]
     else:
-        backend = tokenizer.get_vocab()
+        backend = [tokenizer.get_vocab(), getattr(tokenizer, "target_encoder", None), segmentation(tokenizer)]
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return digest([type(tokenizer).__name__, backend, special, tokenizer.chat_template])
+
+
+def segmentation(tokenizer: Any) -> list[str]:
+    """Return hashes of the sentencepiece models of a tokenizer: vocabularies do not determine how text is divided."""
+    files = [tokenizer.vocab_file] if getattr(tokenizer, "vocab_file", None) else getattr(tokenizer, "spm_files", ())
+    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if Path(file).is_file()]
 
 
 def of_model(model: PreTrainedModel) -> str:

@@ -1,4 +1,4 @@
-"""Parallel text from pairs of files, and blocks of pairs of similar length.
+"""Parallel text from pairs of files or columns of a dataset, and blocks of pairs of similar length.
 
 A block holds as many pairs as fit into `block_size` tokens: the number of pairs times the length of the longest, where
 the length of a pair is that of its longer side (as fairseq's `max-tokens`). Pairs are sorted by length, which reduces
@@ -12,12 +12,14 @@ has positions. Nothing is skipped where translations are scored.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate, islice, pairwise, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +38,7 @@ from t2r.data.mixture import (
     readings_of_shares,
 )
 from t2r.data.progress import progress_bar
-from t2r.data.text import FileSource, find_sources
+from t2r.data.text import DatasetSource, FileSource, check_unicode, find_sources
 from t2r.errors import T2RError
 
 logger = logging.getLogger(__name__)
@@ -90,8 +92,64 @@ def as_list(given: Any) -> list[Any]:
     return [given] if isinstance(given, str | Path) else list(given)
 
 
-def find_file(name: str) -> FileSource:
-    """Return the file with this name. Globs and datasets are refused."""
+class LineSource(Protocol):
+    """One side of parallel text: lines in order."""
+
+    @property
+    def path(self) -> Path | str:
+        """The name in messages."""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes to read, in the same units as reported by `read_lines`."""
+
+    def fingerprint(self) -> Any:
+        """Return a value that changes when the text changes."""
+
+    def read_lines(self, report: Any = lambda _: None) -> Iterator[str]:
+        """Yield every line, also empty ones."""
+
+
+@dataclass(frozen=True)
+class DatasetColumn:
+    """`datasets:NAME[:CONFIG][:SPLIT]@LANGUAGE`: one language of a dataset whose rows have a `translation`, such as
+    `{"translation": {"en": ..., "de": ...}}`, or a column with this name."""
+
+    name: str
+
+    @cached_property
+    def dataset(self) -> DatasetSource:
+        return DatasetSource(self.name.rpartition("@")[0])
+
+    @property
+    def path(self) -> str:
+        return self.name
+
+    @property
+    def size(self) -> int:
+        return self.dataset.size
+
+    def fingerprint(self) -> Any:
+        return [self.name, self.dataset.fingerprint()]
+
+    def read_lines(self, report: Any = lambda _: None) -> Iterator[str]:
+        language = self.name.rpartition("@")[2]
+        size, count = self.size, len(self.dataset.rows)
+        for index, row in enumerate(self.dataset.rows):
+            report(size * index // count)
+            text = (row.get("translation") or row).get(language)
+            if not isinstance(text, str):
+                raise T2RError(f"{self.name}, row {index}: there is no text in {language!r}")
+            check_unicode(text, f"{self.name}, row {index}")
+            yield " ".join(text.split())  # a sentence is one line
+
+
+def find_file(name: str) -> LineSource:
+    """Return the file or the column of a dataset with this name. Globs are refused."""
+    if name.startswith("datasets:"):
+        if not re.fullmatch(r"datasets:.+@[\w-]+", name):
+            raise T2RError(f"{name}: name the language of this side, such as {name}@en")
+        return DatasetColumn(name)
     found = find_sources(name)
     if len(found) != 1 or not isinstance(found[0], FileSource):
         raise T2RError(f"{name}: parallel text is read from pairs of files: name one file for each side")
@@ -101,7 +159,7 @@ def find_file(name: str) -> FileSource:
 # --- Tokens -------------------------------------------------------------------------------------------------
 
 
-def read_pairs(source: FileSource, target: FileSource, report: Any = lambda _: None) -> Iterator[tuple[str, str]]:
+def read_pairs(source: LineSource, target: LineSource, report: Any = lambda _: None) -> Iterator[tuple[str, str]]:
     """Yield the lines of both files in pairs. Raises T2RError if the numbers of lines differ."""
     lines = zip_longest(source.read_lines(report), target.read_lines())
     for number, (ours, theirs) in enumerate(lines, 1):
@@ -161,11 +219,17 @@ class ParallelCorpus:
         return number
 
     def __getitem__(self, pair: int) -> Pair:
+        return self.take(np.array([pair]))[0]
+
+    def take(self, pairs: NDArray[np.int64]) -> list[Pair]:
+        """Return several pairs. All their tokens are read at once: one by one takes longer than a training step."""
         sides = []
         for corpus, lengths in ((self.source, self.source_lengths), (self.target, self.target_lengths)):
-            start = int(corpus.starts[pair])
-            sides.append(corpus.read(start, start + int(lengths[pair])))
-        return Pair(*sides)
+            ends = np.cumsum(lengths[pairs])
+            shifts = np.repeat(np.asarray(corpus.starts)[pairs] - ends + lengths[pairs], lengths[pairs])
+            tokens = np.asarray(corpus.tokens)[shifts + np.arange(ends[-1])].astype(np.int64)
+            sides.append(np.split(tokens, ends[:-1]))
+        return [Pair(*sides_) for sides_ in zip(*sides, strict=True)]
 
 
 class Pair(NamedTuple):
@@ -226,13 +290,13 @@ def languages(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def write_pairs(
-    files: tuple[FileSource, FileSource],
+    files: tuple[LineSource, LineSource],
     places: list[Path],
     tokenizer: PreTrainedTokenizerBase,
     as_tokens: bool,
     progress: bool,
 ) -> None:
-    highest = max(tokenizer.get_vocab().values())
+    highest = max(*tokenizer.get_vocab().values(), *getattr(tokenizer, "target_encoder", {}).values())
     dtype = np.dtype(np.uint16 if highest <= np.iinfo(np.uint16).max else np.uint32)
     skipped: list[int] = []
     number = 0
@@ -347,7 +411,13 @@ class PairBlocks(Dataset[list[Pair]]):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> list[Pair]:
-        return [self.corpora[corpus][pair] for corpus, pair in self.blocks[index].tolist()]
+        corpora, pairs = self.blocks[index].T
+        found: list[Any] = [None] * len(pairs)
+        for corpus in np.unique(corpora).tolist():
+            places = np.flatnonzero(corpora == corpus)
+            for place, pair in zip(places.tolist(), self.corpora[corpus].take(pairs[places]), strict=True):
+                found[place] = pair
+        return found
 
     def tokens_of_sources(self, counts: NDArray[np.int64]) -> list[int]:
         """Return the tokens read of each source, given the number of readings of each block."""

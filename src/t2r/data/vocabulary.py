@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -56,15 +57,26 @@ def train_tokenizer(
     """
     check_tokenizer(kind, vocab_size)
     found = find_sources(sources)
-    versions = [source.fingerprint() for source in found]
-    name = fingerprint.digest([FORMAT, tokenizers.__version__, kind, vocab_size, versions])
-    folder = Path(cache_dir or fingerprint.cache_folder("tokenizers")).expanduser() / name
-    if not folder.exists():
+
+    def make(folder: Path) -> None:
         reader = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel()))  # it has no chat template
         texts = whole_lines(read_all(found, reader, False, progress, "reading words"))
         made = train_bpe(texts, vocab_size or 0) if kind == "bpe" else word_tokenizer(frequent_words(texts, vocab_size))
+        made.save_pretrained(folder)
+
+    versions = [source.fingerprint() for source in found]
+    return cached_tokenizer([kind, vocab_size, versions], make, cache_dir)
+
+
+def cached_tokenizer(
+    inputs: list[Any], make: Callable[[Path], None], cache_dir: str | Path | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that was made from these inputs. If there is none yet, `make` saves it in a folder."""
+    name = fingerprint.digest([FORMAT, tokenizers.__version__, *inputs])
+    folder = Path(cache_dir or fingerprint.cache_folder("tokenizers")).expanduser() / name
+    if not folder.exists():
         with whole_folder(str(folder)) as partial:
-            made.save_pretrained(partial)
+            make(Path(partial))
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -68,36 +68,45 @@ TEXTS |= {
     ),
 }
 
-PAIRS = {
-    "en-de": ("newstest2013", "newstest2014", ("europarl3", "suttacentral", "games")),
-    "en-fr": ("newstest2013", "newstest2014", ("suttacentral", "games")),
-    "zh-en": (
-        "newstest2018",
-        "newstest2017",
-        ("msdocs-ht", "softdocs-po", "lctt-opensource", "kubernetes", "games", "mdn"),
-    ),
-}
-"""Language pairs: news for validation, news for the test, and further training text."""
 
-
-def parallel(pair: str, name: str, file: str, source: str) -> dict[str, Text]:
-    """Return both sides of a parallel text."""
+def parallel(pair: str, files: str, source: str, lines: int | None = None, short: str = "") -> dict[str, Text]:
+    """Return both sides of parallel text. `lines` limits the number of lines; the name is then `short`."""
     return {
-        f"mt/{pair}/{name}.{language}": Text((f"mt/{pair}/{file}.{language}",), source) for language in pair.split("-")
+        f"{pair}/{short or Path(files).name}.{language}": Text((f"mt/{pair}/{files}.{language}",), source, lines=lines)
+        for language in pair.split("-")
     }
 
 
-for pair, (valid, test, more) in PAIRS.items():
-    TEXTS |= parallel(pair, "train", "train", f"{pair}: Tatoeba, software and news, one sentence per line")
-    TEXTS |= parallel(pair, "valid", f"valid.{valid}", f"{pair}: {valid} (WMT)")
-    TEXTS |= parallel(pair, "test", f"test.{test}", f"{pair}: {test} (WMT), the paper's test set")
-    for file in more:
-        TEXTS |= parallel(pair, file, f"more/{file}", f"{pair}: further training text, {file}")
-# The English side of Europarl is stored once.
+NEWS = "the WMT test set of this year (statmt.org), one sentence per line"
+TATOEBA = "sentences of Tatoeba (tatoeba.org), held out"
 TEXTS |= {
-    f"mt/en-fr/europarl3.{language}": Text((f"mt/{folder}/more/europarl3.{language}",), "en-fr: Europarl, release 3")
-    for language, folder in (("en", "en-de"), ("fr", "en-fr"))
+    **parallel("zh-en", "train", "75K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
+    **parallel("zh-en", "more/lctt-opensource", "articles about open source, translated by LCTT, 97K pairs"),
+    **parallel("zh-en", "more/msdocs-ht", "Microsoft's documentation, translated by people, 377K pairs"),
+    **parallel("zh-en", "more/lctt-opensource", "the first lines of lctt-opensource", 60_000, "lctt-60k"),
+    **parallel("zh-en", "more/msdocs-ht", "the first lines of msdocs-ht", 40_000, "msdocs-40k"),
+    **parallel("zh-en", "more/games", "free strategy games, 34K pairs"),
+    **parallel("zh-en", "more/softdocs-po", "documentation of Python, Django and others, 99K pairs"),
+    **parallel("zh-en", "more/kubernetes", "documentation of Kubernetes, 43K pairs"),
+    **parallel("zh-en", "more/mdn", "web documentation of MDN, 23K pairs"),
+    **parallel("en-de", "train", "265K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
+    **parallel("en-de", "more/europarl3", "Europarl (statmt.org/europarl), 399K pairs"),
+    **parallel("en-de", "more/suttacentral", "texts of SuttaCentral, 63K pairs"),
+    **parallel("en-de", "more/games", "free strategy games, 13K pairs"),
+    **parallel("en-fr", "train", "279K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
+    **parallel("en-fr", "more/suttacentral", "texts of SuttaCentral, 2K pairs"),
+    **parallel("en-fr", "more/games", "free strategy games, 8K pairs"),
+    # Line by line with the English of en-de, which is stored once.
+    "en-fr/europarl3.en": Text(("mt/en-de/more/europarl3.en",), "Europarl (statmt.org/europarl), 399K pairs"),
+    "en-fr/europarl3.fr": Text(("mt/en-fr/more/europarl3.fr",), "Europarl (statmt.org/europarl), 399K pairs"),
 }
+for _pair, _splits in {
+    "zh-en": ("valid.newstest2018", "test.newstest2017", "valid.tatoeba", "test.tatoeba"),
+    "en-de": ("valid.newstest2013", "test.newstest2014", "valid.tatoeba", "test.tatoeba"),
+    "en-fr": ("valid.newstest2013", "test.newstest2014", "valid.tatoeba", "test.tatoeba"),
+}.items():
+    for _split in _splits:
+        TEXTS |= parallel(_pair, _split, TATOEBA if "tatoeba" in _split else NEWS)
 
 
 def missing(names: Sequence[str], folder: Path | None) -> list[str]:

@@ -163,6 +163,8 @@ def _joined(tables: Iterable[str]) -> list[str]:
 def training_table(result: Mapping[str, Any]) -> str:
     """Return the perplexity of the teacher, of the swapped model, and after each stage."""
     teacher = result.get("teacher")
+    if result.get("task") == "translation":
+        return _translation_training(result)
     rows = [("teacher", teacher), ("swapped, not trained", result.get("swapped")), ("before", result.get("untrained"))]
     rows += [(f"after {name}", scores) for name, scores in result.get("stages", {}).items()]
     base = (teacher or {}).get("perplexity")
@@ -174,9 +176,33 @@ def training_table(result: Mapping[str, Any]) -> str:
     return markdown(("training", "perplexity", "KL to the teacher"), cells)
 
 
+def _translation_training(result: Mapping[str, Any]) -> str:
+    rows = [("teacher", result.get("teacher")), ("swapped, not trained", result.get("swapped"))]
+    rows += [("before", result.get("untrained"))]
+    rows += [(f"after {name}", scores) for name, scores in result.get("stages", {}).items()]
+    columns = (("bleu", 2), ("chrf", 2), ("loss", 3), ("kl", 3))
+    cells = [(name, *(_number(scores.get(key), digits) for key, digits in columns)) for name, scores in rows if scores]
+    return markdown(("training", "BLEU", "chrF", "loss per token", "KL to the teacher"), cells) if cells else ""
+
+
+def _translations(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return BLEU and chrF of each model, and the differences from the first."""
+    text = f"{_short(results[0]['source'])}, {results[0]['lines']:,} lines, beam {results[0]['beams']}"
+    rows = []
+    for result in results:
+        cells = [_name(result)]
+        for key in ("bleu", "chrf"):
+            difference = result.get(f"{key}_difference")
+            cells.append(f"{result[key]:.2f}" + ("" if difference is None else f" ({difference:+.2f})"))
+        rows.append(cells)
+    return markdown((text, "BLEU", "chrF"), rows)
+
+
 def evaluation_tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return tables of perplexity, recall and tasks, with a row for each model and variant."""
     found = []
+    if "bleu" in results[0]:
+        found.append(_translations(results))
     if "perplexity" in results[0]:
         found.append(_quality(results))
     if results[0].get("recall"):

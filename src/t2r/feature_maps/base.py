@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from t2r.errors import T2RError
 from t2r.feature_maps.tensors import affine, full_precision, like_linear
-from t2r.ops import FASTEST_DECAY, State
+from t2r.ops import FASTEST_DECAY, LARGEST_LOG_WEIGHT, Features, State
 from t2r.ops.constants import derived
 
 # Catches typing errors. At 16 times the head size, the state is as large as the keys and values of 8 * head_dim tokens.
@@ -133,6 +133,10 @@ class FeatureMap(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.queries(q), self.keys(k)
 
+    def step_features(self, scaling: float) -> Features | None:
+        """Return how `ops.step` can compute the features itself, from queries without their scale. None: it cannot."""
+        return None
+
     def paces(self) -> dict[nn.Parameter, float]:
         """Return factors of the learning rate for parameters that do not use the common one."""
         return {}
@@ -169,10 +173,6 @@ class FeatureMap(nn.Module):
         )
 
 
-LARGEST_LOG_WEIGHT = 8.0
-"""Key weights are limited to the range exp(-8) to exp(8), which float16 can represent."""
-
-
 class HeadAffine(nn.Module):
     """One affine map per head."""
 
@@ -202,6 +202,8 @@ class AffineMap(FeatureMap):
 
     mergeable = True
     has_bias: ClassVar[bool]
+    activation: str = ""
+    """The name of the function that follows. Empty: it has none."""
 
     def __init__(self, *, init: str, key_weights: bool = False, **common: Any) -> None:
         super().__init__(**common)
@@ -250,6 +252,19 @@ class AffineMap(FeatureMap):
         if self.key_weight is None:
             return weight, bias
         return torch.cat([weight, self.key_weight.weight], dim=1), None if bias is None else F.pad(bias, (0, 1))
+
+    def step_features(self, scaling: float) -> Features | None:
+        if self.activation not in ("relu", "softmax"):
+            return None
+        if not hasattr(self, "key_map"):  # merged: the projections compute the affine part
+            return Features(self.feature_size, self.activation, self.weighs_keys)
+
+        def compute() -> Features:
+            (q_weight, q_bias), (k_weight, k_bias) = self.affine_q(), self.affine_k()
+            q_weight, k_weight = (q_weight * scaling).contiguous(), k_weight.contiguous()
+            return Features(self.feature_size, self.activation, self.weighs_keys, q_weight, q_bias, k_weight, k_bias)
+
+        return derived(self, ("step", scaling), compute)
 
     def drop_affine(self) -> None:
         """Remove the affine part after a merge, when the projections compute its outputs."""

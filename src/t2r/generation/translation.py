@@ -32,8 +32,8 @@ BUCKET = 16
 TOKENS = {"cpu": 4096}
 MANY = 1 << 16
 """Source tokens per batch, times beams: on a CPU, and on an accelerator."""
-CHUNK = 8192
-"""Lines of a file per write."""
+CHUNK = 32768
+"""Lines of a file per write. Many, so that the batches of each bucket of lengths are full."""
 
 
 def translate(

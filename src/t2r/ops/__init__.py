@@ -8,18 +8,30 @@ The three agree up to rounding, however the sequence is split. `contract` define
 selects a backend.
 """
 
-from t2r.ops.common import FASTEST_DECAY, BoundCount, State, Sums, count_bounds, normalize
-from t2r.ops.functional import absorb, linear_attention, look, step
+from t2r.ops.common import (
+    FASTEST_DECAY,
+    LARGEST_LOG_WEIGHT,
+    BoundCount,
+    Features,
+    State,
+    Sums,
+    count_bounds,
+    normalize,
+)
+from t2r.ops.functional import absorb, computes_features, linear_attention, look, step
 from t2r.ops.registry import backends, choose
 
 __all__ = [
     "FASTEST_DECAY",
+    "LARGEST_LOG_WEIGHT",
     "BoundCount",
+    "Features",
     "State",
     "Sums",
     "absorb",
     "backends",
     "choose",
+    "computes_features",
     "count_bounds",
     "linear_attention",
     "look",

@@ -23,6 +23,28 @@ FASTEST_DECAY = 1.0
 the exponents that appear when a chunk of tokens is computed at once."""
 
 
+LARGEST_LOG_WEIGHT = 8.0
+"""Key weights are limited to the range exp(-8) to exp(8), which float16 can represent."""
+
+
+class Features(NamedTuple):
+    """How a step computes the features of its queries and keys: an affine map per head, then an activation.
+
+    Without weights, the inputs of the step are the outputs of the affine maps."""
+
+    size: int
+    activation: str
+    """`relu` or `softmax`."""
+    weighs_keys: bool = False
+    """Whether the last row of the key map is the logarithm of a factor of the key's features."""
+    q_weight: Tensor | None = None
+    """`[heads, size, dim]`"""
+    q_bias: Tensor | None = None
+    k_weight: Tensor | None = None
+    """`[key_heads, size, dim]`, or `size + 1` rows with `weighs_keys`."""
+    k_bias: Tensor | None = None
+
+
 class State(NamedTuple):
     """The recurrent state of linear attention, per key head.
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from t2r.ops.common import State, Sums
+from t2r.ops.common import Features, State, Sums
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = ("parallel", "step", "look")
@@ -36,6 +36,8 @@ class Request(NamedTuple):
     state: bool = False
     gradients: bool = False
     normalized: bool = True
+    features: bool = False
+    """The step also computes the features of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Abilities:
     """Whether the numerator and denominator can be returned without dividing them."""
     gradients: tuple[str, ...] = OPERATIONS
     """The operations that support gradients."""
+    features: bool = False
+    """Whether `step` can compute the features of queries and keys."""
 
     def lacks(self, request: Request) -> str | None:
         """Return what this request needs and the backend does not support, or None."""
@@ -82,6 +86,7 @@ class Abilities:
             (not request.causal, self.noncausal, "non-causal attention"),
             (request.state, self.state, "an initial state"),
             (not request.normalized, self.sums, "unnormalized output (normalized=False)"),
+            (request.features, self.features, "features computed in the step"),
         ):
             if asked and not able:
                 return what
@@ -133,6 +138,7 @@ class Backend(ABC):
         mask: Tensor | None,
         decay: Tensor | None,
         inplace: bool,
+        features: Features | None = None,
     ) -> tuple[Tensor, State]:
         """Process one token. The backend clamps decay rates itself, so that a fused step is a single kernel launch."""
 

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from t2r.errors import T2RError
 from t2r.ops import reference
-from t2r.ops.common import State, Sums, accumulator_dtype, bound_decay, clock, fade
+from t2r.ops.common import Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
 from t2r.ops.contract import Request
-from t2r.ops.registry import select
+from t2r.ops.registry import prefer, select
+
+LARGEST_MAPPED = 256
+"""The largest input of a feature map that a step computes itself."""
 
 
 @overload
@@ -161,24 +164,45 @@ def step(
     decay: Tensor | None = None,
     signed: bool = False,
     inplace: bool = False,
+    features: Features | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, State]:
     """Process one token: add its key and value to the state, then read the state.
 
     Arguments are those of `linear_attention`, with a time dimension of 1. With `inplace`, the given state is updated
     in place and returned. Its memory address then stays fixed, which compiled and captured decoding steps require.
+
+    With `features`, q, k and v are the inputs of a feature map, and the kernel of the step also computes the features.
+    A head of k and v may then serve several key heads. `computes_features` says where this is supported.
     """
     if k.shape[2] != 1 or q.shape[2] != 1:
         raise T2RError(f"step requires exactly one token, got {q.shape[2]} queries and {k.shape[2]} keys")
     if inplace and state is None:
         raise T2RError("step with inplace=True requires a state: pass one, for example State.zeros(k, v)")
+    mask = None if mask is None else mask.bool()
+    if features is not None:
+        if state is None:
+            raise T2RError("step with features requires a state: pass one, for example of FeatureMap.empty_state")
+        request = _request("step", q, k, v, state, decay, signed=signed)
+        chosen = select(request._replace(feature=features.size, features=True), backend)
+        with torch.autocast(q.device.type, enabled=False):
+            return chosen.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace, features=features)
     _check(q, k, v, state, mask, None, True, signed)
     decay = None if decay is None else _checked_decay(decay, k, True)
     chosen = select(_request("step", q, k, v, state, decay, signed=signed), backend)
-    mask = None if mask is None else mask.bool()
     with torch.autocast(q.device.type, enabled=False):
         past = State.zeros(k, v, signed) if state is None else state
         return chosen.step(q, k, v, past, mask=mask, decay=decay, inplace=inplace)
+
+
+def computes_features(q: Tensor, v: Tensor, size: int) -> bool:
+    """Return whether the backend that `auto` selects for a step can compute `size` features per head itself.
+
+    A compiled step computes them outside, where the compiler fuses them with other operations."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[3] > LARGEST_MAPPED:
+        return False
+    request = Request("step", q.device.type, (q.dtype, v.dtype), size, v.shape[3], state=True, features=True)
+    return prefer(request) is not None
 
 
 def _request(

@@ -20,8 +20,9 @@ BACKENDS: dict[str, Backend] = {
     )
 }
 PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton",)}
-"""Backends that `auto` tries first, by device type. If none fits, it uses FALLBACK, which supports every call."""
+"""Backends that `auto` tries first, by device type. If none fits, it uses FALLBACK."""
 FALLBACK = "chunked"
+"""It supports every call except a step that computes features."""
 
 
 def backends() -> dict[str, str | None]:
@@ -36,11 +37,9 @@ def select(request: Request, name: str = "auto") -> Backend:
         T2RError: the named backend does not exist, is not available here, or does not support the request.
     """
     if name == "auto":
-        for candidate in PREFERENCE.get(request.device, ()):
-            backend = BACKENDS[candidate]
-            if backend.abilities.lacks(request) is None and backend.missing() is None:
-                return backend
-        return BACKENDS[FALLBACK]
+        if (preferred := prefer(request)) is not None:
+            return preferred
+        name = FALLBACK
     if name not in BACKENDS:
         raise T2RError(f"unknown backend {name!r}: choose auto or one of {', '.join(BACKENDS)}")
     if (reason := BACKENDS[name].missing()) is not None:
@@ -48,6 +47,12 @@ def select(request: Request, name: str = "auto") -> Backend:
     if (lack := BACKENDS[name].abilities.lacks(request)) is not None:
         raise T2RError(f"backend {name!r} does not support {lack}: choose another backend, or auto")
     return BACKENDS[name]
+
+
+def prefer(request: Request) -> Backend | None:
+    """Return the preferred backend of the device that supports the request, or None."""
+    candidates = (BACKENDS[name] for name in PREFERENCE.get(request.device, ()))
+    return next((x for x in candidates if x.abilities.lacks(request) is None and x.missing() is None), None)
 
 
 def choose(

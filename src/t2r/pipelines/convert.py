@@ -25,6 +25,7 @@ from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
 from t2r.options import refuse_unknown
+from t2r.pipelines.texts import check_texts
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
@@ -53,6 +54,7 @@ def convert(
     target: Sources | None = None,
     valid_source: str | None = None,
     valid_target: str | None = None,
+    teacher_beams: int | None = None,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     minutes: float | None = None,
@@ -93,6 +95,8 @@ def convert(
         target: the file of targets of each source, or `teacher`: the model translates the source (beam search).
         valid_source: source sentences to measure BLEU on, before and after training.
         valid_target: references of `valid_source`.
+        teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
+            times as fast.
         recipe: the name of a shipped recipe or a YAML file. `overrides` are `stage.field=value`. None: `distill-lm`, or
             `distill-mt` with `source`.
         minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
@@ -141,7 +145,7 @@ def convert(
     common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
     task: Task
     if translates:
-        task = Translation(tokens, source, target, valid_source, valid_target, **common)
+        task = Translation(tokens, source, target, valid_source, valid_target, teacher_beams=teacher_beams, **common)
         plan = plan.a_block_at_a_time()
     else:
         texts = plan.train if train is None else train
@@ -205,14 +209,6 @@ def convert(
 def summary(results: dict[str, Any]) -> Table:
     """Return the table of the results, in the order in which they were measured."""
     return as_table(*table_of(results, compared=True))
-
-
-def check_texts(train: Any, valid: Any, documents: bool, pairs: tuple[Any, ...]) -> bool:
-    """Whether this is a translation: parallel text was given, and no other."""
-    translates = any(given is not None for given in pairs)
-    if translates and (train is not None or valid is not None or documents):
-        raise T2RError("give a text (train, valid, documents) or parallel text (source, target), not both")
-    return translates
 
 
 def default_recipe(translates: bool) -> str:

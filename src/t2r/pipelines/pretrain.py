@@ -1,9 +1,10 @@
-"""Trains a language model from random weights, with its tokenizer, as a teacher or a baseline.
+"""Trains a language or translation model from random weights, with its tokenizer, as a teacher or a baseline.
 
 With `continued`, training starts from the weights of a trained model: a baseline for a conversion on the same text."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -13,24 +14,28 @@ from typing import Any
 import torch
 import yaml
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r import __version__
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model, of_tokenizer
 from t2r.data.mixture import Sources, parse_sources
+from t2r.data.parallel import parse_pairs
+from t2r.data.parallel_vocabulary import target_size, train_pair_tokenizer
 from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
-from t2r.hub import choose_device, explained, load_model, load_tokenizer
+from t2r.hub import auto_class, choose_device, explained, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import refuse_unknown
+from t2r.pipelines.texts import check_texts
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
-from t2r.tasks import LanguageModeling
-from t2r.tasks.language_modeling import max_positions
+from t2r.tasks import LanguageModeling, Task, Translation
+from t2r.tasks.base import max_positions
+from t2r.tasks.translation import TEACHER
 from t2r.training import processes
-from t2r.training.arithmetic import without_denormals
+from t2r.training.arithmetic import halve, without_denormals
 from t2r.training.plan import check_report_to, over, within
 from t2r.training.preset import Preset, load_preset, of_folder
 from t2r.training.recipe import Recipe
@@ -48,6 +53,11 @@ def pretrain(
     *,
     train: Sources | None = None,
     valid: str | None = None,
+    source: Sources | None = None,
+    target: Sources | None = None,
+    valid_source: str | None = None,
+    valid_target: str | None = None,
+    teacher_beams: int | None = None,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     model_overrides: Sequence[str] = (),
@@ -68,7 +78,8 @@ def pretrain(
     progress: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train a language model from random weights, and its tokenizer. Returns the results, which are also saved.
+    """Train a language model, or with `source` a translation model, from random weights, and its tokenizer. Returns the
+    results, which are also saved.
 
     An interrupted run is resumed by the same call.
 
@@ -79,6 +90,13 @@ def pretrain(
         train: training text: files, globs, JSONL or `datasets:` names, optionally with weights, as for `convert`. None:
             the recipe's sources.
         valid: text to measure perplexity on, before and after training.
+        source: files of source sentences, one per line, for an encoder-decoder; weights as for `train`.
+        target: the file of targets of each source. With `continued` also `teacher`: the model translates the source
+            before it is trained (beam search).
+        valid_source: source sentences to measure BLEU on, before and after training.
+        valid_target: references of `valid_source`.
+        teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
+            times as fast.
         recipe: a shipped recipe or a YAML file, instead of the preset's. `overrides` are `stage.field=value`.
         model_overrides: `field=value` for the model configuration.
         minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
@@ -89,9 +107,9 @@ def pretrain(
         documents: attention does not cross document boundaries inside a block.
         seed: seed of the weights, the data order, and dropout. The weights are the same on every machine.
         bf16: train in bfloat16. None: on a GPU.
-        compiled: compile layers and losses. None: on a GPU.
+        compiled: compile layers and losses. None: on a GPU, except with `source`, whose batches vary in shape.
         gradient_checkpointing: recompute activations in the backward pass, to save memory.
-        limit: maximum number of windows to evaluate.
+        limit: maximum number of windows or lines to evaluate.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
         report_to: `none`, or an experiment tracker of transformers.
         overwrite: replace an existing model in `out`.
@@ -103,11 +121,18 @@ def pretrain(
     refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
+    translates = check_texts(train, valid, documents, (source, target, valid_source, valid_target))
     if continued and (options or model_overrides or tokenizer is not None):
         raise T2RError("continued training does not change the model: give no tokenizer, model or swap options")
     preset = of_folder(config) if continued else load_preset(config, model_overrides)
     if recipe is not None:
         preset = dataclasses.replace(preset, recipe=recipe)
+    if translates != preset.translates:
+        raise T2RError(
+            f"{preset.name} is an encoder-decoder: give it parallel text (--src, --tgt)"
+            if preset.translates
+            else f"{preset.name} is a language model: train it on text (--train), not on pairs (--src, --tgt)"
+        )
     plan = within(make_plan(preset, overrides), minutes)
     chosen = attention(preset.swap | plan.swap, options, seed)
     place = processes.join(choose_device(device))
@@ -115,16 +140,21 @@ def pretrain(
     settings = Settings(
         seed=seed,
         bf16=on_gpu if bf16 is None else bf16,
-        compiled=on_gpu if compiled is None else compiled,
+        compiled=on_gpu and not translates if compiled is None else compiled,
         gradient_checkpointing=gradient_checkpointing,
         save_steps=save_steps,
         report_to=report_to,
         progress=progress,
     )
-    sources = parse_sources(plan.train if train is None else train)
+    sources = [] if translates else parse_sources(plan.train if train is None else train)
+    pairs = parse_pairs(source, target, for_all=(TEACHER,))
+    by_itself = any(pair.target == TEACHER for pair in pairs)
+    if by_itself and not continued:
+        raise T2RError("a model from random weights has no teacher: name files of targets")
     with caching():
-        texts = [entry.source for entry in sources]
-        tokens = make_tokenizer(preset, config, tokenizer, texts, progress, continued)
+        texts = [*(entry.source for entry in sources), *(pair.source for pair in pairs)]
+        targets = [pair.target for pair in pairs]
+        tokens = make_tokenizer(preset, config, tokenizer, texts, targets, progress, continued)
     shape = preset.make_config(tokens)
     facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
     if continued:
@@ -132,28 +162,27 @@ def pretrain(
         facts["weights"] = of_model(model)
     else:
         model = make_model(shape, chosen, seed)
-    plan = plan.for_positions(max_positions(model))
-    sizes = [stage.block_size for stage in plan.stages]
-    task = LanguageModeling(
-        tokens,
-        sources,
-        valid,
-        documents=documents,
-        limit=limit,
-        longest=max(sizes),  # the model is not trained on longer sequences
-        seed=seed,
-        progress=progress,
-        caching=caching,
-    )
+    common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
+    task: Task
+    if translates:
+        task = Translation(tokens, source, target, valid_source, valid_target, teacher_beams=teacher_beams, **common)
+        plan = plan.a_block_at_a_time()
+        sizes = [stage.block_size for stage in plan.stages]
+    else:
+        plan = plan.for_positions(max_positions(model))
+        sizes = [stage.block_size for stage in plan.stages]
+        # The model is not trained on longer sequences, and so not measured on them.
+        task = LanguageModeling(tokens, sources, valid, documents=documents, longest=max(sizes), **common)
     task.check(model, sizes)
 
     with Session(out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=restart) as session:
         model.to(place)  # type: ignore[arg-type]
-        session.prepare(model)
+        session.prepare(model, author=author_of(model, settings) if by_itself else None)
         results: dict[str, Any] = {
             "task": task.name,
             "parameters": sum(p.numel() for p in model.parameters()),
             "vocabulary": len(tokens),
+            **({"target_vocabulary": target_size(tokens)} if preset.separate else {}),
             "tokens": task.tokens,
             "untrained": session.measure("untrained", model),  # with `continued`, the model before training
             "stages": {},
@@ -200,10 +229,12 @@ def make_tokenizer(
     config: str,
     tokenizer: PreTrainedTokenizerBase | str | None,
     sources: list[str],
+    targets: list[str],
     progress: bool,
     continued: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """Return the given tokenizer, the one in the model folder, or one trained on the text."""
+    """Return the given tokenizer, the one in the model folder, or one trained on the text. `targets` are those of
+    parallel text."""
     if isinstance(tokenizer, str):
         with explained(tokenizer, "the tokenizer of "):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
@@ -214,7 +245,17 @@ def make_tokenizer(
     if tokenizer is not None:
         return tokenizer
     wanted = preset.tokenizer or {"kind": "bpe", "vocab_size": preset.model["vocab_size"]}
+    if preset.translates:
+        return train_pair_tokenizer(sources, targets, wanted["vocab_size"], separate=preset.separate, progress=progress)
     return train_tokenizer(sources, **wanted, progress=progress)
+
+
+def author_of(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
+    """Return a copy of the model that translates, as the teacher of a conversion: the same translations are cached."""
+    author = copy.deepcopy(model).eval().requires_grad_(False)
+    if settings.bf16:
+        halve(author)
+    return author
 
 
 def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int) -> PreTrainedModel:
@@ -222,7 +263,7 @@ def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int) -> P
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+            model: PreTrainedModel = auto_class(shape).from_config(shape, dtype=torch.float32)
         except (ValueError, RuntimeError) as error:
             raise T2RError(f"this configuration of {shape.model_type} is not valid: {error}") from error
     return swap(model, T2RConfig(**options)) if options else model
@@ -239,28 +280,30 @@ def summary(results: dict[str, Any]) -> Table:
 def model_card(
     model: PreTrainedModel, preset: Preset, options: dict[str, Any], results: dict[str, Any], continued: bool
 ) -> str:
-    recurrent = isinstance(model, T2RModel)
+    recurrent, translates = isinstance(model, T2RModel), model.config.is_encoder_decoder
     metadata = {
         "library_name": "t2r" if recurrent else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "translation" if translates else "text-generation",
         "tags": ["t2r", "linear-attention", "rnn"] if recurrent else ["t2r"],
     }
     made = T2RConfig(**options).feature_map if recurrent else SOFTMAX
     start = f"the weights of {preset.name}" if continued else "random initialization"
     needs_us = recurrent or not type(model).__module__.startswith("transformers.")
+    auto = "AutoModelForSeq2SeqLM" if translates else "AutoModelForCausalLM"
     return f"""---
 {yaml.safe_dump(metadata, sort_keys=False).strip()}
 ---
 
 # {preset.name}
 
-A language model ({model.config.model_type}, {made} attention, {results["parameters"]:,} parameters)
+A {"translation" if translates else "language"} model ({model.config.model_type}, {made} attention, \
+{results["parameters"]:,} parameters)
 trained from {start} by t2r {__version__}, on {results["tokens"]:,} tokens with a vocabulary of
 {results["vocabulary"]:,}. See preset.yaml and recipe.yaml.
 
 ```python
-{"import t2r" + chr(10) if needs_us else ""}from transformers import AutoModelForCausalLM
+{"import t2r" + chr(10) if needs_us else ""}from transformers import {auto}
 
-model = AutoModelForCausalLM.from_pretrained("this-folder")
+model = {auto}.from_pretrained("this-folder")
 ```
 """

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data.blocks import IGNORED
@@ -27,6 +27,7 @@ from t2r.data.parallel import (
     read_pairs,
     tokenize_pairs,
 )
+from t2r.data.pieces import warn_of_target_pieces
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation.translation import metrics, score, token_scores
@@ -53,6 +54,7 @@ class Translation(Task):
         valid_source: source sentences to evaluate on.
         valid_target: references of `valid_source`.
         beams: beams of the search, in evaluation and for the teacher's translations.
+        teacher_beams: beams for the teacher's translations, if other than `beams`; 1: greedy search, which is faster.
         length_penalty: length penalty of the beam search.
         limit: maximum number of lines to evaluate.
         seed: seed for grouping pairs of equal length into blocks.
@@ -73,6 +75,7 @@ class Translation(Task):
         valid_target: str | None = None,
         *,
         beams: int = BEAMS,
+        teacher_beams: int | None = None,
         length_penalty: float = LENGTH_PENALTY,
         limit: int | None = None,
         seed: int = 0,
@@ -85,13 +88,15 @@ class Translation(Task):
             raise T2RError("to measure translations, give both a source and a target: --valid-src and --valid-tgt")
         self.valid_source, self.valid_target = valid_source, valid_target
         self.beams, self.length_penalty, self.limit = beams, length_penalty, limit
+        self.teacher_beams = beams if teacher_beams is None else teacher_beams
         self.seed, self.progress, self.caching = seed, progress, caching
         self.corpora: dict[int, ParallelCorpus] = {}
         """By the number of the pair."""
         self.valid: list[tuple[str, str]] = []
         self.valid_lengths: list[int] = []
         self.positions: int | None = None
-        self.vocabulary: int | None = None
+        self.vocabularies: tuple[int, int] | None = None
+        """The numbers of embeddings of sources and of targets."""
         self.pad = 0
         self.shift: Callable[[Tensor], Tensor] = shifted
         self.asked = 0
@@ -105,6 +110,7 @@ class Translation(Task):
             "valid": None if self.valid_source is None else [self.valid_source, self.valid_target],
             "limit": self.limit,
             "beams": self.beams,
+            "teacher_beams": self.teacher_beams,
             "length_penalty": self.length_penalty,
         }
 
@@ -119,9 +125,12 @@ class Translation(Task):
             if pair.target != TEACHER:
                 find_file(pair.target)
         self.positions = max_positions(model)
-        self.vocabulary = model.get_output_embeddings().weight.shape[0]
+        sides: Any = model.get_input_embeddings(), model.get_output_embeddings()
+        self.vocabularies = sides[0].weight.shape[0], sides[1].weight.shape[0]
         self.pad = model.config.pad_token_id or 0
         self.shift = shift_of(model)
+        if self.valid_source is not None or any(pair.target != TEACHER for pair in self.pairs):
+            warn_of_target_pieces(self.tokenizer)
         if self.valid_source is not None and self.valid_target is not None:
             metrics()
             self.valid = self.read_valid(self.valid_source, self.valid_target)
@@ -175,7 +184,7 @@ class Translation(Task):
                     teacher,
                     self.tokenizer,
                     pair.source,
-                    beams=self.beams,
+                    beams=self.teacher_beams,
                     length_penalty=self.length_penalty,
                     progress=self.progress,
                 )
@@ -185,9 +194,8 @@ class Translation(Task):
                 )
         self.blocks.clear()
         for corpus in self.corpora.values():
-            if self.vocabulary is not None:
-                corpus.source.check_vocabulary(self.vocabulary)
-                corpus.target.check_vocabulary(self.vocabulary)
+            for side, size in zip((corpus.source, corpus.target), self.vocabularies or (), strict=False):
+                side.check_vocabulary(size)
         self.dataset(longest).notices()
         return [corpus.key for _, corpus in sorted(self.corpora.items())]
 
@@ -232,7 +240,7 @@ class Translation(Task):
             chosen = by_length[(middle + np.arange(count) - count // 2) % len(by_length)]
             return self.collate([[corpus[int(i)] for i in chosen if corpus.lengths[i] <= (self.positions or 1 << 30)]])
         tokens = min(length, 32)
-        ids = torch.randint(self.vocabulary or 2, (max(1, rows * length // tokens), tokens)).numpy()
+        ids = torch.randint(min(self.vocabularies or (2,)), (max(1, rows * length // tokens), tokens)).numpy()
         return self.collate([[Pair(row, row) for row in ids]])
 
     def told_data(self) -> str:
@@ -261,11 +269,12 @@ class Translation(Task):
     def collate(self, items: Sequence[Sequence[Pair]]) -> dict[str, Tensor]:
         """Collate the pairs of these blocks, padded on the right."""
         pairs = [pair for block in items for pair in block]
-        sources, targets = ([torch.as_tensor(side) for side in sides] for sides in zip(*pairs, strict=True))
-        labels = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
+        sources, targets = zip(*pairs, strict=True)
+        ids, mask = padded(sources, self.pad)
+        labels, _ = padded(targets, IGNORED)
         return {
-            "input_ids": pad_sequence(sources, batch_first=True, padding_value=self.pad),
-            "attention_mask": pad_sequence([torch.ones_like(x) for x in sources], batch_first=True),
+            "input_ids": ids,
+            "attention_mask": mask,
             "decoder_input_ids": self.shift(labels),
             "labels": labels,
         }
@@ -355,6 +364,15 @@ def batched(pairs: Sequence[Pair]) -> Iterable[list[list[Pair]]]:
         batch.append(pair)
     if batch:
         yield [batch]
+
+
+def padded(rows: Sequence[NDArray[np.int64]], padding: int) -> tuple[Tensor, Tensor]:
+    """Return rows of tokens padded on the right, and their mask. Much faster than torch's `pad_sequence`."""
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(mask.shape, padding, dtype=np.int64)
+    ids[mask] = np.concatenate(rows)
+    return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
 
 
 def shift_of(model: Any) -> Callable[[Tensor], Tensor]:

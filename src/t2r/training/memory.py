@@ -13,8 +13,8 @@ FLOAT = 4
 
 
 def states_of(stage: Stage) -> int:
-    """Return the number of optimizer states per weight."""
-    return 1 if stage.optimizer == "nag" else 2
+    """Return the number of optimizer states per weight, and of the sum of an average."""
+    return (1 if stage.optimizer == "nag" else 2) + (stage.average > 1)
 
 
 def weight_bytes(

@@ -101,11 +101,18 @@ class Session:
         self.run.__exit__(kind, error, trace)
 
     def prepare(
-        self, model: PreTrainedModel, teacher: PreTrainedModel | None = None, *, writer: Any = None, scans: bool = False
+        self,
+        model: PreTrainedModel,
+        teacher: PreTrainedModel | None = None,
+        *,
+        author: PreTrainedModel | None = None,
+        writer: Any = None,
+        scans: bool = False,
     ) -> None:
         """Time this machine, log the plan, and prepare the data. The run starts when this returns.
 
         Args:
+            author: the model that generates training data. None: the teacher.
             writer: a function that times the teacher's generation of samples of a given length.
             scans: the sensitivity of the layers will be measured.
         """
@@ -137,7 +144,7 @@ class Session:
             self.restrict(work, self.schedule)
         for line in plan_lines(work, self.schedule, model, teacher, self.settings, self.place, self.minutes):
             logger.info("%s", line)
-        names = self.task.prepare(teacher, max(sizes))
+        names = self.task.prepare(teacher if author is None else author, max(sizes))
         for size in sizes:
             self.task.dataset(size)
         self.run.remember("corpus", lambda: names)

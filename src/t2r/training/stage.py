@@ -127,6 +127,13 @@ class Stage:
         minimum=1,
         maximum=10**6,
     )
+    average: int = option(
+        1,
+        help="Number of points at the end of the stage whose weights are averaged: the ends of the last epochs or, if "
+        "epochs are long, evenly spaced steps in the last quarter of the stage. 1: the last weights.",
+        minimum=1,
+        maximum=1000,
+    )
     lora_rank: int = option(16, help="Rank of the LoRA adapters.", minimum=1, maximum=10**6)
 
     def __post_init__(self) -> None:
@@ -141,6 +148,10 @@ class Stage:
             raise T2RError(f"{where}objective transfer requires train: maps; got {self.train}")
         if self.objective == "distill" and not self.kl_weight and not self.task_weight:
             raise T2RError(f"{where}kl_weight and task_weight are both 0: there is nothing to minimize")
+        if self.average > 1 and self.train == "lora":
+            raise T2RError(
+                f"{where}average is not possible with train: lora: the mean of two adapters is not an adapter"
+            )
         if self.batch_tokens % self.block_size:
             raise T2RError(
                 f"{where}batch_tokens {self.batch_tokens} is not a multiple of block_size {self.block_size}: "

@@ -78,7 +78,12 @@ def run_stage(
             logger.info("resuming from step %s of %s", checkpoint.name.split("-")[1], stage.name)
             if trainer.deadline is not None:
                 trainer.deadline.load(checkpoint)
+            if trainer.average is not None:
+                trainer.average.load(checkpoint)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if trainer.average is not None:
+            trainer.average.finish()
+            logger.info("stage %s: the mean of %d points is the result", stage.name, trainer.average.count)
     if stage.train == "lora":
         model = trained.merge_and_unload()
     done = trainer.state.global_step

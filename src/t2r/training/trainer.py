@@ -32,12 +32,13 @@ from t2r.errors import T2RError
 from t2r.storage import writing
 from t2r.tasks import Task
 from t2r.training import processes
+from t2r.training.averaging import Average, averaging_points
 from t2r.training.capture import CapturedStep
 from t2r.training.checkpoints import last_checkpoint, seal
 from t2r.training.deadline import FASTER, Deadline
 from t2r.training.learner import Learner
 from t2r.training.optimizers import choose_trained, make_optimizer
-from t2r.training.order import Order, collate
+from t2r.training.order import Order, collate, epoch_items
 from t2r.training.recipe import Stage
 
 LEARNED = "learned.safetensors"
@@ -130,6 +131,13 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             callbacks.append(self.deadline)
         if settings.save_steps is None:
             callbacks.append(Clock())
+        self.average: Average | None = None
+        if stage.average > 1:
+            epoch = float(epoch_items(self.order.items)) * stage.block_size / stage.batch_tokens
+            weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            position = float if self.deadline is None else self.deadline.planned_step
+            self.average = Average(weights, averaging_points(steps, stage.average, epoch), position)
+            callbacks.append(self.average)
         super().__init__(
             model=learner,
             args=arguments,
@@ -140,6 +148,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         )
         # FSDP gathers weights only inside a forward, so the head cannot be applied separately.
         learner.whole = bool(self.is_fsdp_enabled)
+        if learner.whole and self.average is not None:
+            raise T2RError(f"stage {stage.name!r}: average is not supported with FSDP: average model folders instead")
         # Both would print logs to stdout, where the results go.
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None:
@@ -218,6 +228,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             if self.is_world_process_zero():
                 if self.deadline is not None:
                     self.deadline.save(folder)
+                if self.average is not None:
+                    self.average.save(folder)
                 seal(folder)
 
     def save_weights(self, folder: Path) -> bool:

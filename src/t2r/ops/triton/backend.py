@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from t2r.ops.chunked import two_products
-from t2r.ops.common import State, Sums, normalize
+from t2r.ops.common import Features, State, Sums, normalize
 from t2r.ops.contract import Abilities, Backend
 from t2r.ops.reference import look as read_state
 from t2r.ops.triton.presence import INSTALLED, INTERPRETED
@@ -20,6 +20,7 @@ class Triton(Backend):
         largest_feature=256,
         largest_value=256,
         gradients=("parallel", "look"),
+        features=True,
     )
 
     def missing(self) -> str | None:
@@ -59,11 +60,12 @@ class Triton(Backend):
         mask: Tensor | None,
         decay: Tensor | None,
         inplace: bool,
+        features: Features | None = None,
     ) -> tuple[Tensor, State]:
         from t2r.ops.triton.decode import step
 
         state = state if inplace else state.map(torch.clone)
-        return step(q, k, v, state, mask, decay), state
+        return step(q, k, v, state, mask, decay, features), state
 
     def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
         return normalize(read_state(q.to(state.s.dtype), state), dtype)

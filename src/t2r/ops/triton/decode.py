@@ -1,11 +1,11 @@
-"""One decoding step in one kernel launch: decay, update and read the state in place."""
+"""One decoding step in one kernel launch: compute features, decay, update and read the state in place."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from t2r.ops.common import State, _counts, safe_denominator
+from t2r.ops.common import Features, State, _counts, safe_denominator
 from t2r.ops.triton.blocks import block, inner, on_device
 from t2r.ops.triton.decode_kernel import decode
 
@@ -19,9 +19,10 @@ def _launch(
     z_abs: Tensor | None,
     mask: Tensor | None,
     decay: Tensor | None,
+    features: Features | None = None,
 ) -> Tensor:
-    batch, heads, _, feature = q.shape
-    key_heads, value = k.shape[1], v.shape[3]
+    batch, heads = q.shape[:2]
+    key_heads, feature, value = s.shape[1:]
     q, k, v = inner(q), inner(k), inner(v)
     out = torch.empty(batch, heads, 1, value, dtype=v.dtype, device=v.device)
     flags = None if mask is None else mask.view(torch.uint8)
@@ -30,18 +31,22 @@ def _launch(
     dens = torch.empty(batch, heads, 1, dtype=torch.float32, device=v.device) if counting else out
     totals = torch.empty_like(dens) if counting else out
     group, rows = heads // key_heads, block(feature, 256)
+    how = Features(feature, "") if features is None else features
+    mapped, dim = how.q_weight is not None, 0 if how.q_weight is None else how.q_weight.shape[2]
     with on_device(q):
         decode[(batch * key_heads,)](
             q, k, v, s, z, z if z_abs is None else z_abs, q if flags is None else flags, q if rates is None else rates,
-            out, dens, totals,
+            out, dens, totals, *(q if x is None else x for x in how[3:]),
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1),
             0 if z_abs is None else z_abs.stride(0), 0 if z_abs is None else z_abs.stride(1),
             out.stride(0), out.stride(1),
             0 if flags is None else flags.stride(0), 0 if rates is None else rates.stride(0),
             key_heads, group, feature, value,
+            dim, feature + how.weighs_keys, key_heads // k.shape[1], key_heads // v.shape[1],
             HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None, COUNT=counting,
-            BF=rows, BV=block(value, max(16, 8192 // rows)), num_warps=4,
+            MAPPED=mapped, HAS_BIAS=how.q_bias is not None, ACTIVATION=how.activation, WEIGHS=how.weighs_keys,
+            BF=rows, BV=block(value, max(16, 8192 // rows)), BD=block(dim, 256), num_warps=4,
         )  # fmt: skip
     if counting:
         safe_denominator(dens, None if z_abs is None else totals)
@@ -76,8 +81,17 @@ def _(
     return v.new_empty(q.shape[0], q.shape[1], 1, v.shape[3])
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, state: State, mask: Tensor | None, decay: Tensor | None) -> Tensor:
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    mask: Tensor | None,
+    decay: Tensor | None,
+    features: Features | None = None,
+) -> Tensor:
     """Process one token and update the state in place. Eager calls skip the dispatch of the custom operator."""
-    run = _traced if torch.compiler.is_compiling() else _launch
-    out: Tensor = run(q, k, v, state.s, state.z, state.z_abs, mask, decay)
-    return out
+    if torch.compiler.is_compiling():
+        traced: Tensor = _traced(q, k, v, state.s, state.z, state.z_abs, mask, decay)
+        return traced
+    return _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features)
