@@ -89,7 +89,8 @@ def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:
     for measured in row.get("measured") or [row]:
         if "perplexity" in measured:
             cell.add(text_name(measured["text"]), measured["perplexity"])
-    cell.add("bleu", row.get("bleu"))
+    for measure in ("bleu", "tokenized_bleu"):
+        cell.add(measure, row.get(measure))
     cell.parameters = row.get("parameters", cell.parameters)
     cell.state = row.get("kept_bytes", cell.state)
 

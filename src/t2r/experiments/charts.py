@@ -28,6 +28,12 @@ from t2r.experiments.tables import figure_file
 
 Line = tuple[list[float], list[float], list[float]]
 """x, y and the spread over seeds of y."""
+SIZES = {
+    "k": "feature size",
+    "cross": "feature size of cross attention",
+    "causal": "feature size of causal attention",
+}
+"""Axes of feature sizes, drawn on a logarithmic scale, and their titles."""
 BENCH = {"tokens_per_second": ("tokens per second", 1.0), "cache_bytes": ("MiB", 2.0**20)}
 
 
@@ -47,13 +53,13 @@ def draw(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str,
                 axes.axhline(value, color="gray", linestyle="--", label=titled(experiment, figure["level"]))
         xlabel, ylabel = names(figure)
         axes.set(title=figure["title"], xlabel=xlabel, ylabel=ylabel)
-        if figure.get("x") == "k" or "bench" in figure:
+        if figure.get("x") in SIZES or "bench" in figure:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
         if "by_distance" in figure or "bench" in figure:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, title=SIZES.get(figure.get("lines", "")))
         canvas.savefig(path, format="svg", metadata={"Date": None})
 
 
@@ -63,8 +69,7 @@ def names(figure: Mapping[str, Any]) -> tuple[str, str]:
         return "distance in tokens", "attention weight"
     if "bench" in figure:
         return "length of source and target", BENCH[figure["bench"]][0]
-    x = {"k": "feature size"}.get(figure["x"], MEASURES.get(figure["x"], figure["x"]))
-    return x, MEASURES[figure["y"]]
+    return SIZES.get(figure["x"], MEASURES.get(figure["x"], figure["x"])), MEASURES[figure["y"]]
 
 
 def lines(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str, Any]) -> dict[str, Line]:

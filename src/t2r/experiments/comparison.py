@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from t2r.experiments.cells import Cell, cells_of_record
+from t2r.experiments.cells import OF_ANALYSIS, Cell, cells_of_record
 from t2r.experiments.experiment import Experiment
 from t2r.experiments.markup import markdown
 
@@ -13,6 +13,7 @@ MEASURES = {
     "valid": "perplexity, valid",
     "test": "perplexity, test",
     "bleu": "BLEU",
+    "tokenized_bleu": "tokenized BLEU",
     "euclidean": "Euclidean distance",
     "jensen_shannon": "Jensen-Shannon divergence",
     "entropy": "entropy",
@@ -53,7 +54,7 @@ def titled(experiment: Experiment, label: str) -> str:
 def shown(cell: Cell, measure: str) -> str:
     """Format a measure: its mean and, with several seeds, its standard deviation."""
     value, spread = cell[measure], cell.spread(measure)
-    digits = 3 if measure in ("euclidean", "jensen_shannon", "entropy") else 2 if value and value < 1000 else 0
+    digits = 3 if measure in OF_ANALYSIS else 2 if value is None or value < 1000 else 0
     return number(value, digits) + ("" if spread is None else f" ± {spread:.{max(digits, 1)}f}")
 
 

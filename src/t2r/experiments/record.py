@@ -32,7 +32,8 @@ def recorded(name: str) -> dict[str, Any] | None:
 
 def joined(experiment: Experiment, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the record of finished steps. Steps made elsewhere or on another day than the last say so themselves."""
-    common = {key: parts[-1].get(key) for key in PROVENANCE} if parts else {}
+    nowhere: dict[str, Any] = {"date": None, "machine": {}, "versions": {}, "commit": None}
+    common = nowhere | {key: parts[-1][key] for key in PROVENANCE if parts and key in parts[-1]}
     head: dict[str, Any] = {"experiment": experiment.name}
     if experiment.scale is not None:
         head["scale"] = experiment.scale
