@@ -206,10 +206,12 @@ def test_the_figures_of_a_grid(tmp_path):
 def test_the_figure_of_a_benchmark(tmp_path):
     report = {"settings": {"batch": 16}, "points": translation(1.0)}
     part = {"name": "translate", "command": "t2r bench translate", "seconds": 1.0, "result": report}
-    record, experiment = record_of("figure-memory", part), load_experiment("figure-memory", "small")
+    decode = {"name": "decode", "command": "t2r bench decode", "seconds": 1.0, "failed": "no reason"}
+    record, experiment = record_of("figure-memory", part, decode), load_experiment("figure-memory", "small")
     (figure,) = experiment.figures
     assert lines(experiment, record, figure)["T2R 32-4"] == ([128, 2048], [1.0, 1.0], [0.0, 0.0])
-    draw(experiment, record, figure, tmp_path / "figure.svg")
+    with_another = record_of("figure-memory", part, decode | {"result": [{"points": []}]})
+    draw(experiment, with_another, figure, tmp_path / "figure.svg")
     (table,) = record_tables(record)
     assert "| T2R 32-4 | 100 | 100 | 1 | 1 |" in table
 

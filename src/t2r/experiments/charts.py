@@ -59,7 +59,8 @@ def draw(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str,
         if "by_distance" in figure or "bench" in figure:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-        axes.legend(frameon=False, title=SIZES.get(figure.get("lines", "")))
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(frameon=False, title=SIZES.get(figure.get("lines", "")))
         canvas.savefig(path, format="svg", metadata={"Date": None})
 
 
@@ -121,7 +122,8 @@ def by_length(record: Mapping[str, Any], figure: Mapping[str, Any]) -> dict[str,
     unit = BENCH[figure["bench"]][1]
     found: dict[str, Line] = {}
     for part in record["steps"]:
-        for point in part.get("result", {}).get("points", ()):
+        report = part.get("result")
+        for point in report["points"] if isinstance(report, dict) and "points" in report else ():
             x, y, spread = found.setdefault(point["model"], ([], [], []))
             x.append(point["length"])
             y.append(point[figure["bench"]] / unit)
