@@ -123,14 +123,15 @@ def _folded(command: str) -> list[str]:
 def record_tables(record: Mapping[str, Any]) -> list[str]:
     """Return the results of every step as Markdown tables, or the table of a grid."""
     found: list[str] = []
-    if "scale" in record and cells_of_record(record):
+    gridded = "scale" in record and bool(cells_of_record(record))
+    if gridded:
         named = of_record(f"{record['experiment']}-{record['scale']}")
         found.append(grid_table(named or Experiment(record["experiment"], record["experiment"], ()), record))
     for part in record["steps"]:
         if "result" not in part:
             continue
         command, kind = (*part["command"].split(), "")[1:3]
-        if "scale" in record and command != "bench":
+        if gridded and command != "bench":
             continue
         if command == "evaluate":
             found += evaluation_tables(part["result"])
