@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from t2r.attention.layers import layer_tensors
 from t2r.attention.static import StaticRecurrentLayer, StaticSourceLayer
+from t2r.generation.engine.norms import available, fused_norms
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
 from t2r.ops.constants import constant_weights
@@ -195,16 +197,16 @@ class DecodeStep:
         self.captured_as = "recording"
         return replay
 
-    def with_constant_weights(self) -> None:
-        """Run the step. Values that depend only on the weights are computed in the first call and reused."""
-        with constant_weights(self.constants):
+    def with_few_kernels(self) -> None:
+        """Run the step. Norms are one kernel each; what depends only on the weights is computed in the first call."""
+        with constant_weights(self.constants), fused_norms(self.model) if available() else nullcontext():
             self.forward()
 
     @torch.no_grad()
     def captured(self) -> Callable[[], None]:
         with NoValues():
             self.forward()
-        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.with_constant_weights
+        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.with_few_kernels
         device = self.tokens.device
         with torch.cuda.device(device):
             stream = torch.cuda.Stream()
