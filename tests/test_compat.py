@@ -26,6 +26,8 @@ PRIVATE = (
     "_load_from_checkpoint",
     "_n_gpu",
     "_prepare_inputs",
+    "_beam_search",
+    "_prefill(",
 )
 DEFINES = {"architectures/adaptive_lm/modeling.py"}
 """Models defined by t2r use the same private names as the models of transformers."""

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -109,6 +116,45 @@ def prompt_length(generation_config: GenerationConfig, model_kwargs: dict[str, A
 def is_assistant(generation_config: GenerationConfig) -> bool:
     """Return whether the model is the assistant in assisted decoding, so that some of its tokens may be rejected."""
     return bool(getattr(generation_config, "is_assistant", False))
+
+
+class BeamSearch(GenerationMixin):
+    """transformers' beam search, which gets logits from methods instead of a model.
+
+    It also takes the place of the cache: beam search asks the cache to reorder its rows."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def first_logits(self) -> Tensor:
+        """Return the logits `[rows, vocabulary]` after the prompts."""
+        raise NotImplementedError
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits after one more token per row, `tokens [rows]`."""
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row `i` continue the sequence of row `beam_idx[i]`."""
+        raise NotImplementedError
+
+    def search(self, ids: Tensor, processors: Any, criteria: Any, generation_config: GenerationConfig) -> Tensor:
+        """Return prompts and continuations. `ids` has a row for each beam."""
+        how: dict[str, Any] = {"past_key_values": self, "use_cache": True}
+        sequences: Any = self._beam_search(ids, processors, criteria, generation_config, **how)  # type: ignore[arg-type,misc]
+        return sequences
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        return SimpleNamespace(logits=self.first_logits()[:, None])
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return {"tokens": input_ids[:, -1]}
+
+    def __call__(self, tokens: Tensor, **kwargs: Any) -> Any:
+        return SimpleNamespace(logits=self.next_logits(tokens)[:, None])
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model_kwargs
 
 
 # --- Models by name -----------------------------------------------------------------------------------------

@@ -135,19 +135,35 @@ def test_invalid_benchmarks_are_refused():
         decoding.run(without_cache, [8], **SHORT)
 
 
-def test_captured_steps_and_a_window_of_the_same_memory():
-    """On a CPU: the converted model with the engine, and the teacher with a window."""
+def test_the_engine_and_a_window_of_the_same_memory():
     models = pair("llama", feature_size=8)
-    report = decoding.run(models, [6, 40], engine=True, window=True, **SHORT)
-    names = [point.model for point in report.points if point.length == 40]
-    assert names[:3] == ["teacher", "RNN", "RNN, engine"]
-    assert names[3].startswith("teacher, window of ")
-    size = int(names[3].rsplit(" ", 1)[1])
-    held = {point.model: point.cache_bytes for point in report.points if point.length == 40}
-    assert held["RNN, engine"] == held["RNN"]
-    per_token = held["teacher"] // 40
-    assert held[names[3]] == size * per_token <= held["RNN"] < (size + 1) * per_token
-    assert set(report.crossovers) == set(names[1:])
+    report = decoding.run(models, [2, 40], engine=True, window=True, **SHORT)
+    last = {point.model: point for point in report.points if point.length == 40}
+    names = list(last)
+    assert names[:4] == ["teacher", "RNN", "teacher, engine", "RNN, engine"]
+    size = int(names[4].removeprefix("teacher, window of "))
+    assert names[5:] == [f"teacher, window of {size}, engine"]
+    per_token = last["teacher"].cache_bytes // 40
+    assert last["RNN, engine"].cache_bytes == last["RNN"].cache_bytes
+    assert last["teacher, engine"].cache_bytes == last["teacher"].cache_bytes
+    assert last[names[4]].cache_bytes == size * per_token <= last["RNN"].cache_bytes < (size + 1) * per_token
+    assert report.references == {
+        "RNN": "teacher",
+        "teacher, engine": "teacher",
+        "RNN, engine": "teacher, engine",
+        names[4]: "teacher",
+        names[5]: "teacher, engine",
+    }
+    assert set(report.crossovers) == set(report.smaller) == set(names[1:])
+    assert 2 < report.smaller["RNN, engine"] < 40
+    assert last["teacher, engine"].bytes_moved == last["teacher"].bytes_moved > last["RNN"].bytes_moved
+    assert last["RNN"].bound == pytest.approx(1e3 * last["RNN"].bytes_moved / report.bandwidth)
+
+
+def test_models_that_the_engine_does_not_support_are_named():
+    report = decoding.run({"teacher": tiny("mistral", torch.float32)}, [6], engine=True, **SHORT)
+    assert [point.model for point in report.points] == ["teacher"]
+    assert "teacher is not measured in the engine: a static cache does not support" in decoding.notes(report)[0]
 
 
 def test_softmax_layers_in_the_engine():
@@ -155,3 +171,33 @@ def test_softmax_layers_in_the_engine():
     report = decoding.run(models, [6, 20], engine=True, **SHORT)
     held = {(p.model, p.length): p.cache_bytes for p in report.points}
     assert held["RNN, engine", 20] > held["RNN, engine", 6]
+
+
+def test_the_engine_alone_does_not_read_the_context():
+    models = pair("llama", feature_size=8)
+    calls = []
+    models["teacher"].register_forward_pre_hook(lambda module, args: calls.append(args))
+    report = decoding.run(models, [6, 20], engine=True, own=False, **SHORT)
+    assert {point.model for point in report.points} == {"teacher, engine", "RNN, engine"}
+    both = decoding.run(models, [6, 20], engine=True, **SHORT)
+    held = {(p.model, p.length): p.cache_bytes for p in both.points}
+    assert all(held[point.model, point.length] == point.cache_bytes for point in report.points)
+    assert report.references == {"RNN, engine": "teacher, engine"}
+    with pytest.raises(T2RError, match="nothing would be measured"):
+        decoding.run(models, [6], own=False)
+
+
+def test_a_model_that_does_not_fit_is_left_out(monkeypatch):
+    measure = decoding.EngineReader.milliseconds
+
+    def limited(self, steps):
+        if self.name == "teacher, engine" and self.length > 6:
+            raise torch.OutOfMemoryError
+        return measure(self, steps)
+
+    monkeypatch.setattr(decoding.EngineReader, "milliseconds", limited)
+    report = decoding.run(pair("llama", feature_size=8), [6, 20, 30], engine=True, own=False, **SHORT)
+    assert report.out_of_memory == {"teacher, engine": 20}
+    assert [p.length for p in report.of("teacher, engine")] == [6]
+    assert [p.length for p in report.of("RNN, engine")] == [6, 20, 30]
+    assert "teacher, engine does not fit into memory at 20 tokens." in decoding.notes(report)

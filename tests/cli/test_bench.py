@@ -26,6 +26,19 @@ def test_decode(tmp_path):
     assert [report["settings"]["batch"] for report in reports] == [1, 2]
 
 
+def test_translate_and_memory(tmp_path):
+    quick, page = ["--repeats", "1", "--device", "cpu"], tmp_path / "page.html"
+    small = ["--shape", "tiny-mt", "--length", "4", "--batch", "1", "--page", str(page)]
+    run = CliRunner().invoke(app, ["bench", "translate", *small, *quick, "--json"], catch_exceptions=False)
+    points = json.loads(run.stdout)["points"]
+    assert [point["model"] for point in points] == ["softmax", "ELU 64-64", "RFA 32-4", "T2R 32-4"]
+    assert "Memory of attention" in page.read_text()
+    small = ["--shape", "tiny-lm", "--context", "32", "--memory", "0.01", "--most", "2", "--steps", "1"]
+    run = CliRunner().invoke(app, ["bench", "memory", *small, *quick], catch_exceptions=False)
+    assert run.exit_code == 0
+    assert "T2R 32: 1.0 times the batch of softmax" in run.stdout
+
+
 def test_train(tmp_path):
     tiny("llama", torch.float32).save_pretrained(tmp_path / "teacher")
     small = ["--batch-tokens", "32", "--block-size", "16", "--repeats", "1", "--device", "cpu", "--feature-size", "8"]

@@ -33,6 +33,9 @@ CASES = {
     "llama recipe kept": ("llama", RECIPE | {"softmax_layers": [1]}),
     "qwen3": ("qwen3", {"rotary": False}),
     "marian": ("marian", {}),
+    "marian kept": ("marian", {"softmax_layers": [0]}),
+    "bart causal": ("bart", {"recurrent": "causal"}),
+    "marian cross": ("marian", {"recurrent": "cross"}),
     "bart": ("bart", {}),
     "t5": ("t5", {}),
 }
@@ -295,7 +298,6 @@ def test_prompts_are_read_in_pieces(pieces, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"num_beams": 2}, "beam search"),
         ({"use_cache": False}, "use_cache"),
         ({"prompt_lookup_num_tokens": 2}, "assisted"),
         ({"cache_implementation": "static"}, "cache_implementation"),
@@ -310,7 +312,7 @@ def test_unsupported_options_fall_back_to_generate(options, reason, caplog):
     assert [record.getMessage() for record in caplog.records if reason in record.getMessage()]
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("marian", "encoder-decoder")])
+@pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("t5", "relative bias")])
 def test_softmax_layers_without_a_static_cache_fall_back_to_generate(model_type, reason, caplog):
     model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, softmax_layers=[0]).eval()
     (prompt,) = prompts([5])
@@ -318,6 +320,32 @@ def test_softmax_layers_without_a_static_cache_fall_back_to_generate(model_type,
         out = Engine(model).generate(prompt, max_new_tokens=4, pad_token_id=PAD)
     assert reason in caplog.text
     assert torch.equal(out, model.generate(prompt, max_new_tokens=4, pad_token_id=PAD))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama recipe kept", "gpt2 signed", "marian"])
+def test_a_state_in_half_precision_is_rounded_after_every_token(case, dtype):
+    """Compare with a loop that rounds the states of a default cache."""
+    model, (prompt,) = swapped(case), prompts([7])
+    engine = Engine(model, state_dtype=dtype)
+    found = engine.attempt(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8).result()
+    cache, tokens, name = model.make_cache(), found[:, :-8], "input_ids"
+    encoded = {}
+    if model.config.is_encoder_decoder:
+        name, encoded = "decoder_input_ids", {"encoder_outputs": model.get_encoder()(prompt)}
+    new = tokens
+    with torch.no_grad():
+        for _ in range(8):
+            out = model(**{name: new}, **encoded, past_key_values=cache, use_cache=True)
+            for layer in (layer for layers in cache.parts().values() for layer in layers if hasattr(layer, "state")):
+                layer.state = layer.state.map(lambda x: x.to(dtype).double())
+            new = out.logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, new], dim=1)
+    assert torch.equal(found, tokens)
+    states = [x for layer in engine.decode.own.layers if hasattr(layer, "state") for x in layer.state if x is not None]
+    assert {x.dtype for x in states} == {dtype}
+    with pytest.raises(T2RError, match="state_dtype"):
+        Engine(model, state_dtype=torch.int8)
 
 
 def test_user_errors():

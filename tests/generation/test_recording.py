@@ -69,3 +69,33 @@ def test_buffers_that_are_refilled_each_time():
         x += 1
         replay()
         assert torch.equal(out, x * torch.tensor([1.0, 2, 2]))
+
+
+def test_small_operations_run_in_one_thread_and_large_ones_in_all():
+    """The number of threads is restored, also after an error."""
+    small, large, out = torch.rand(4), torch.rand(1 << 16), torch.zeros(())
+    seen = []
+
+    def function():
+        out.copy_(small.softmax(-1).sum(-1) + large.exp().sum(-1))
+
+    recording = Recording(function, [small, large], [out])
+    names = {id(run): (not is_many) for run, is_many in zip(recording.calls, recording.large, strict=True)}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        recording()
+        assert torch.get_num_threads() == 3
+        torch.testing.assert_close(out, small.softmax(-1).sum() + large.exp().sum())
+        for run in recording.plans[3]:
+            run()
+            if id(run) in names:
+                seen.append((names[id(run)], torch.get_num_threads()))
+        assert set(seen) == {(True, 1), (False, 3)}
+        torch.set_num_threads(3)
+        recording.plans[3].append(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            recording()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -95,3 +95,33 @@ def test_sizes_beyond_the_kernels_are_refused(size):
 def test_kernels_are_not_imported_before_they_are_used():
     command = "import sys; from t2r import ops; ops.backends(); sys.exit('t2r.ops.triton.math' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0
+
+
+@pytest.mark.parametrize("backend", ["chunked", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_state_stored_in_half_precision(backend, dtype, signed):
+    """A step computes in float32 and rounds the state that it stores."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.rand(2, heads, 5, size, generator=generator).to(DEVICE) for heads, size in ((4, 6), (2, 6), (2, 9))
+    )
+    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool, device=DEVICE)
+    decay = torch.rand(2, 6, generator=generator).to(DEVICE)
+    state = ops.State.zeros(k, v, signed)
+    stored = state.map(lambda x: x.to(dtype))
+    for i in range(5):
+        now = [x[:, :, i : i + 1] for x in (q, k, v)]
+        how = {"mask": mask[:, i : i + 1], "decay": decay, "signed": signed}
+        expected, state = ops.step(*now, state, backend="recurrent", **how)
+        out, same = ops.step(*now, stored, backend=backend, inplace=True, **how)
+        assert same is stored
+        # Triton's interpreter truncates to bfloat16, where a GPU rounds to the nearest.
+        close = 1e-2 if (backend, dtype, DEVICE) == ("triton", torch.bfloat16, "cpu") else 1e-5
+        torch.testing.assert_close(out, expected, atol=close, rtol=close)
+        state = state.map(lambda x: x.to(dtype).float())
+    for own, exact in zip(stored, state, strict=True):
+        if own is not None:
+            torch.testing.assert_close(own.float(), exact, atol=2e-2, rtol=2e-2)  # the last bits may differ
+    with pytest.raises(T2RError, match="the state must have dtype"):
+        ops.step(*now, stored)

@@ -110,6 +110,11 @@ def recurrent_sites(model: nn.Module) -> list[Recurrence]:
     return [m for m in model.modules() if isinstance(m, Recurrence) and hasattr(m, "feature_map")]
 
 
+def computes_exactly(model: nn.Module) -> bool:
+    """Return whether recurrent sites of the model now compute exact attention, in this thread."""
+    return any(mode_of(site) is not None for site in recurrent_sites(model))
+
+
 # --- The mode of a thread -----------------------------------------------------------------------------------
 
 Observer = Callable[[Recurrence, Inputs, Tensor], None]

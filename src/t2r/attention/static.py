@@ -21,10 +21,11 @@ from t2r.attention.cache import T2RCache
 from t2r.attention.layers import RecurrentLayer, fill_layer, layer_tensors
 from t2r.errors import T2RError
 from t2r.ops import Features, State, linear_attention, step
+from t2r.ops.common import accumulator_dtype
 
 
 class StaticRecurrentLayer(RecurrentLayer):
-    """A recurrent layer whose state is allocated at creation.
+    """A recurrent layer whose state is allocated at creation, in float32 or, to save memory, in half precision.
 
     `lengths [rows]` is shared by the layers of a cache, and the layer with `counts` advances it. It is None for cross
     attention, whose state is computed once from the source."""
@@ -54,7 +55,8 @@ class StaticRecurrentLayer(RecurrentLayer):
             out, _ = step(phi_q, phi_k, v, self.state, inplace=True, features=features, **how)
             self.count(1)
         else:
-            out, state = linear_attention(phi_q, phi_k, v, state=self.state, starts=starts, **how)
+            past = self.state.map(lambda x: x.to(accumulator_dtype(phi_q, phi_k, v)))
+            out, state = linear_attention(phi_q, phi_k, v, state=past, starts=starts, **how)
             self.store(state, phi_k.shape[2])
         return out
 
@@ -83,6 +85,13 @@ class StaticRecurrentLayer(RecurrentLayer):
         for own, new in zip(self.state, other.state, strict=True):
             if own is not None:
                 own[row].copy_(new[other_row])
+        self.length, self.is_initialized = max(self.length, other.length), True
+
+    def put_first(self, other: Any, index: Tensor) -> None:
+        """Copy the rows `index` of another layer to the first rows."""
+        for own, new in zip(self.state, other.state, strict=True):
+            if own is not None:
+                own[: len(index)].copy_(new.index_select(0, index))
         self.length, self.is_initialized = max(self.length, other.length), True
 
     def reset(self, rows: Any = slice(None)) -> None:
@@ -160,6 +169,11 @@ class StaticSoftmaxLayer(CacheLayerMixin):
         self.values[row, :, :length].copy_(values)
         self.filled = True
 
+    def put_first(self, other: Any, index: Tensor) -> None:
+        """Copy the rows `index` of another layer to the first rows. There must be no padding."""
+        copy_first(self, other, index)
+        self.filled = True
+
     def reset(self, rows: Any = slice(None)) -> None:
         if rows == slice(None):
             self.filled = False
@@ -167,6 +181,57 @@ class StaticSoftmaxLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for own in (self.keys, self.values):
             own.copy_(own.index_select(0, beam_idx))
+
+
+class StaticSourceLayer(CacheLayerMixin):
+    """Keys and values of the source, for softmax cross attention, in buffers of fixed length.
+
+    They are put into rows after a prefill. A mask over the source marks their valid part."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys: Tensor = keys
+        self.values: Tensor = values
+        self.length = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the buffers are allocated at creation."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise T2RError("the source of a static cache is put into its rows: a step does not read it")
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return int(self.keys.shape[2]), 0
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[2])
+
+    def put_first(self, other: Any, index: Tensor) -> None:
+        copy_first(self, other, index)
+
+    def put(self, row: int, other: Any, other_row: int = 0) -> None:
+        length = other.keys.shape[2]
+        self.keys[row, :, :length].copy_(other.keys[other_row])
+        self.values[row, :, :length].copy_(other.values[other_row])
+
+    def reset(self) -> None:
+        self.length = 0
+
+
+def copy_first(layer: Any, other: Any, index: Tensor) -> None:
+    """Copy keys and values of the rows `index` of another layer to the first rows."""
+    length, size = other.keys.shape[2], layer.keys.shape[2]
+    if length > size:
+        raise T2RError(f"{length} tokens do not fit in a static cache of {size} tokens")
+    for own, new in ((layer.keys, other.keys), (layer.values, other.values)):
+        own[: len(index), :, :length].copy_(new.index_select(0, index))
 
 
 class StaticT2RCache(T2RCache):
@@ -223,6 +288,17 @@ class StaticT2RCache(T2RCache):
             own.put(row, new, other_row, real)
         self.lengths[row] = length
 
+    def put_first(self, other: T2RCache, index: Tensor) -> None:
+        """Copy the sequences `index` of another cache to the first rows, without their padding."""
+        if other.padding is not None and self.kept is not None:  # each row has its own padding to remove
+            for row, other_row in enumerate(index.tolist()):
+                self.put(row, other, other_row)
+            return
+        for own, new in zip(self.layers, other.layers, strict=True):
+            own.put_first(new, index)
+        padding = 0 if other.padding is None else other.padding.tokens.to(index.device)[index]
+        self.lengths[: len(index)] = other.get_seq_length() - padding
+
     def take(self, row: int) -> Any:
         """Return one row as a separate default cache."""
         model: Any = self.model()
@@ -231,6 +307,8 @@ class StaticT2RCache(T2RCache):
             held = {name: x[row : row + 1] for name, x in layer_tensors(own).items()}
             if isinstance(own, StaticSoftmaxLayer):
                 held = {name: x[:, :, :length] for name, x in held.items()}
+            else:  # a separate state is always computed, and stored, in full precision
+                held = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in held.items()}
             fill_layer(layer, {name: x.clone() for name, x in held.items()}, length)
         return new
 

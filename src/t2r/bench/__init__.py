@@ -1,5 +1,5 @@
-"""Benchmarks of speed and memory: `ops` for linear attention, `decoding` and `training` for whole models."""
+"""Benchmarks of speed and memory: `ops` for linear attention, the others for whole models."""
 
-from t2r.bench import decoding, figures, ops, training
+from t2r.bench import decoding, figures, memory, ops, training, translating
 
-__all__ = ["decoding", "figures", "ops", "training"]
+__all__ = ["decoding", "figures", "memory", "ops", "training", "translating"]

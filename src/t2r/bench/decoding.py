@@ -1,8 +1,8 @@
 """Measures time and memory per generated token by context length, for several models.
 
-A model decodes in up to two ways. One is its own forward on one token with its own cache, as `model.generate()` does.
-The other is a step that is captured once, with fixed addresses, and replayed: `t2r.Engine` for a converted model; for a
-softmax model on a GPU, the same with transformers' static cache, which is only as long as the context.
+A model decodes in up to three ways: with its own forward on one token and its own cache, as `model.generate()` does;
+with `t2r.Engine`, for a softmax model over a static cache that is only as long as the context; and, for a softmax model
+on a GPU, with a captured step over transformers' static cache. The engine is compared with the engine.
 
 The context is random tokens, which are read by the model: the time of a step does not depend on their values.
 """
@@ -10,9 +10,10 @@ The context is random tokens, which are read by the model: the time of a step do
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
 
 from t2r.attention.cache import cache_bytes
+from t2r.bench.analytic import bandwidth, step_cost
+from t2r.bench.models import check_alike, feature_sizes, on_the_engine
+from t2r.bench.summary import crossover, from_length
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.evaluation.logits import evaluating
+from t2r.generation.engine.engine import no_static_cache
 from t2r.generation.engine.step import DecodeStep
 from t2r.model.modeling import T2RModel
 from t2r.surgery.adapters import family_of
@@ -61,6 +66,12 @@ class Point:
     """Bytes for the whole batch, before the step."""
     spread: float = 0.0
     """Difference between the slowest and the fastest round, relative to the median."""
+    operations: int | None = None
+    """Operations of a step for the whole batch, computed from the sizes of the model (see `t2r.bench.analytic`)."""
+    bytes_moved: int | None = None
+    """Bytes that a step must read and write, likewise."""
+    bound: float | None = None
+    """Milliseconds that this takes at the measured bandwidth of the memory: a step cannot be faster."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +80,23 @@ class Report:
     points: list[Point]
     """Ordered by length, then by model."""
     crossovers: dict[str, float | None]
-    """The length from which each other model is faster than the first one (see `crossover`)."""
+    """The length from which each other model is faster than its reference (see `crossover`): the first model, decoded
+    in the same way if that was measured."""
     extended: list[str]
     """Models with fewer positions than required, whose position embeddings were repeated. Their times and memory are
     valid, but their output would not be meaningful."""
+    references: dict[str, str] = field(default_factory=dict)
+    """The reference of each other model."""
+    smaller: dict[str, float | None] = field(default_factory=dict)
+    """The length from which the cache of each other model is smaller than that of its reference."""
+    without_engine: dict[str, str] = field(default_factory=dict)
+    """Models that the engine does not support, with the reason."""
+    out_of_memory: dict[str, int] = field(default_factory=dict)
+    """Models that did not fit into memory, with the length."""
+    bandwidth: float | None = None
+    """Bytes per second of a copy in memory, as measured."""
+    features: dict[str, list[int] | None] = field(default_factory=dict)
+    """Feature sizes, from the largest; None for models with softmax layers."""
 
     def of(self, model: str) -> list[Point]:
         return [point for point in self.points if point.model == model]
@@ -88,6 +112,8 @@ def run(
     engine: bool = False,
     compiled: bool = False,
     window: bool = False,
+    own: bool = True,
+    state_dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
@@ -97,10 +123,13 @@ def run(
     the machine affects all of them.
 
     Args:
-        engine: also measure each model with captured steps; a softmax model on a GPU only.
+        engine: also measure each model in the engine and, on a GPU, captured steps of softmax models.
         compiled: compile captured steps with torch.compile.
         window: also measure the first model with an attention window whose keys and values take as many bytes as the
             smallest state of the others.
+        own: measure the forward of each model itself. If false, only the engine is measured, and the context is not
+            read, which needs less memory and time: a step takes the same time for any values in the cache.
+        state_dtype: the dtype in which the engine stores states, if not float32.
         progress: called with a line for each step of the benchmark.
     """
     lengths = sorted(set(lengths))
@@ -109,52 +138,71 @@ def run(
     for name, number in (("length", lengths[0]), ("batch", batch), ("steps", steps), ("repeats", repeats)):
         if number < 1:
             raise T2RError(f"{name} must be at least 1, got {number}")
-    first = next(iter(models.values()))
     for name, model in models.items():
         refuse_seq2seq(model.config, name)
-        if (model.dtype, model.device) != (first.dtype, first.device):
-            raise T2RError(
-                f"{name} is {model.dtype} on {model.device}, but the first model is {first.dtype} on {first.device}: "
-                "use one dtype and one device for all models"
-            )
+    check_alike(models)
+    first = next(iter(models.values()))
     tell = progress or (lambda line: None)
     ready = {name: with_positions(model, lengths[-1] + 1 + steps) for name, model in models.items()}
-    readers = [Reader(name, model, batch, seed) for name, model in ready.items()]
-    if engine:
-        readers += [
-            (EngineReader if isinstance(reader.model, T2RModel) else CapturedReader)(reader, compiled)
-            for reader in list(readers)
-            if isinstance(reader.model, T2RModel) or reader.model.device.type == "cuda"
-        ]
-    points = []
+    if not own and not engine:
+        raise T2RError("nothing would be measured: neither the models' own forward nor the engine")
+    plain = [Reader(name, model, batch, seed) for name, model in ready.items()]
+    without: dict[str, str] = {}
+    full: dict[str, int] = {}
+    points: list[Point] = []
     with evaluating(*ready.values()):
-        if window and len(readers) > 1:
-            readers += windowed(readers, engine and first.device.type == "cuda", compiled)
+        narrow = windowed(plain) if window else None
+        readers = (plain if own else []) + (captured(plain, compiled, without, own, state_dtype) if engine else [])
+        if narrow is not None:
+            readers += ([narrow] if own else []) + (
+                captured([narrow], compiled, {}, own, state_dtype) if engine else []
+            )
+        if not readers:
+            raise T2RError(f"the engine does not support {', '.join(without)}: {next(iter(without.values()))}")
+        names, speed = [reader.name for reader in readers], bandwidth(first.device)
         for length in lengths:
-            for reader in readers:
-                tell(f"{reader.name}: reading {length:,} tokens")
-                reader.read_until(length)
-            tell(f"decoding after {length:,} tokens")
-            rounds = [[reader.milliseconds(steps) for reader in readers] for _ in range(1 + repeats)]
-            times = zip(*rounds[1:], strict=True)  # the first round is a warm-up
-            for reader, own in zip(readers, times, strict=True):
-                each = median(own)
-                spread = (max(own) - min(own)) / each
-                held = reader.held_bytes()
-                points.append(Point(reader.name, length, each, 1e3 * batch / each, held, spread))
-
-    def times_of(name: str) -> list[float]:
-        return [point.milliseconds for point in points if point.model == name]
-
-    reference, *others = [reader.name for reader in readers]
-    return Report(
+            times: dict[str, list[float]] = {reader.name: [] for reader in readers}
+            for round_ in range(1 + repeats):  # the first round is a warm-up
+                tell(f"decoding after {length:,} tokens, round {round_}")
+                for reader in list(readers):
+                    try:
+                        reader.read_until(length)
+                        times[reader.name].append(reader.milliseconds(steps))
+                    except torch.OutOfMemoryError:
+                        full[reader.name] = length
+                        readers.remove(reader)
+                        reader.free()
+            points += [reader.point(length, times[reader.name][1:], speed) for reader in readers]
+    report = Report(
         Settings(
             batch, steps, repeats, str(first.dtype).removeprefix("torch."), str(first.device), torch.get_num_threads()
         ),
         points,
-        {name: crossover(lengths, times_of(reference), times_of(name)) for name in others},
+        {},
         [name for name, model in models.items() if ready[name] is not model],
+        without_engine=without,
+        out_of_memory=full,
+        bandwidth=speed,
+        features={reader.name: feature_sizes(reader.model) for reader in readers},
     )
+    compare(report, [name for name in names if report.of(name)])
+    return report
+
+
+def compare(report: Report, names: Sequence[str]) -> None:
+    """Add from which length on each model is faster and smaller than its reference."""
+    first, *others = names
+    for name in others:
+        like = f"{first}, engine"
+        reference = like if name.endswith(", engine") and name != like and like in names else first
+        pairs = [(a, b) for a in report.of(reference) for b in report.of(name) if a.length == b.length]
+        if not pairs:
+            continue
+        base, own = (list(side) for side in zip(*pairs, strict=True))
+        lengths = [point.length for point in own]
+        report.references[name] = reference
+        report.crossovers[name] = crossover(lengths, [p.milliseconds for p in base], [p.milliseconds for p in own])
+        report.smaller[name] = crossover(lengths, [p.cache_bytes for p in base], [p.cache_bytes for p in own])
 
 
 class Reader:
@@ -185,6 +233,27 @@ class Reader:
     def held_bytes(self) -> int:
         return cache_bytes(self.cache)
 
+    def free(self) -> None:
+        """Free the memory of the cache. The reader cannot be used after this."""
+        self.cache = None
+        gc.collect()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def point(self, length: int, times: Sequence[float], speed: float) -> Point:
+        """Return the measurements from the times of all rounds."""
+        each = median(times)
+        spread = (max(times) - min(times)) / each
+        try:
+            cost = step_cost(self.model, self.length)
+        except T2RError:  # an unknown family
+            cost = None
+        limits: tuple[Any, ...] = (None, None, None)
+        if cost is not None:
+            moved = cost.moved(self.batch)
+            limits = (cost.operations * self.batch, moved, 1e3 * moved / speed)
+        return Point(self.name, length, each, 1e3 * self.batch / each, self.held_bytes(), spread, *limits)
+
     def milliseconds(self, steps: int) -> float:
         """Return the mean time of a step over `steps` steps, which use a copy of the cache."""
         cache, tokens = copy.deepcopy(self.cache), self.tokens(1 + steps)
@@ -209,21 +278,46 @@ class Reader:
 
 
 class EngineReader(Reader):
-    """A converted model, decoded with the captured step of `t2r.Engine`."""
+    """A model decoded with the captured step of `t2r.Engine`. The layers of a softmax model are softmax layers there.
 
-    def __init__(self, other: Reader, compiled: bool = False) -> None:
-        super().__init__(f"{other.name}, engine", other.model, other.batch, other.seed)
-        self.compiled = compiled
+    Unless it `reads`, its cache stays empty and only the number of tokens in it is set.
+    Raises T2RError if the engine does not support the model."""
+
+    def __init__(
+        self, other: Reader, compiled: bool = False, reads: bool = True, state_dtype: torch.dtype | None = None
+    ) -> None:
+        model = on_the_engine(other.model)
+        super().__init__(f"{other.name}, engine", model, other.batch, other.seed, other.window)
+        if (reason := no_static_cache(model)) is not None:
+            raise T2RError(reason)
+        self.compiled, self.reads, self.state_dtype = compiled, reads, state_dtype
         self.decode: DecodeStep | None = None
+
+    def read_until(self, length: int) -> None:
+        if self.reads:
+            super().read_until(length)
+        else:
+            self.length = length if self.window is None else min(length, self.window)
+
+    def held_bytes(self) -> int:
+        return super().held_bytes() if self.decode is None else self.batch * self.decode.row_bytes(self.length)
+
+    def free(self) -> None:
+        self.decode = None
+        super().free()
 
     def milliseconds(self, steps: int) -> float:
         size = self.length + 1 + steps if self.model.kept_layers() else None
         if self.decode is None or self.decode.max_length != size:
             self.decode = None  # frees its memory before the next is allocated
-            self.decode = DecodeStep(self.model, self.batch, size, compiled=self.compiled)
-        for row in range(self.batch):
-            self.decode.put(row, self.cache, row, 0, True)
+            how: dict[str, Any] = {"compiled": self.compiled, "state_dtype": self.state_dtype}
+            self.decode = DecodeStep(self.model, self.batch, size, **how)
         decode = self.decode
+        for row in range(self.batch if self.reads else 0):
+            decode.put(row, self.cache, row, 0, True)
+        decode.own.lengths.fill_(self.length)
+        decode.active.fill_(1)
+        decode.greedy.fill_(True)
         return self.timed(lambda i: decode.run(), steps)
 
 
@@ -276,6 +370,10 @@ class CapturedReader(Reader):
         with torch.cuda.graph(self.graph):
             run()
 
+    def free(self) -> None:
+        self.graph = self.static = None
+        super().free()
+
     def fill(self) -> None:
         """Copy the cache into the static buffers."""
         for own, read in zip(self.static.layers, self.cache.layers, strict=True):
@@ -286,17 +384,40 @@ class CapturedReader(Reader):
             self.position.fill_(self.length)
 
 
-def windowed(readers: Sequence[Reader], captured: bool, compiled: bool) -> list[Reader]:
-    """Return readers of the first model with a window, of as many bytes as the smallest state of the others."""
+def captured(
+    readers: Sequence[Reader],
+    compiled: bool,
+    without: dict[str, str],
+    reads: bool,
+    state_dtype: torch.dtype | None = None,
+) -> list[Reader]:
+    """Return the readers in the engine and, for softmax models on a GPU that read the context, with captured steps.
+
+    `without` receives the models that the engine does not support."""
+    found: list[Reader] = []
+    for reader in readers:
+        try:
+            found.append(EngineReader(reader, compiled, reads, state_dtype))
+        except T2RError as reason:
+            without[reader.name] = str(reason)
+        if reads and not isinstance(reader.model, T2RModel) and reader.model.device.type == "cuda":
+            found.append(CapturedReader(reader, compiled))
+    return found
+
+
+def windowed(readers: Sequence[Reader]) -> Reader | None:
+    """Return a reader of the first model with a window, of as many bytes as the smallest state of the others.
+
+    None: the first model is converted itself, or no other one is."""
     teacher = readers[0]
+    states = []
     for reader in readers:
         reader.read_until(1)
-    states = [reader.held_bytes() for reader in readers if isinstance(reader.model, T2RModel)]
-    if not states:
-        return []
+        states += [reader.held_bytes()] if isinstance(reader.model, T2RModel) else []
+    if not states or isinstance(teacher.model, T2RModel):
+        return None
     size = max(1, min(states) // teacher.held_bytes())
-    made = Reader(f"{teacher.name}, window of {size:,}", teacher.model, teacher.batch, teacher.seed, size)
-    return [made, *([CapturedReader(made, compiled)] if captured else [])]
+    return Reader(f"{teacher.name}, window of {size:,}", teacher.model, teacher.batch, teacher.seed, size)
 
 
 def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
@@ -328,23 +449,9 @@ def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     return model
 
 
-def crossover(lengths: Sequence[int], reference: Sequence[float], times: Sequence[float]) -> float | None:
-    """Return the length from which `times` is below `reference`, by linear interpolation between measured points.
-
-    None: it is not below at the last length. The first length: it is below at all lengths."""
-    behind = [own - other for own, other in zip(times, reference, strict=True)]
-    last = max((i for i, gap in enumerate(behind) if gap >= 0), default=None)
-    if last is None:
-        return float(lengths[0])
-    if last == len(lengths) - 1:
-        return None
-    share = behind[last] / (behind[last] - behind[last + 1])
-    return lengths[last] + share * (lengths[last + 1] - lengths[last])
-
-
 # --- Formatting ---------------------------------------------------------------------------------------------
 
-HEADER = ("context", "model", "ms per step", "tokens/s", "cache")
+HEADER = ("context", "model", "ms per step", "spread", "bound", "tokens/s", "cache")
 
 
 def tables(report: Report) -> list[Table | str]:
@@ -374,6 +481,8 @@ def cells(report: Report) -> list[tuple[str, ...]]:
             f"{point.length:,}" if point.model == first else "",
             point.model,
             f"{point.milliseconds:.2f}",
+            f"{point.spread:.0%}",
+            "" if point.bound is None else f"{point.bound:.2f}",
             f"{point.tokens_per_second:,.0f}",
             f"{point.cache_bytes / 2**20:.2f} MiB",
         )
@@ -387,12 +496,14 @@ def notes(report: Report) -> list[str]:
     reference = report.points[0].model
     lines = []
     for name, length in report.crossovers.items():
-        if length is None:
-            lines.append(f"{name} is not faster than {reference} up to {lengths[-1]:,} tokens.")
-        elif length == lengths[0]:
-            lines.append(f"{name} is faster than {reference} at all lengths measured, from {lengths[0]:,} tokens.")
-        else:
-            lines.append(f"{name} is faster than {reference} from about {length:,.0f} tokens on.")
+        against = report.references.get(name, reference)
+        lines.append(from_length(name, against, "faster", length, lengths))
+        if name in report.smaller and name.removesuffix(", engine") != against:
+            lines.append(from_length(name, against, "smaller", report.smaller[name], lengths))
+    for name, length in report.out_of_memory.items():
+        lines.append(f"{name} does not fit into memory at {length:,} tokens.")
+    for name, reason in report.without_engine.items():
+        lines.append(f"{name} is not measured in the engine: {reason}.")
     if report.extended:
         who = f"{', '.join(report.extended)} {'has' if len(report.extended) == 1 else 'have'}"
         lines.append(f"{who} fewer positions than required. They were repeated: only time and memory are measured.")

@@ -24,6 +24,15 @@ from t2r.cli.stages import ShowsRecipe
 
 app = typer.Typer(help="Measure speed and memory on this machine.")
 
+PagePath = Annotated[str | None, typer.Option(help="Write the tables and figures to this HTML file.")]
+StateDtype = Annotated[
+    str | None, typer.Option(help="Store the states of the engine in bfloat16 or float16. [default: float32]")
+]
+FeatureSizes = Annotated[
+    list[int] | None,
+    typer.Option(min=1, help="Also measure the first model swapped with this feature size, untrained. Repeatable."),
+]
+
 
 @app.command("ops")
 def bench_ops(
@@ -67,7 +76,11 @@ def bench_ops(
 @app.command("decode")
 def bench_decode(
     models: Annotated[
-        list[str], typer.Argument(help="Folders or hub names. The first is the teacher; the others are compared to it.")
+        list[str],
+        typer.Argument(
+            help="Folders, hub names, or random:SHAPE,option=value for random weights. The first is the teacher; the "
+            "others are compared to it."
+        ),
     ],
     length: Annotated[
         list[int] | None, typer.Option(help="Context length in tokens. Repeatable. [default: 512 2048 8192]")
@@ -76,7 +89,8 @@ def bench_decode(
     steps: Annotated[int, typer.Option(min=1, help="Number of tokens generated in each timing.")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Number of timings. The median is reported.")] = 5,
     engine: Annotated[
-        bool, typer.Option(help="Also measure t2r.Engine and, on a GPU, the teacher's decoding steps as CUDA graphs.")
+        bool,
+        typer.Option(help="Also measure t2r.Engine and, on a GPU, the teacher's decoding steps as CUDA graphs."),
     ] = True,
     compile_: Annotated[
         bool, typer.Option("--compile", help="Compile the captured steps with torch.compile, on a GPU.")
@@ -84,27 +98,35 @@ def bench_decode(
     window: Annotated[
         bool, typer.Option(help="Also measure the teacher with an attention window as large as the state in bytes.")
     ] = True,
+    own: Annotated[
+        bool, typer.Option(help="Measure the models' own forward, as in generate(). If not, the context is not read.")
+    ] = True,
+    state_dtype: StateDtype = None,
+    feature_size: FeatureSizes = None,
     dtype: Dtype = RUN["dtype"].default,
     device: Device = RUN["device"].default,
-    page: Annotated[str | None, typer.Option(help="Write the tables and figures to this HTML file.")] = None,
+    page: PagePath = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure time and memory per generated token by context length.
 
-    Models are measured in turn. The report includes the context length from which each model is faster than the first.
+    Models are measured in turn. The report includes the context length from which each model is faster, and smaller,
+    than the first one decoded in the same way, and the time that moving its bytes takes.
 
     \b
     t2r bench decode smollm2 smollm2-rnn
     t2r bench decode smollm2 smollm2-rnn --batch 1 --batch 16 --length 512 --length 32768
     t2r bench decode smollm2 smollm2-rnn --page speed.html        also write figures
+    t2r bench decode random:paper-lm --feature-size 16 --feature-size 32    speed by feature size
     """
     from t2r.bench import decoding
-    from t2r.hub import choose_device, load_model
+    from t2r.bench.models import add_feature_sizes, half_dtype, load_models
+    from t2r.hub import choose_device
 
     with calm(quiet or as_json):
-        place = str(choose_device(device))
-        loaded = {name: load_model(name, dtype=dtype, device=place) for name in models}
+        loaded = load_models(models, dtype=dtype, device=str(choose_device(device)))
+        add_feature_sizes(loaded, feature_size or [])
         reports = []
         for rows in batch or [1]:
             report = decoding.run(
@@ -116,6 +138,8 @@ def bench_decode(
                 engine=engine,
                 compiled=compile_,
                 window=window,
+                own=own,
+                state_dtype=half_dtype(state_dtype),
             )
             reports.append(report)
         if page is not None:
@@ -126,6 +150,130 @@ def bench_decode(
         print_json([asdict(report) for report in reports])
     else:
         show([part for report in reports for part in decoding.tables(report)])
+
+
+@app.command("translate")
+def bench_translate(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Folders, hub names, or random:SHAPE,option=value. The first is the reference. [default: softmax, "
+            "ELU 64-64, RFA 32-4 and T2R 32-4 with random weights]"
+        ),
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Size of the default models: paper-mt, small-mt or tiny-mt.")] = "paper-mt",
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=2, help="Tokens of source and target. Repeatable. [default: 8 32 128 512 2048]"),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timings. The median is reported.")] = 3,
+    generate: Annotated[bool, typer.Option("--generate", help="Also measure generate() of each model.")] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile the captured steps with torch.compile, on a GPU.")
+    ] = False,
+    feature_size: FeatureSizes = None,
+    dtype: Dtype = RUN["dtype"].default,
+    device: Device = RUN["device"].default,
+    page: PagePath = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure tokens per second and memory of greedy translation by length.
+
+    Every model is decoded by t2r.Engine. The time includes the encoder.
+
+    \b
+    t2r bench translate --device cuda --dtype bfloat16 --page translate.html     the paper's two figures
+    t2r bench translate --shape tiny-mt --batch 2 --length 8 --length 64         a small one, on a CPU
+    t2r bench translate opus-mt opus-mt-rnn
+    """
+    from t2r.bench import translating
+    from t2r.bench.models import add_feature_sizes, load_models
+    from t2r.hub import choose_device
+
+    with calm(quiet or as_json):
+        names = models or translating.paper_models(shape)
+        loaded = load_models(names, dtype=dtype, device=str(choose_device(device)))
+        add_feature_sizes(loaded, feature_size or [])
+        report = translating.run(
+            loaded,
+            length or translating.LENGTHS,
+            batch=batch,
+            repeats=repeats,
+            generate=generate,
+            compiled=compile_,
+        )
+        if page is not None:
+            from t2r.bench.figures import translating_page
+
+            translating_page(report).write(Path(page))
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show(translating.tables(report))
+
+
+@app.command("memory")
+def bench_memory(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Folders, hub names, or random:SHAPE,option=value. The first is the teacher. [default: the paper's "
+            "language model with random weights, and the same with 32 features]"
+        ),
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Size of the default models: paper-lm, small-lm or tiny-lm.")] = "paper-lm",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 8192,
+    memory_: Annotated[
+        float | None, typer.Option("--memory", min=0, help="GiB of memory. Required on a CPU. [default: the GPU's]")
+    ] = None,
+    most: Annotated[int | None, typer.Option(min=1, help="The largest batch to try.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of tokens generated in each timing.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timings. The median is reported.")] = 3,
+    state_dtype: StateDtype = None,
+    feature_size: FeatureSizes = None,
+    dtype: Dtype = RUN["dtype"].default,
+    device: Device = RUN["device"].default,
+    page: PagePath = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the largest batch that fits into memory, and measure its speed.
+
+    On a GPU batches are tried; on a CPU the batch is computed from counted bytes. The teacher with an attention window
+    as large as the state in bytes is one of the rows.
+
+    \b
+    t2r bench memory --device cuda --dtype bfloat16                        the paper's language model
+    t2r bench memory smollm2 smollm2-rnn --context 32768 --device cuda
+    t2r bench memory smollm2 smollm2-rnn --memory 4 --most 16              on a CPU
+    """
+    from t2r.bench import memory
+    from t2r.bench.models import add_feature_sizes, half_dtype, load_models
+    from t2r.hub import choose_device
+
+    with calm(quiet or as_json):
+        names = models or memory.paper_models(shape)
+        loaded = load_models(names, dtype=dtype, device=str(choose_device(device)))
+        add_feature_sizes(loaded, feature_size or [])
+        report = memory.run(
+            loaded,
+            context=context,
+            memory=memory_,
+            most=most,
+            steps=steps,
+            repeats=repeats,
+            state_dtype=half_dtype(state_dtype),
+        )
+        if page is not None:
+            from t2r.bench.figures import memory_page
+
+            memory_page(report).write(Path(page))
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show(memory.tables(report))
 
 
 @app.command("train", cls=ShowsRecipe)

@@ -21,6 +21,8 @@ from t2r.attention.softmax import SoftmaxWindow
 from t2r.errors import T2RError
 from t2r.model.logits import Readout, accepts, evaluating
 from t2r.model.modeling import T2RModel
+from t2r.ops import State, step
+from t2r.ops.common import HALF
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEY_BYTES = 2
@@ -148,8 +150,49 @@ class WindowedReadout(Readout):
             raise T2RError(f"{self.model.config.model_type} models do not support a window: the model ignores the mask")
 
 
+class RoundedLayer(RecurrentLayer):
+    """A recurrent layer that rounds its state every `every` tokens.
+
+    Only the sums of a layer depend on the order of rounding. Everything else is computed for all tokens at once, so a
+    text takes one forward pass."""
+
+    def __init__(self, dtype: torch.dtype, every: int) -> None:
+        super().__init__()
+        self.dtype, self.every = dtype, every
+
+    def advance(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, *, mask: Tensor | None, **how: Any) -> Tensor:
+        if self.every == 1 and self.dtype in HALF and not torch.is_grad_enabled():
+            return self.stepwise(phi_q, phi_k, v, mask, how["decay"], how["signed"])
+        found = []
+        for start in range(0, phi_k.shape[2], self.every):
+            part = slice(start, start + self.every)
+            own = None if mask is None else mask[:, part]
+            found.append(super().advance(phi_q[:, :, part], phi_k[:, :, part], v[:, :, part], mask=own, **how))
+            assert self.state is not None
+            self.state = self.state.map(lambda x: x.to(self.dtype).to(x.dtype))
+        return torch.cat(found, dim=2)
+
+    def can_step(self, mask: Tensor | None) -> bool:
+        return False  # `advance` takes features, also of a single token
+
+    def stepwise(
+        self, phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, decay: Tensor | None, signed: bool
+    ) -> Tensor:
+        """Advance a state that is stored in half precision, as the engine does."""
+        if self.state is None:
+            self.state = State.zeros(phi_k, v, signed).map(lambda x: x.to(self.dtype))
+        out = v.new_empty(*phi_q.shape[:3], v.shape[3])
+        for i in range(phi_k.shape[2]):
+            now = slice(i, i + 1)
+            own = None if mask is None else mask[:, now]
+            how: dict[str, Any] = {"mask": own, "decay": decay, "signed": signed, "inplace": True}
+            out[:, :, now], _ = step(phi_q[:, :, now], phi_k[:, :, now], v[:, :, now], self.state, **how)
+        self.store(self.state, phi_k.shape[2])
+        return out
+
+
 class RoundedReadout(Readout):
-    """Reads the text in chunks and rounds the recurrent state after each chunk."""
+    """Rounds the recurrent state after every token, or every few."""
 
     def __init__(self, model: PreTrainedModel, example: Mapping[str, Tensor], dtype: torch.dtype, every: int) -> None:
         self.dtype, self.every = dtype, every
@@ -157,20 +200,19 @@ class RoundedReadout(Readout):
 
     def _body(self, inputs: Mapping[str, Tensor]) -> Tensor:
         assert self.body is not None
-        return self._in_pieces(inputs, lambda **given: self.body(**given).last_hidden_state)
+        states: Tensor = self.body(**inputs, past_key_values=self._cache(), use_cache=True).last_hidden_state
+        return states
 
     def _whole(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self._in_pieces(inputs, lambda **given: self.model(**given).logits)
+        logits: Tensor = self.model(**inputs, past_key_values=self._cache(), use_cache=True).logits
+        return logits
 
-    def _in_pieces(self, inputs: Mapping[str, Tensor], read: Any) -> Tensor:
+    def _cache(self) -> Any:
         cache = self.model.make_cache()
-        found = []
-        for piece in inputs["input_ids"].split(self.every, dim=1):
-            found.append(read(input_ids=piece, past_key_values=cache, use_cache=True))
-            for layer in cache.layers:
-                if isinstance(layer, RecurrentLayer) and layer.state is not None:
-                    layer.state = layer.state.map(lambda x: x.to(self.dtype).to(x.dtype))
-        return torch.cat(found, dim=1)
+        for i, layer in enumerate(cache.layers):
+            if isinstance(layer, RecurrentLayer):
+                cache.layers[i] = RoundedLayer(self.dtype, self.every)
+        return cache
 
 
 class Memory(NamedTuple):

@@ -139,10 +139,9 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
             found.append(analysis_table(part["result"]))
         elif command == "bench" and isinstance(part["result"], list):
             found += [decoding_table(report) for report in part["result"]]
-        elif (command, kind) == ("bench", "translate"):
-            found.append(translation_table(part["result"]))
         elif command == "bench":
-            found.append(ops_table(part["result"]))
+            made = {"translate": translation_table, "memory": memory_table}.get(kind, ops_table)
+            found.append(made(part["result"]))
         else:
             found.append(training_table(part["result"]))
     return [table for table in _joined(found) if table]
@@ -319,21 +318,33 @@ def decoding_table(report: Mapping[str, Any]) -> str:
         own = [point for point in points if point["model"] == model]
         held = [f"{point['cache_bytes'] / 2**20:.3g}" for point in own]
         name = ", ".join([_short(Path(model.split(", ")[0]).name), *model.split(", ")[1:]])
-        rows.append([name, *(f"{point['milliseconds']:.2f}" for point in own), ", ".join(dict.fromkeys(held))])
+        times = {point["length"]: f"{point['milliseconds']:.2f}" for point in own}
+        cells = [times.get(length, "does not fit") for length in lengths]
+        rows.append([name, *cells, ", ".join(dict.fromkeys(held))])
     return markdown([*header, "cache, MiB"], rows)
 
 
 def translation_table(report: Mapping[str, Any]) -> str:
-    """Return a table with a row for each model: tokens per second and bytes of its cache, by length."""
+    """Return a table with a row for each model: tokens per second by length, and bytes of its cache."""
     points = report["points"]
     lengths = list(dict.fromkeys(point["length"] for point in points))
-    header = [f"translation, batch {report['settings']['batch']}"]
-    header += [f"tokens/s, {length:,}" for length in lengths] + [f"MiB, {length:,}" for length in lengths]
     rows = []
     for model in dict.fromkeys(point["model"] for point in points):
         own = [point for point in points if point["model"] == model]
-        speeds = [f"{point['tokens_per_second']:,.0f}" for point in own]
-        rows.append([model, *speeds, *(f"{point['cache_bytes'] / 2**20:.3g}" for point in own)])
+        held = dict.fromkeys(f"{point['cache_bytes'] / 2**20:.3g}" for point in own)
+        rows.append([model, *(f"{point['tokens_per_second']:,.0f}" for point in own), ", ".join(held)])
+    first = f"tokens/s, batch {report['settings']['batch']}"
+    return markdown([first, *(f"{length:,} tokens" for length in lengths), "cache, MiB"], rows)
+
+
+def memory_table(report: Mapping[str, Any]) -> str:
+    """Return a table of the largest batch of each model, and its speed."""
+    header = ("model", "largest batch", "cache of a sequence, MiB", "ms per step", "tokens/s")
+    rows = []
+    for row in report["rows"]:
+        speed = row["tokens_per_second"]
+        cells = [row["model"], f"{row['batch']:,}", f"{row['sequence_bytes'] / 2**20:.3g}"]
+        rows.append([*cells, _number(row["milliseconds"], 2), "" if speed is None else f"{speed:,.0f}"])
     return markdown(header, rows)
 
 

@@ -14,6 +14,7 @@ from t2r.data.chat import render
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
 from t2r.generation.engine import Engine, ForGenerate
+from t2r.generation.engine.sequences import Group
 from t2r.generation.state import check_vocabulary
 from t2r.generation.text import Stream, check_lengths, checked_options, special_tokens
 from t2r.model.modeling import T2RModel
@@ -105,6 +106,7 @@ class Conversation:
             try:
                 how = {"attention_mask": torch.ones_like(given), **options}
                 group = self.engine.attempt(given, state=self.state, keep_state=True, **how)
+                assert isinstance(group, Group)  # options with beams are refused
                 return group.sequences[0].tokens, group.sequences[0].state
             except ForGenerate as reason:
                 self.engine.say_elsewhere(reason)

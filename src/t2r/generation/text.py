@@ -208,8 +208,8 @@ def run(
     """Return the sequences and the size of the cache in bytes. Uses the engine if it supports the options."""
     if engine is not None:
         try:
-            sequences = engine.attempt(input_ids, state=state, **options).result()
-            return sequences, engine.state_bytes(sequences, state)
+            done = engine.attempt(input_ids, state=state, **options)
+            return done.result(), engine.state_bytes(done, state)
         except ForGenerate as reason:
             engine.say_elsewhere(reason)
     options = {"return_dict_in_generate": True, **options}

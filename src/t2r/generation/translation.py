@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from t2r.attention.recurrence import computes_exactly
 from t2r.data import fingerprint
 from t2r.data.parallel import encode_sources, find_file, languages
 from t2r.data.progress import progress_bar
@@ -96,7 +97,7 @@ def translate_to_tokens(
         buckets.setdefault(-(-len(row) // BUCKET) * BUCKET, []).append(i)
     done = len(lines) - sum(map(len, buckets.values()))
     found: list[list[int]] = [[] for _ in lines]
-    engine = Engine(model) if isinstance(model, T2RModel) and beams == 1 else None
+    engine = None if not isinstance(model, T2RModel) or computes_exactly(cast(Any, model)) else Engine(model)
     stops, pad = special_tokens(model, tokenizer)
     options: dict[str, Any] = {"num_beams": beams, "do_sample": False, "pad_token_id": pad}
     if beams > 1:

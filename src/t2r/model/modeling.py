@@ -23,7 +23,7 @@ from t2r.attention.cache import T2RCache, T2REncoderDecoderCache, load_state
 from t2r.attention.interface import NAME, UNMASKED
 from t2r.attention.layers import RecurrentLayer
 from t2r.attention.masks import Padding, refuse_full_mask
-from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, StaticT2RCache
+from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, StaticSourceLayer, StaticT2RCache
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.saving import SavedModel
@@ -131,12 +131,22 @@ class T2RModel(SavedModel, compat.ModelHooks):
         cross = T2RCache([DynamicLayer() if i in cross_kept else RecurrentLayer() for i in range(count)], model)
         return T2REncoderDecoderCache(own, cross, model)
 
-    def make_static_cache(self, rows: int, max_length: int | None = None) -> Any:
+    def make_static_cache(
+        self,
+        rows: int,
+        max_length: int | None = None,
+        source_length: int | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> Any:
         """Return an empty cache of fixed size whose tensors keep their addresses (see `t2r.attention.static`).
 
         Args:
             rows: number of sequences.
-            max_length: maximum number of tokens in softmax layers. Required only if the model has softmax layers."""
+            max_length: maximum number of tokens in softmax layers. Required only if the model has softmax layers.
+            source_length: maximum number of tokens of a source in softmax cross attention. By default, its keys and
+                values are not of fixed size.
+            state_dtype: the dtype in which states are stored, torch.bfloat16 or torch.float16, to halve their memory.
+                They are rounded after every token. Defaults to float32."""
         model: Any = self
         kept, cross_kept, count = self.kept_sites(cross=False), self.kept_sites(cross=True), self.count_layers()
         if kept and max_length is None:
@@ -156,13 +166,18 @@ class T2RModel(SavedModel, compat.ModelHooks):
             counts = not site.cross and site.layer == count - 1
             if site.layer not in (cross_kept if site.cross else kept):
                 state = module.feature_map.empty_state(rows, shape.head_dim, model.dtype, model.device)
+                state = state if state_dtype is None else state.map(lambda x: x.to(state_dtype))
                 made[site.cross][site.layer] = StaticRecurrentLayer(state, own, counts)
-            elif site.cross:
+                continue
+            most = source_length if site.cross else max_length
+            if most is None:
                 made[True][site.layer] = DynamicLayer()
+                continue
+            size = (rows, shape.num_key_value_heads, most, shape.head_dim)
+            keys, values = (torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(2))
+            if site.cross:
+                made[True][site.layer] = StaticSourceLayer(keys, values)
             else:
-                assert max_length is not None
-                size = (rows, shape.num_key_value_heads, max_length, shape.head_dim)
-                keys, values = (torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(2))
                 made[False][site.layer] = StaticSoftmaxLayer(keys, values, lengths, counts)
         cache = StaticT2RCache(made[False], lengths, model)
         if not self.config.is_encoder_decoder:

@@ -23,6 +23,9 @@ FASTEST_DECAY = 1.0
 the exponents that appear when a chunk of tokens is computed at once."""
 
 
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes in which a state may be stored between steps."""
+
 LARGEST_LOG_WEIGHT = 8.0
 """Key weights are limited to the range exp(-8) to exp(8), which float16 can represent."""
 
@@ -50,7 +53,8 @@ class State(NamedTuple):
 
     `s` is the sum of outer products of key features and values, `[batch, key_heads, feature, value]`.
     `z` is the sum of key features, `[batch, key_heads, feature]`. `z_abs` is the sum of their absolute values, kept
-    only for signed features, where it bounds the denominator. Always float32 or float64.
+    only for signed features, where it bounds the denominator. All are float32 or float64, except that a static cache
+    may store them in half precision.
     """
 
     s: Tensor

@@ -61,6 +61,8 @@ class Abilities:
     """Whether the numerator and denominator can be returned without dividing them."""
     gradients: tuple[str, ...] = OPERATIONS
     """The operations that support gradients."""
+    half_state: bool = False
+    """Whether `step` updates a state in half precision in place. Otherwise it gets a copy in the accumulator dtype."""
     features: bool = False
     """Whether `step` can compute the features of queries and keys."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from t2r.errors import T2RError
 from t2r.ops import reference
-from t2r.ops.common import Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
+from t2r.ops.common import HALF, Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
 from t2r.ops.contract import Request
 from t2r.ops.registry import prefer, select
 
@@ -138,7 +138,11 @@ def absorb(state: State, k: Tensor, v: Tensor, *, mask: Tensor | None = None, de
 
 
 def look(q: Tensor, state: State, dtype: torch.dtype, *, backend: str = "auto") -> Tensor:
-    """Read a fixed state (cross attention) with queries `[batch, heads, time, feature]`."""
+    """Read a fixed state (cross attention) with queries `[batch, heads, time, feature]`.
+
+    The state may be stored in bfloat16 or float16."""
+    if state.s.dtype in HALF:
+        state = state.map(lambda x: x.to(accumulator_dtype(q)))
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *state))
     request = Request(
         operation="look",
@@ -172,6 +176,9 @@ def step(
     Arguments are those of `linear_attention`, with a time dimension of 1. With `inplace`, the given state is updated
     in place and returned. Its memory address then stays fixed, which compiled and captured decoding steps require.
 
+    With `inplace`, the state may also be stored in bfloat16 or float16. It is computed in float32 and rounded after
+    every token.
+
     With `features`, q, k and v are the inputs of a feature map, and the kernel of the step also computes the features.
     A head of k and v may then serve several key heads. `computes_features` says where this is supported.
     """
@@ -187,12 +194,20 @@ def step(
         chosen = select(request._replace(feature=features.size, features=True), backend)
         with torch.autocast(q.device.type, enabled=False):
             return chosen.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace, features=features)
-    _check(q, k, v, state, mask, None, True, signed)
+    half = inplace and state is not None and state.s.dtype in HALF
+    _check(q, k, v, state, mask, None, True, signed, half=half)
     decay = None if decay is None else _checked_decay(decay, k, True)
     chosen = select(_request("step", q, k, v, state, decay, signed=signed), backend)
     with torch.autocast(q.device.type, enabled=False):
         past = State.zeros(k, v, signed) if state is None else state
-        return chosen.step(q, k, v, past, mask=mask, decay=decay, inplace=inplace)
+        if not half or chosen.abilities.half_state:
+            return chosen.step(q, k, v, past, mask=mask, decay=decay, inplace=inplace)
+        full = past.map(lambda x: x.to(accumulator_dtype(q, k, v)))
+        out, _ = chosen.step(q, k, v, full, mask=mask, decay=decay, inplace=True)
+        for own, new in zip(past, full, strict=True):
+            if own is not None and new is not None:
+                own.copy_(new)
+        return out, past
 
 
 def computes_features(q: Tensor, v: Tensor, size: int) -> bool:
@@ -241,8 +256,11 @@ def _check(
     starts: Tensor | None,
     causal: bool,
     signed: bool,
+    half: bool = False,
 ) -> None:
-    """Check shapes and dtypes. Raises T2RError naming the argument that does not match."""
+    """Check shapes and dtypes. Raises T2RError naming the argument that does not match.
+
+    With `half`, the state may be in half precision."""
 
     def shape(name: str, tensor: Tensor, *expected: int) -> None:
         if tuple(tensor.shape) != expected:
@@ -267,7 +285,7 @@ def _check(
     if state is not None:
         shape("state.s", state.s, batch, key_heads, feature, v.shape[-1])
         shape("state.z", state.z, batch, key_heads, feature)
-        if state.s.dtype != accumulator_dtype(q, k, v):
+        if not half and state.s.dtype != accumulator_dtype(q, k, v):
             raise T2RError(f"the state must have dtype {accumulator_dtype(q, k, v)}, not {state.s.dtype}")
         if (state.z_abs is not None) != signed:
             raise T2RError(f"signed={signed} requires a state created with signed={signed}")

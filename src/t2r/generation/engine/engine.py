@@ -25,27 +25,29 @@ from transformers.generation.streamers import BaseStreamer
 
 from t2r.attention.cache import T2RCache
 from t2r.attention.masks import Padding
+from t2r.attention.recurrence import computes_exactly
 from t2r.errors import T2RError
-from t2r.generation.engine.request import ForGenerate, prepare, seeded
+from t2r.generation.engine.beams import Beams, BeamSearch, one_per_prompt, uses_beams
+from t2r.generation.engine.request import ForGenerate, Request, prepare, seeded
+from t2r.generation.engine.room import BLOCK, Room, enlarged, total_length
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.step import DecodeStep
 from t2r.generation.state import PIECE
 from t2r.model.modeling import T2RModel
+from t2r.ops.common import HALF
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 8
 """On a GPU, the number of steps between reads of the generated tokens, because each read synchronizes."""
-BLOCK = 256
-"""The buffers of softmax layers hold a multiple of this number of tokens. When they grow, they at least double."""
 
 
 class Engine:
     """Fast generation with a swapped model.
 
-    Supports greedy search and sampling, with the logits processors and stopping criteria of transformers. It chooses
-    the same tokens as `model.generate`. Unsupported calls (beam search, assisted decoding, returned scores) are passed
-    to `model.generate`, with a warning in the log.
+    Supports greedy search, sampling and beam search, with the logits processors and stopping criteria of transformers.
+    It chooses the same tokens as `model.generate`. Unsupported calls (assisted decoding, returned scores) are passed to
+    `model.generate`, with a warning in the log.
 
     The weights of the model must not change while an engine uses it.
 
@@ -56,6 +58,9 @@ class Engine:
         max_length: maximum number of tokens of a sequence in softmax layers. By default, buffers grow as needed.
         compiled: whether to fuse the kernels of a step with torch.compile, on a GPU. Compilation takes about a minute
             for each batch size.
+        state_dtype: the dtype in which recurrent states are stored, torch.bfloat16 or torch.float16. It halves their
+            memory; they are rounded after every token (`t2r evaluate --variant MODEL:state=bfloat16` measures the
+            error). Defaults to float32.
     """
 
     def __init__(
@@ -66,7 +71,10 @@ class Engine:
         rows: int | None = None,
         max_length: int | None = None,
         compiled: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
+        if state_dtype not in (None, torch.float32, *HALF):
+            raise T2RError(f"state_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {state_dtype}")
         if not isinstance(model, T2RModel):
             raise T2RError("the engine requires a swapped model: use model.generate for other models")
         if rows is not None and rows < 1:
@@ -74,10 +82,14 @@ class Engine:
         self.model: Any = model
         self.generation_config = generation_config
         self.rows, self.max_length, self.compiled = rows, max_length, compiled
+        self.state_dtype = None if state_dtype == torch.float32 else state_dtype
         self.obstacle = no_static_cache(self.model)
         self.decode: DecodeStep | None = None
+        self.beam_decode: DecodeStep | None = None
+        """A beam search does not join the running batch: it has a step of its own, which reorders its rows."""
         self.look_every = LOOK_EVERY if cast(Any, model).device.type == "cuda" else 1
         """Number of steps between reads of the generated tokens, if the decoding step chooses all tokens."""
+        self.block = BLOCK
         self.said: set[str] = set()
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []
@@ -125,7 +137,7 @@ class Engine:
         streamer: BaseStreamer | None = None,
         keep_state: bool = False,
         **options: Any,
-    ) -> Group:
+    ) -> Group | Beams:
         """Generate without falling back to `model.generate`, and return the finished sequences.
 
         With `keep_state`, each sequence has its state.
@@ -133,7 +145,12 @@ class Engine:
         Raises:
             ForGenerate: if the engine does not support the call.
         """
-        group = self.admitted(input_ids, state, seed, keep_state, options)
+        request = self.prepared(input_ids, state, keep_state, options)
+        if uses_beams(request):
+            if keep_state or streamer is not None:
+                raise ForGenerate("beam search with a streamer or a kept state is requested")
+            return self.search(request, state, seed)
+        group = self.admitted(request, state, seed, keep_state)
         if streamer is not None:
             if len(group.sequences) > 1:
                 raise T2RError("a streamer supports one sequence only: use engine.stream for a batch")
@@ -156,7 +173,7 @@ class Engine:
     ) -> Iterator[tuple[int, int]]:
         """Yield pairs of the index of a sequence in the batch and its next token."""
         try:
-            group = self.admitted(input_ids, state, seed, False, options)
+            group = self.admitted(self.prepared(input_ids, state, False, options), state, seed, False)
         except ForGenerate as reason:
             raise T2RError(f"the engine cannot stream this call: {reason}") from reason
         for event in self.until_done(group):
@@ -171,11 +188,33 @@ class Engine:
             for sequence in group.running:  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)
 
-    def state_bytes(self, sequences: Tensor, state: T2RCache | None = None) -> int:
-        """Return the size of the caches of these sequences at their end, where all tokens except the last were read."""
-        assert self.decode is not None
+    @torch.no_grad()
+    def search(self, request: Request, state: T2RCache | None, seed: int | None) -> Beams:
+        """Run a beam search to its end."""
+        room = self.needed(request, state)
+        self.check_room(room, request, state)
+        step = self.beam_decode
+        # A step that is much too large would waste time on rows that are not used.
+        if step is None or not room.rows <= step.rows <= 2 * room.rows or not room.fits(step):
+            self.beam_decode = step = None  # frees its memory before the next one is allocated
+            self.beam_decode = step = self.build(room.rows, room, None, reorders=True)
+        prompts = one_per_prompt(request)
+        cache, logits = self.prefill(prompts, state)
+        search = BeamSearch(step, request, prompts, cache, logits)
+        if seed is None:
+            return Beams(search.run(), request)
+        device = self.model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return Beams(search.run(), request)
+
+    def state_bytes(self, done: Group | Beams, state: T2RCache | None = None) -> int:
+        """Return the size of the caches of a call at its end, where all tokens except the last were read."""
+        step = self.decode or self.beam_decode
+        assert step is not None
         before = 0 if state is None else state.get_seq_length()
-        return sequences.shape[0] * self.decode.row_bytes(before + sequences.shape[1] - 1)
+        source = 0 if done.request.source is None else done.request.source.shape[1]
+        return done.request.ids.shape[0] * step.row_bytes(before + done.result().shape[1] - 1, source)
 
     # --- A running batch ------------------------------------------------------------------------------------
 
@@ -194,7 +233,7 @@ class Engine:
         input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         try:
-            group = self.admitted(input_ids, state, seed, keep_state, options)
+            group = self.admitted(self.prepared(input_ids, state, keep_state, options), state, seed, keep_state)
         except ForGenerate as reason:
             raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
         if len(group.sequences) != 1:
@@ -260,14 +299,14 @@ class Engine:
 
     # --- Rows -----------------------------------------------------------------------------------------------
 
-    def admitted(
-        self, input_ids: Tensor, state: Any, seed: int | None, keep_state: bool, options: dict[str, Any]
-    ) -> Group:
-        """Prepare a group of sequences and add it to the waiting groups."""
+    def prepared(self, input_ids: Tensor, state: Any, keep_state: bool, options: dict[str, Any]) -> Request:
+        """Prepare a call. Raises ForGenerate if the engine does not support it."""
         if self.model.training:
             raise ForGenerate("the model is in training mode")
         if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
             raise ForGenerate("the model is on several devices")
+        if computes_exactly(self.model):
+            raise ForGenerate("recurrent layers compute exact attention")
         if self.obstacle is not None:
             raise ForGenerate(self.obstacle)
         if state is not None and self.model.config.is_encoder_decoder:
@@ -280,57 +319,68 @@ class Engine:
         if state is not None:  # as in `continue_from`, new tokens are not padding unless a mask is given
             options = {"attention_mask": torch.ones_like(input_ids, device=device), **options}
         with torch.no_grad():
-            request = prepare(self.model, input_ids.to(device), options, self.generation_config)
-        group = Group(request, state, seeded(seed, device), keep_state)
-        self.check_room(group)
+            return prepare(self.model, input_ids.to(device), options, self.generation_config)
+
+    def admitted(self, request: Request, state: Any, seed: int | None, keep_state: bool) -> Group:
+        """Make a group of sequences and add it to the waiting groups."""
+        if uses_beams(request):
+            raise ForGenerate("beam search is requested")
+        group = Group(request, state, seeded(seed, self.model.device), keep_state)
+        self.check_room(self.needed(request, state), request, state)
         self.waiting.append(group)
         return group
 
-    def needed_length(self, group: Group) -> int:
-        """Return the number of tokens that a softmax layer must hold for a group."""
-        before = 0 if group.state is None else group.state.get_seq_length()
-        return before + group.max_length
+    def needed(self, request: Request, state: Any) -> Room:
+        """Return what a call requires."""
+        length, source = total_length(request, state), request.source
+        return Room(
+            request.ids.shape[0],
+            length if self.model.kept_sites(cross=False) else 0,
+            source.shape[1] if source is not None and self.model.kept_sites(cross=True) else 0,
+        )
 
-    def check_room(self, group: Group) -> None:
-        count, length = len(group.sequences), self.needed_length(group)
-        if group.state is not None:
-            self.model.check_generated_length(length)
-        if self.rows is not None and count > self.rows:
-            raise T2RError(f"{count} sequences do not fit into the engine's {self.rows} rows: give fewer at a time")
-        if self.max_length is not None and self.model.kept_layers() and length > self.max_length:
-            raise T2RError(f"{length} tokens exceed the engine's max_length of {self.max_length}")
+    def check_room(self, room: Room, request: Request, state: Any) -> None:
+        if state is not None:
+            self.model.check_generated_length(total_length(request, state))
+        if self.rows is not None and room.rows > self.rows:
+            raise T2RError(f"{room.rows} sequences do not fit into the engine's {self.rows} rows: give fewer at a time")
+        if self.max_length is not None and room.length > self.max_length:
+            raise T2RError(f"{room.length} tokens exceed the engine's max_length of {self.max_length}")
 
     def has_room(self, group: Group) -> bool:
         """Return whether a group can start now. If no sequence is running, the engine can grow within its limits."""
-        count, length = len(group.sequences), self.needed_length(group)
         if self.groups and self.decode is not None and not self.decode.by_row:
             return False  # this decoder has the same positions for the whole batch
-        kept = bool(self.model.kept_layers())
-        fits = self.decode is not None and (not kept or length <= (self.decode.max_length or 0))
-        return (fits and count <= len(self.free)) or not self.groups
+        room = self.needed(group.request, group.state)
+        return (room.fits(self.decode) and room.rows <= len(self.free)) or not self.groups
 
-    def make_room(self, group: Group, source: Tensor | None) -> DecodeStep:
+    def make_room(self, group: Group) -> DecodeStep:
         """Return a decoding step with room for this group. A new one is built only if the current one is too small."""
-        count, length = len(group.sequences), self.needed_length(group)
-        kept = bool(self.model.kept_layers())
-        decode = self.decode
-        if decode is not None and count <= len(self.free) and (not kept or length <= (decode.max_length or 0)):
+        decode, room = self.decode, self.needed(group.request, group.state)
+        if decode is not None and room.rows <= len(self.free) and room.fits(decode):
             return decode
-        rows = self.rows or max(count, 0 if decode is None else decode.rows)
-        size = None
-        if kept:
-            before = 0 if decode is None else decode.max_length or 0
-            size = self.max_length or (before if length <= before else max(-(-length // BLOCK) * BLOCK, 2 * before))
-        self.decode = None  # frees its memory before the next one is allocated
-        self.decode = DecodeStep(self.model, rows, size, source, compiled=self.compiled)
+        rows = self.rows or max(room.rows, 0 if decode is None else decode.rows)
+        before = Room.of(decode)
+        self.decode = decode = None  # frees its memory before the next one is allocated
+        self.decode = self.build(rows, room, before)
         self.free = list(range(rows))[::-1]
         return self.decode
 
+    def build(self, rows: int, room: Room, before: Room | None, reorders: bool = False) -> DecodeStep:
+        """Build a step. Buffers of softmax layers that were too small `before` at least double."""
+        before = before or Room(rows, 0, 0)
+        length = (
+            self.max_length if room.length and self.max_length else enlarged(room.length, before.length, self.block)
+        )
+        source = enlarged(room.source, before.source, self.block)
+        how: dict[str, Any] = {"compiled": self.compiled, "reorders": reorders, "state_dtype": self.state_dtype}
+        return DecodeStep(self.model, rows, length or None, source or None, **how)
+
     def start(self, group: Group) -> list[Event]:
         """Prefill the prompts of a group, choose their first tokens and assign rows."""
-        encoded = group.request.inputs.get("encoder_outputs")
-        decode = self.make_room(group, None if encoded is None else encoded[0])
-        cache, logits = self.prefill(group)
+        decode = self.make_room(group)
+        cache, logits = self.prefill(group.request, group.state)
+        source_mask = group.request.source_mask
         chosen = group.choose(logits)
         events = group.advance(chosen.tolist())
         self.groups.append(group)
@@ -340,22 +390,22 @@ class Engine:
             if sequence.finished and group.plain:
                 continue
             sequence.row = self.free.pop()
-            decode.put(sequence.row, cache, i, chosen[i], group.plain)
+            decode.put(sequence.row, cache, i, chosen[i], group.plain, source_mask)
         self.release()
         return events
 
-    def prefill(self, group: Group) -> tuple[Any, Tensor]:
+    def prefill(self, request: Request, state: Any) -> tuple[Any, Tensor]:
         """Read the prompts in chunks. Returns the cache, and the logits of the next token."""
-        ids, inputs, past = group.request.ids, dict(group.request.inputs), 0
+        ids, inputs, past = request.ids, dict(request.inputs), 0
         if self.model.config.is_encoder_decoder:
             out = self.model(**self.model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs))
             return inputs["past_key_values"], out.logits[:, -1].to(torch.float32, copy=True)
         cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
-        if group.state is not None:
-            times, rest = divmod(ids.shape[0], group.state.rows)
+        if state is not None:
+            times, rest = divmod(ids.shape[0], state.rows)
             if rest:
-                raise T2RError(f"{ids.shape[0]} prompts for a state of {group.state.rows} sequences")
-            cache, past = group.state.fork(times), group.state.get_seq_length()
+                raise T2RError(f"{ids.shape[0]} prompts for a state of {state.rows} sequences")
+            cache, past = state.fork(times), state.get_seq_length()
             read = cache.attention_mask().to(ids.device)
             mask = torch.cat([read, torch.ones_like(ids) if mask is None else mask.to(read)], dim=1)
             mask = None if bool(mask.all()) else mask
@@ -393,10 +443,8 @@ def no_static_cache(model: Any) -> str | None:
     """Return why the model has no static cache, or None if it has one."""
     if not model.kept_layers():
         return None
-    if model.config.is_encoder_decoder:
-        return "softmax attention in an encoder-decoder has no static cache"
     try:
-        model.make_static_cache(rows=1, max_length=1)
+        model.make_static_cache(rows=1, max_length=1, source_length=1)
     except T2RError as reason:
         return str(reason)
     return None

@@ -38,6 +38,8 @@ DIRECT = {
 """Operations available in `torch` under the same name with `out`, which takes a third of the time of an overload."""
 COPIES = {"clone", "contiguous", "flatten", "reshape", "to", "_to_copy"}
 """Operations that copy their input, if their result is not a view."""
+SERIAL = 1 << 15
+"""Operations on tensors of at most this many numbers run in one thread, as in PyTorch's elementwise operations."""
 READS_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::item")
 
 
@@ -112,10 +114,41 @@ class Recording:
         self.held = tape.held
         live = needed(tape.operations, inputs, outputs)
         self.calls = [call(operation) for operation in live]
+        self.large = [is_large(operation) for operation in live]
+        self.plans: dict[int, list[Callable[[], Any]]] = {1: self.calls}
 
     def __call__(self) -> None:
-        for run in self.calls:
-            run()
+        threads = torch.get_num_threads()
+        if threads not in self.plans:
+            self.plans[threads] = with_threads(self.calls, self.large, threads)
+        try:
+            for run in self.plans[threads]:
+                run()
+        finally:
+            if threads != 1:
+                torch.set_num_threads(threads)
+
+
+def with_threads(calls: list[Callable[[], Any]], large: list[bool], threads: int) -> list[Callable[[], Any]]:
+    """Return the calls, with small operations in one thread and large ones in all.
+
+    Some small operations, such as softmax, start all threads. Waiting for them takes longer than the operation, up to a
+    millisecond if the cores are busy. Changing the number of threads takes less than a microsecond."""
+    plan: list[Callable[[], Any]] = []
+    now = threads
+    for run, is_many in zip(calls, large, strict=True):
+        wanted = threads if is_many else 1
+        if wanted != now:
+            plan.append(partial(torch.set_num_threads, wanted))
+            now = wanted
+        plan.append(run)
+    return plan
+
+
+def is_large(operation: Operation) -> bool:
+    """Return whether several threads can be of use, from the size of the largest tensor."""
+    given = [x for x in tree_leaves((operation.args, operation.kwargs)) if isinstance(x, Tensor)]
+    return max((x.numel() for x in (*given, *operation.results)), default=0) > SERIAL
 
 
 def memory(x: Tensor) -> int:

@@ -11,7 +11,12 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
-MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
 UNSUPPORTED = {
     "output_scores": "scores are returned",
     "output_logits": "logits are returned",
@@ -38,6 +43,20 @@ class Request(NamedTuple):
     config: GenerationConfig
     inputs: dict[str, Any]
     """Further inputs of the forward pass: masks, positions, an empty cache, encoder outputs."""
+
+    @property
+    def source(self) -> Tensor | None:
+        """The encoded source `[rows, tokens, hidden]` of an encoder-decoder."""
+        encoded = self.inputs.get("encoder_outputs")
+        return None if encoded is None else encoded[0]
+
+    @property
+    def source_mask(self) -> Tensor | None:
+        """The padding mask of the source."""
+        if self.source is None:
+            return None
+        mask: Tensor | None = self.inputs.get("attention_mask")
+        return torch.ones(self.source.shape[:2], device=self.source.device) if mask is None else mask
 
 
 def prepare(

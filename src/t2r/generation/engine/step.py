@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from t2r.attention.layers import layer_tensors
-from t2r.attention.static import StaticRecurrentLayer
+from t2r.attention.static import StaticRecurrentLayer, StaticSourceLayer
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
 from t2r.ops.constants import constant_weights
@@ -27,28 +27,45 @@ class DecodeStep:
 
     `run` reads `tokens [rows, 1]`, advances the cache and writes `logits [rows, vocabulary]`, in float32 as in
     `generate`. For `greedy` rows, it also writes the most likely next token to `tokens`. Rows that are not `active`
-    stay at position 0.
+    stay at position 0. With `reorders`, the step first copies row `order[i]` of the cache to each row `i`. Beams of the
+    same source share their cross attention, which is not reordered.
 
     The step is a CUDA graph on a GPU and a `Recording` on a CPU. On other devices it runs eagerly. With `compiled`, the
     kernels of the graph are fused by torch.compile.
     """
 
     def __init__(
-        self, model: Any, rows: int, max_length: int | None, source: Tensor | None = None, *, compiled: bool = False
+        self,
+        model: Any,
+        rows: int,
+        max_length: int | None,
+        source_length: int | None = None,
+        *,
+        compiled: bool = False,
+        reorders: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.rows, self.max_length, self.compiled = model, rows, max_length, compiled
+        self.model, self.rows, self.max_length, self.source_length = model, rows, max_length, source_length
+        self.compiled, self.reorders = compiled, reorders
         seq2seq = bool(model.config.is_encoder_decoder)
-        self.cache = model.make_static_cache(rows=rows, max_length=max_length)
+        self.cache = model.make_static_cache(rows, max_length, source_length, state_dtype)
         self.own = self.cache.self_attention_cache if seq2seq else self.cache
         self.cross = self.cache.cross_attention_cache.layers if seq2seq else []
         device = model.device
         self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.active = torch.zeros(rows, dtype=torch.long, device=device)
         self.greedy = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+        self.order = torch.arange(rows, device=device)
         self.logits = torch.empty(0)
         self.constants: dict[Any, Any] = {}
-        # A placeholder: the source has been read into the cross attention states.
-        self.source: Any = None if source is None else source.new_zeros(rows, 1, source.shape[-1])
+        self.source: Any = None
+        self.source_mask: Tensor | None = None
+        if seq2seq:
+            # A placeholder of no size: the source has been read into the cross attention states, or keys and values.
+            shape = (rows, source_length or 1, model.config.hidden_size)
+            self.source = torch.zeros(1, dtype=model.dtype, device=device).expand(shape)
+        if source_length is not None:
+            self.source_mask = torch.zeros(rows, source_length, dtype=torch.long, device=device)
         self.takes_positions = accepts(model, "position_ids")
         self.by_row = not seq2seq or model.t2r_family.positions_by_row
         self.own.only_steps(by_row=seq2seq and self.by_row)
@@ -62,42 +79,74 @@ class DecodeStep:
         """Empty all rows."""
         self.own.reset()
         self.active.zero_()
+        torch.arange(self.rows, out=self.order)
         for i, layer in enumerate(self.cross):
             layer.reset()
             layer.length = 1  # marks the layer as filled, because a step does not read the source
             self.cache.is_updated[i] = True
 
-    def put(self, row: int, cache: Any, other_row: int, token: Tensor | int, greedy: bool) -> None:
-        """Copy one sequence of a prefilled cache to a row, and set its next token."""
+    def put(
+        self,
+        row: int,
+        cache: Any,
+        other_row: int,
+        token: Tensor | int,
+        greedy: bool,
+        source_mask: Tensor | None = None,
+    ) -> None:
+        """Copy one sequence of a prefilled cache to a row, and set its next token.
+
+        `source_mask [rows, source]` is the padding mask of the sources, for softmax cross attention."""
         own = cache.self_attention_cache if self.cross else cache
         self.own.put(row, own, other_row)
         for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
             layer.put(row, other, other_row)
+        if self.source_mask is not None:
+            assert source_mask is not None
+            self.source_mask[row] = 0
+            self.source_mask[row, : source_mask.shape[1]] = source_mask[other_row]
         self.tokens[row] = token
         self.active[row] = 1
         self.greedy[row] = greedy
 
+    def put_first(self, cache: Any, index: Tensor, source_mask: Tensor | None = None) -> None:
+        """Copy the sequences `index` of a prefilled cache to the first rows. The step does not choose their tokens."""
+        self.own.put_first(cache.self_attention_cache if self.cross else cache, index)
+        for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
+            layer.put_first(other, index)
+        if self.source_mask is not None:
+            assert source_mask is not None
+            self.source_mask[: len(index), source_mask.shape[1] :] = 0
+            self.source_mask[: len(index), : source_mask.shape[1]] = source_mask[index]
+        self.active[: len(index)] = 1
+        self.greedy[: len(index)] = False
+
     def free(self, row: int) -> None:
         self.active[row] = 0
 
-    def row_bytes(self, tokens: int) -> int:
-        """Return the size of the cache of one sequence with this number of tokens."""
+    def row_bytes(self, tokens: int, source: int = 0) -> int:
+        """Return the size of the cache of one sequence with this number of tokens, and of tokens of the source."""
         total = 0
         for layer in (*self.own.layers, *self.cross):
             held = layer_tensors(layer).values()
             if isinstance(layer, StaticRecurrentLayer):
                 total += sum(x[0].numel() * x.element_size() for x in held)
             else:
-                total += sum(x[0, :, 0].numel() * x.element_size() * tokens for x in held)
+                held_tokens = source if isinstance(layer, StaticSourceLayer) else tokens
+                total += sum(x[0, :, 0].numel() * x.element_size() * held_tokens for x in held)
         return total
 
     def forward(self) -> None:
+        if self.reorders:
+            self.own.reorder_cache(self.order)
         self.own.lengths.mul_(self.active)
         inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
         if self.source is not None:
             mask = self.own.step_inputs()["attention_mask"]
             inputs |= {"decoder_input_ids": self.tokens, "decoder_attention_mask": mask}
             inputs["encoder_outputs"] = BaseModelOutput(self.source)
+            if self.source_mask is not None:
+                inputs["attention_mask"] = self.source_mask
         else:
             inputs |= {"input_ids": self.tokens, **self.own.step_inputs()}
             if not self.takes_positions:
@@ -132,7 +181,9 @@ class DecodeStep:
         self.forward()
 
     def recorded(self) -> Callable[[], None]:
-        inputs = [self.tokens, self.active, self.greedy]
+        inputs = [self.tokens, self.active, self.greedy, self.order]
+        inputs += [x for layer in self.cross for x in layer_tensors(layer).values()]  # each prefill changes the sources
+        inputs += [] if self.source_mask is None else [self.source_mask]
         outputs = [self.tokens, self.logits, self.own.lengths, *self.own.tensors()]
         with torch.inference_mode():
             recording = Recording(self.forward, inputs, outputs)
@@ -167,6 +218,9 @@ class DecodeStep:
                 with torch.cuda.graph(graph):
                     forward()
             except RuntimeError as error:
+                # Ending the capture after an error may raise another one.
+                if any(isinstance(x, torch.OutOfMemoryError) for x in (error, error.__context__)):
+                    raise torch.OutOfMemoryError("out of memory while the decoding step was captured") from error
                 raise CannotRecord(str(error)) from error
 
         def replay() -> None:

@@ -20,6 +20,7 @@ class Triton(Backend):
         largest_feature=256,
         largest_value=256,
         gradients=("parallel", "look"),
+        half_state=True,
         features=True,
     )
 

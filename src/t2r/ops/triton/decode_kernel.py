@@ -59,7 +59,8 @@ def decode(
     """Run one program per sequence and key head. It alone accesses the state, so z is not read after it is written.
 
     With an ACTIVATION, q and k are not features yet: `features` computes them. `k_share` and `v_share` are the numbers
-    of key heads that share a head of k and of v."""
+    of key heads that share a head of k and of v. A state in half precision is computed in float32 and rounded when it
+    is stored."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     f = tl.arange(0, BF)
@@ -89,21 +90,21 @@ def decode(
         rate = tl.minimum(tl.maximum(rate, 0.0), FASTEST)
         left = tl.where(live, tl.exp(-rate), 1.0)
     z_here = z + b * z_b + h * z_h + f
-    sum_k = tl.load(z_here, mask=f_ok, other=0.0) * left + key
-    tl.store(z_here, sum_k, mask=f_ok)
+    sum_k = tl.load(z_here, mask=f_ok, other=0.0).to(tl.float32) * left + key
+    tl.store(z_here, sum_k.to(z.dtype.element_ty), mask=f_ok)
     sum_abs = sum_k
     if HAS_Z_ABS:
         a_here = z_abs + b * za_b + h * za_h + f
-        sum_abs = tl.load(a_here, mask=f_ok, other=0.0) * left + tl.abs(key)
-        tl.store(a_here, sum_abs, mask=f_ok)
+        sum_abs = tl.load(a_here, mask=f_ok, other=0.0).to(tl.float32) * left + tl.abs(key)
+        tl.store(a_here, sum_abs.to(z_abs.dtype.element_ty), mask=f_ok)
     for start in range(0, value, BV):
         d = start + tl.arange(0, BV)
         d_ok = d < value
         val = tl.load(v + b * v_b + (h // v_share) * v_h + d, mask=d_ok & live, other=0.0).to(tl.float32)
         s_here = s + b * s_b + h * s_h + f[:, None] * s_f + d[None, :]
         ok = f_ok[:, None] & d_ok[None, :]
-        new = tl.load(s_here, mask=ok, other=0.0) * left[:, None] + key[:, None] * val[None, :]
-        tl.store(s_here, new, mask=ok)
+        new = tl.load(s_here, mask=ok, other=0.0).to(tl.float32) * left[:, None] + key[:, None] * val[None, :]
+        tl.store(s_here, new.to(s.dtype.element_ty), mask=ok)
         for i in range(0, group):
             head = h * group + i
             query = features(

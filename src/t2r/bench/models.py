@@ -1,0 +1,195 @@
+"""The models of a benchmark: loaded by name, or built with random weights; and softmax models in the engine.
+
+Time and memory do not depend on the values of weights, so models of the paper's sizes need no training:
+
+    random:paper-mt                                                       the paper's transformer-large
+    T2R 32-4=random:paper-mt,feature_size=4,cross_feature_size=32,merged  with a label, swapped and merged
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from t2r import compat
+from t2r.attention.interface import NAME
+from t2r.attention.recurrence import recurrent_sites
+from t2r.config import OPTIONS, T2RConfig
+from t2r.errors import T2RError
+from t2r.hub import choose_dtype, load_model
+from t2r.model.merge import merge
+from t2r.model.modeling import T2RModel, t2r_class
+from t2r.model.swap import swap
+from t2r.surgery.adapters import family_of
+from t2r.surgery.adapters.base import change_class
+from t2r.training.preset import load_preset, shipped_presets
+
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LM = {"model_type": "gpt2", "n_positions": 1024, "activation_function": "relu", **TOKENS}
+MT = {
+    "model_type": "marian",
+    "activation_function": "relu",
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+    "share_encoder_decoder_embeddings": True,
+    **TOKENS,
+}
+
+
+def marian(width: int, layers: int, heads: int, words: int, positions: int = 2080) -> dict[str, Any]:
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", 4 * width))
+    }
+    return {**MT, **sides, "d_model": width, "vocab_size": words, "max_position_embeddings": positions}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "paper-lm": {**LM, "n_layer": 32, "n_embd": 1024, "n_head": 8, "vocab_size": 50_000},
+    "small-lm": {**LM, "n_layer": 6, "n_embd": 512, "n_head": 4, "vocab_size": 8_000},
+    "tiny-lm": {**LM, "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 200},
+    "paper-mt": marian(1024, 6, 16, 32_768),
+    "small-mt": marian(512, 3, 8, 8_000),
+    "tiny-mt": marian(64, 2, 2, 200, 128),
+}
+"""Sizes of models with random weights. The paper's language model has a plain output layer here."""
+RANDOM = re.compile(r"(?:(?P<label>[^=:]+)=)?random:(?P<shape>[\w-]+)(?P<options>(?:,[\w]+(?:=[^,]+)?)*)")
+
+
+def load_models(names: Sequence[str], *, dtype: str, device: str) -> dict[str, PreTrainedModel]:
+    """Load or build the models of a benchmark, by name or label. Raises T2RError if two have the same name.
+
+    Models with random weights of the same shape share their weights, as far as they have the same ones."""
+    models: dict[str, PreTrainedModel] = {}
+    bases: dict[str, PreTrainedModel] = {}
+    precision = choose_dtype(dtype)
+    for name in names:
+        random = "random:" in name
+        label, model = random_model(name, bases, device) if random else (name, None)
+        if label in models:
+            raise T2RError(f"two models have the name {label}: give one of them a label, LABEL=random:SHAPE,...")
+        models[label] = load_model(name, dtype=dtype, device=device) if model is None else model
+    for name, label in zip(names, models, strict=True):
+        if "random:" in name and not isinstance(precision, str):  # after merging, which is exact in float32
+            cast(Any, models[label]).to(precision)
+    return models
+
+
+def random_model(text: str, bases: dict[str, PreTrainedModel], device: str) -> tuple[str, PreTrainedModel]:
+    """Build a model from `LABEL=random:SHAPE,option=value,...,merged`, in float32, and return its label and the model.
+
+    `bases` receives the softmax model of the shape."""
+    found = RANDOM.fullmatch(text)
+    if found is None:
+        raise T2RError(f"{text!r}: write random:SHAPE, or LABEL=random:SHAPE,option=value,merged, with swap options")
+    shape = found["shape"]
+    options: dict[str, Any] = {}
+    for part in filter(None, found["options"].split(",")):
+        name, equals, value = part.partition("=")
+        if (name not in OPTIONS or not equals) and part != "merged":
+            raise T2RError(f"{text!r}: no swap option {part!r}; the options are {', '.join(OPTIONS)}, and merged")
+        options[name] = yaml.safe_load(value) if equals else True
+    merged = options.pop("merged", False)
+    place = torch.device(device)
+    if shape not in bases:
+        config = AutoConfig.for_model(**fields_of(shape))
+        auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        with torch.random.fork_rng([place] if place.type == "cuda" else []), place:
+            torch.manual_seed(0)
+            bases[shape] = auto.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model: Any = bases[shape]
+    if options or merged:
+        model = swap(sharing_weights(model), **options)
+        model = merge(model, force=True) if merged else model
+    return found["label"] or text, model
+
+
+def fields_of(shape: str) -> dict[str, Any]:
+    """Return the fields of the configuration of a shape, or of a preset of `t2r pretrain`."""
+    if shape in SHAPES:
+        return SHAPES[shape]
+    if shape not in shipped_presets():
+        raise T2RError(f"no shape {shape!r}: choose one of {', '.join([*SHAPES, *shipped_presets()])}")
+    preset = load_preset(shape)
+    words = preset.tokenizer.get("vocab_size", preset.model.get("vocab_size"))
+    if words is None:
+        raise T2RError(f"the vocabulary of {shape} depends on its text, so that it has no size before training")
+    start = {"decoder_start_token_id": 2, "forced_eos_token_id": None} if preset.translates else {}
+    return {"vocab_size": words, **TOKENS, **start, **preset.model}
+
+
+def add_feature_sizes(models: dict[str, PreTrainedModel], sizes: Sequence[int]) -> None:
+    """Add the first model, swapped with each feature size and merged if possible, for the speed by feature size.
+
+    The feature maps are not trained. The weights are those of the first model, not copies."""
+    if not sizes:
+        return
+    first = next(iter(models.values()))
+    if isinstance(first, T2RModel):
+        raise T2RError("feature sizes are measured by swapping the first model, which is swapped already")
+    rotary = family_of(first).positions != "rotary"  # rotated queries and keys cannot be merged
+    for size in sizes:
+        name = f"T2R {size}"
+        if name in models:
+            raise T2RError(f"two models have the name {name}: give each feature size once")
+        model: Any = swap(sharing_weights(first), feature_map="t2r", feature_size=size, rotary=rotary)
+        try:
+            models[name] = merge(model, force=True)
+        except T2RError:
+            models[name] = model
+
+
+def feature_sizes(model: PreTrainedModel) -> list[int] | None:
+    """Return the feature sizes of a model, from the largest; None if it has softmax layers."""
+    if not isinstance(model, T2RModel) or model.kept_layers():
+        return None
+    return sorted({int(site.feature_map.feature_size) for site in recurrent_sites(cast(Any, model))}, reverse=True)
+
+
+def on_the_engine(model: PreTrainedModel) -> Any:
+    """Return a model that the engine can decode, and that computes the same. It shares the weights of the model.
+
+    A swapped model is returned itself. For another model, all its layers are softmax layers of a swapped model, so
+    that softmax attention is measured with the same captured step as recurrent attention."""
+    if isinstance(model, T2RModel):
+        return model
+    family, shared = family_of(model), sharing_weights(model)
+    base: Any = type(model)
+    sites = list(family.sites(shared))
+    layers = len(family.decoder_layers(shared))
+    family.finish(shared, [], sites)
+    compat.set_attention_implementation(shared, NAME)
+    change_class(shared, cast(Any, t2r_class(base)))
+    cast(T2RModel, shared).adopt(T2RConfig(softmax_layers=list(range(layers))))
+    return shared
+
+
+def half_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype in which states are stored, by name; None for float32."""
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None and name not in (*known, "float32"):
+        raise T2RError(f"no state dtype {name!r}: choose float32, bfloat16 or float16")
+    return known.get(name or "")
+
+
+def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of the modules with the same parameters and buffers."""
+    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
+
+
+def check_alike(models: Mapping[str, PreTrainedModel]) -> None:
+    """Raise T2RError unless all models have the same dtype and device."""
+    first = next(iter(models.values()))
+    for name, model in models.items():
+        if (model.dtype, model.device) != (first.dtype, first.device):
+            raise T2RError(
+                f"{name} is {model.dtype} on {model.device}, but the first model is {first.dtype} on {first.device}: "
+                "use one dtype and one device for all models"
+            )

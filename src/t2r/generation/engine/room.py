@@ -1,0 +1,40 @@
+"""What a call requires of a decoding step: rows, and the length of the buffers of softmax attention."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from t2r.generation.engine.request import Request
+from t2r.generation.engine.step import DecodeStep
+
+BLOCK = 256
+"""The buffers of softmax layers hold a multiple of this number of tokens. When they grow, they at least double."""
+
+
+class Room(NamedTuple):
+    """What a call requires of a decoding step. Lengths are 0 without softmax attention of that kind."""
+
+    rows: int
+    length: int
+    """Tokens in softmax layers."""
+    source: int
+    """Tokens of the source in softmax cross attention."""
+
+    @classmethod
+    def of(cls, step: DecodeStep | None) -> Room:
+        return cls(0, 0, 0) if step is None else cls(step.rows, step.max_length or 0, step.source_length or 0)
+
+    def fits(self, step: DecodeStep | None) -> bool:
+        """Return whether the buffers of a step are long enough."""
+        own = Room.of(step)
+        return step is not None and self.length <= own.length and self.source <= own.source
+
+
+def total_length(request: Request, state: Any) -> int:
+    """Return the maximum length of a sequence, including the tokens of a state."""
+    return int(request.config.max_length + (0 if state is None else state.get_seq_length()))
+
+
+def enlarged(needed: int, before: int, block: int = BLOCK) -> int:
+    """Return the length of a buffer: that of `before` if it is long enough, otherwise a larger multiple of `block`."""
+    return before if needed <= before else max(-(-needed // block) * block, 2 * before)
