@@ -213,7 +213,7 @@ def test_the_figure_of_a_benchmark(tmp_path):
     with_another = record_of("figure-memory", part, decode | {"result": [{"points": []}]})
     draw(experiment, with_another, figure, tmp_path / "figure.svg")
     (table,) = record_tables(record)
-    assert "| T2R 32-4 | 100 | 100 | 1 |" in table
+    assert "| T2R 32-4 | 100 | 100 | 1 | 1 |" in table
 
 
 # --- Claims -------------------------------------------------------------------------------------------------

@@ -325,16 +325,17 @@ def decoding_table(report: Mapping[str, Any]) -> str:
 
 
 def translation_table(report: Mapping[str, Any]) -> str:
-    """Return a table with a row for each model: tokens per second by length, and bytes of its cache."""
+    """Return a table with a row for each model: tokens per second and bytes of its cache, by length."""
     points = report["points"]
     lengths = list(dict.fromkeys(point["length"] for point in points))
+    header = [f"translation, batch {report['settings']['batch']}"]
+    header += [f"tokens/s, {length:,}" for length in lengths] + [f"MiB, {length:,}" for length in lengths]
     rows = []
     for model in dict.fromkeys(point["model"] for point in points):
         own = [point for point in points if point["model"] == model]
-        held = dict.fromkeys(f"{point['cache_bytes'] / 2**20:.3g}" for point in own)
-        rows.append([model, *(f"{point['tokens_per_second']:,.0f}" for point in own), ", ".join(held)])
-    first = f"tokens/s, batch {report['settings']['batch']}"
-    return markdown([first, *(f"{length:,} tokens" for length in lengths), "cache, MiB"], rows)
+        speeds = [f"{point['tokens_per_second']:,.0f}" for point in own]
+        rows.append([model, *speeds, *(f"{point['cache_bytes'] / 2**20:.3g}" for point in own)])
+    return markdown(header, rows)
 
 
 def memory_table(report: Mapping[str, Any]) -> str:
