@@ -32,6 +32,7 @@ LAYERS = (
     ("bench", "analysis"),
     ("pipelines",),
     ("experiments",),
+    ("pages",),
     ("cli",),
 )
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}

@@ -20,6 +20,7 @@ _EXPORTS = {
     "T2RForCausalLM": "t2r.model.modeling:T2RForCausalLM",
     "T2RForSeq2SeqLM": "t2r.model.modeling:T2RForSeq2SeqLM",
     "SwappedModel": "t2r.model.swapped:SwappedModel",
+    "analyze": "t2r.analysis.analyze:analyze",
     "average": "t2r.pipelines.average:average",
     "bench": "t2r.bench",
     "convert": "t2r.pipelines.convert:convert",
@@ -34,6 +35,7 @@ _EXPORTS = {
     "ops": "t2r.ops",
     "pretrain": "t2r.pipelines.pretrain:pretrain",
     "read_document": "t2r.generation.state:read_document",
+    "report": "t2r.pages.report:report",
     "reporting": "t2r.reporting",
     "swap": "t2r.model.swap:swap",
 }
@@ -47,6 +49,7 @@ __all__ = [
     "T2RForCausalLM",
     "T2RForSeq2SeqLM",
     "__version__",
+    "analyze",
     "average",
     "bench",
     "convert",
@@ -61,12 +64,14 @@ __all__ = [
     "ops",
     "pretrain",
     "read_document",
+    "report",
     "reporting",
     "swap",
 ]
 
 if TYPE_CHECKING:
     from t2r import bench, feature_maps, ops, reporting
+    from t2r.analysis.analyze import analyze
     from t2r.attention.cache import T2RCache
     from t2r.attention.recurrence import exact_attention
     from t2r.config import T2RConfig
@@ -80,6 +85,7 @@ if TYPE_CHECKING:
     from t2r.model.modeling import T2RForCausalLM, T2RForSeq2SeqLM
     from t2r.model.swap import swap
     from t2r.model.swapped import SwappedModel
+    from t2r.pages.report import report
     from t2r.pipelines.average import average
     from t2r.pipelines.convert import convert
     from t2r.pipelines.pretrain import pretrain

@@ -60,6 +60,10 @@ def test_convert_and_evaluate(world, tmp_path):
     assert len((tmp_path / "texts" / "2-out.txt").read_text().splitlines()) == 5
     first, _ = json.loads(run("evaluate", world / "teacher", out, *pair, "--json").stdout)
     assert first["bleu"] > 5  # it has learned a little
+    assert first["copied"]["numbers"]["total"] == 0
+    assert sum(part["lines"] for part in first["by_length"]) == 5
+    assert "tok:moses-en" in first["tokenized_bleu_signature"]
+    assert "paired bootstrap" in measured.stdout
 
 
 def test_lines_stay_in_their_places(world):

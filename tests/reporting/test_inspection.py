@@ -142,3 +142,15 @@ def test_inspection_errors(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(t2r.T2RError, match=r"type 'vit' cannot be swapped.*llama"):
         inspect_model(tmp_path)
+
+
+def test_the_source_length_from_which_cross_attention_saves_memory():
+    found = t2r.inspect(tiny("marian", torch.float32), feature_size=4, cross_feature_size=16)
+    cross = [site for site in found.sites if site.cross]
+    per_token = sum(2 * 4 * site.num_key_value_heads * site.head_dim for site in cross)  # keys and values in float32
+    state = sum(site.state_bytes for site in cross)
+    length = found.cross_saves_from
+    assert (length - 1) * per_token <= state < length * per_token
+    assert any(f"{length} tokens or more" in line for line in inspection.summary(found))
+    assert t2r.inspect(tiny("marian"), recurrent="causal").cross_saves_from is None
+    assert t2r.inspect(tiny("gpt2")).cross_saves_from is None

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from t2r.attention.cache import adopt
 from t2r.attention.masks import make_mask
 from t2r.attention.merged import Affine, Mergeable
+from t2r.attention.observation import observe_softmax
 from t2r.attention.recurrence import Inputs, Mode, Recurrence, mode_of
 from t2r.attention.softmax import SoftmaxWindow, softmax_attention
 from t2r.errors import T2RError
@@ -161,6 +162,19 @@ def attention_forward(
     q, k = query, key
     if t2r_call is not None and t2r_call.rotation is not None:
         q, k = rotate(module, query, key, *t2r_call.rotation)
+    observe_softmax(
+        module,
+        q,
+        k,
+        value,
+        mask=attention_mask,
+        scaling=scaling,
+        causal=causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        position_bias=position_bias,
+        window=t2r_window,
+    )
     out = softmax_attention(
         q, k, value, attention_mask, scaling, causal, dropout, sliding_window, softcap, position_bias, t2r_window
     )

@@ -15,6 +15,7 @@ from t2r.attention.cache import adopt
 from t2r.attention.layers import RecurrentLayer
 from t2r.attention.masks import padding_and_starts
 from t2r.attention.merged import Mergeable
+from t2r.attention.observation import observe_linear, observe_softmax
 from t2r.attention.recurrence import Inputs, mode_of
 from t2r.attention.softmax import softmax_attention
 
@@ -99,9 +100,10 @@ class ProjectionAttention(Mergeable):
             k, v = self.keys_values(source)
             phi_q, phi_k = self.feature_map(self.queries(x) * self.scaling, k)
         padding, _ = padding_and_starts(mask, v.shape[2])
-        out, state = ops.linear_attention(
-            phi_q, phi_k, self.spread(v), mask=padding, causal=False, signed=self.feature_map.signed
-        )
+        how: dict[str, Any] = {"mask": padding, "causal": False, "signed": self.feature_map.signed}
+        v = self.spread(v)
+        observe_linear(self, phi_q, phi_k, v, how)
+        out, state = ops.linear_attention(phi_q, phi_k, v, **how)
         if isinstance(layer, RecurrentLayer):
             layer.store(state, v.shape[2])
         return out
@@ -116,6 +118,7 @@ class ProjectionAttention(Mergeable):
         position_bias: Tensor | None = None,
     ) -> Tensor:
         dropout = self.softmax_dropout if self.training else 0.0
+        observe_softmax(self, q, k, v, mask=mask, scaling=self.scaling, causal=causal, position_bias=position_bias)
         out = softmax_attention(q, k, v, mask, self.scaling, causal, dropout, position_bias=position_bias)
         mode = mode_of(self)
         if mode is not None and mode.observer is not None:

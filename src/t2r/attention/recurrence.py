@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from t2r import ops
 from t2r.attention.layers import RecurrentLayer
 from t2r.attention.masks import padding_and_starts
+from t2r.attention.observation import observe_linear
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, repeat_heads
 
@@ -86,6 +87,7 @@ class Recurrence(nn.Module):
         v = self.spread(v)
         if recurrent:
             return layer.advance(phi_q, phi_k, v, **how)
+        observe_linear(self, phi_q, phi_k, v, how)
         out, _ = ops.linear_attention(phi_q, phi_k, v, **how)
         return out
 

@@ -54,10 +54,53 @@ def softmax_attention(
         return scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal and queries > 1, scale=scaling, enable_gqa=gqa
         )
+    allowed = allowed_keys(queries, keys, mask, causal, sliding_window, window, q.device)
+    if softcap is not None:
+        return capped_attention(q, k, v, allowed, scaling, dropout, softcap)
+    if position_bias is not None:
+        bias = position_bias.to(q.dtype)
+        allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+    return scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scaling, enable_gqa=gqa)
+
+
+def softmax_weights(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    window: SoftmaxWindow | None = None,
+) -> Tensor:
+    """Return the weights `[batch, heads, queries, keys]` of `softmax_attention`, in float32 or more."""
+    k = repeat_heads(k, q.shape[1])
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
+    allowed = allowed_keys(q.shape[2], k.shape[2], mask, causal, sliding_window, window, q.device)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    return scores.softmax(-1)
+
+
+def allowed_keys(
+    queries: int,
+    keys: int,
+    mask: Tensor | None,
+    causal: bool,
+    sliding_window: int | None,
+    window: SoftmaxWindow | None,
+    device: torch.device,
+) -> Tensor | None:
+    """Return which keys a query attends to, `[batch or 1, 1, queries, keys]`, or None if it attends to all."""
     allowed = None
     if causal and (queries > 1 or window is not None or (sliding_window is not None and keys > sliding_window)):
-        key = torch.arange(keys, device=q.device)
-        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - key
+        key = torch.arange(keys, device=device)
+        distance = torch.arange(keys - queries, keys, device=device)[:, None] - key
         allowed = (distance >= 0)[None]
         if sliding_window is not None:
             allowed = allowed & (distance < sliding_window)
@@ -73,16 +116,9 @@ def softmax_attention(
         allowed = seen if allowed is None else allowed & seen
         if causal and (queries > 1 or queries == keys):
             # A padded position attends to itself, because its row must not be empty. Its output is not used.
-            own = torch.arange(keys - queries, keys, device=q.device)[:, None] == torch.arange(keys, device=q.device)
+            own = torch.arange(keys - queries, keys, device=device)[:, None] == torch.arange(keys, device=device)
             allowed = allowed | own
-    if allowed is not None:
-        allowed = allowed[:, None]
-    if softcap is not None:
-        return capped_attention(q, k, v, allowed, scaling, dropout, softcap)
-    if position_bias is not None:
-        bias = position_bias.to(q.dtype)
-        allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
-    return scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scaling, enable_gqa=gqa)
+    return None if allowed is None else allowed[:, None]
 
 
 def capped_attention(

@@ -12,6 +12,7 @@ import typer
 
 from t2r import __version__
 from t2r.cli import (
+    analyze,
     average,
     bench,
     convert,
@@ -22,6 +23,7 @@ from t2r.cli import (
     inspect,
     merge,
     pretrain,
+    report,
     reproduce,
     swap,
 )
@@ -43,8 +45,10 @@ app.command()(average.average)
 app.command()(inspect.inspect)
 app.command()(generate.generate)
 app.command()(evaluate.evaluate)
+app.command()(analyze.analyze)
 app.command(name="import")(import_.import_)
 app.command()(reproduce.reproduce)
+app.command()(report.report)
 app.command()(info.info)
 app.add_typer(bench.app, name="bench")
 

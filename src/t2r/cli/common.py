@@ -55,6 +55,16 @@ Dtype = Annotated[str, flag(RUN["dtype"])]
 Device = Annotated[str, flag(RUN["device"])]
 Limit = Annotated[int | None, flag(RUN["limit"])]
 
+SourceLanguage = Annotated[
+    str | None,
+    typer.Option(
+        help="Source language of a multilingual translation model: a code of its tokenizer, such as zh, zho_Hans."
+    ),
+]
+TargetLanguage = Annotated[
+    str | None, typer.Option(help="Target language of a multilingual translation model (M2M100, NLLB, mBART).")
+]
+
 # Of commands that train.
 Set = Annotated[
     list[str] | None,

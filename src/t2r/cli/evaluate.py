@@ -4,7 +4,19 @@ from typing import Annotated
 
 import typer
 
-from t2r.cli.common import RUN, AsJson, Device, Quiet, calm, flag, print_json, show, shows_progress
+from t2r.cli.common import (
+    RUN,
+    AsJson,
+    Device,
+    Quiet,
+    SourceLanguage,
+    TargetLanguage,
+    calm,
+    flag,
+    print_json,
+    show,
+    shows_progress,
+)
 
 
 def evaluate(
@@ -31,6 +43,8 @@ def evaluate(
     bleu_tokenize: Annotated[
         str, typer.Option(help="sacrebleu's tokenizer for BLEU, for example zh for Chinese references.")
     ] = "13a",
+    source_language: SourceLanguage = None,
+    target_language: TargetLanguage = None,
     outputs: Annotated[str | None, typer.Option(help="Folder to save the translations in, one file per model.")] = None,
     window: Annotated[
         list[int] | None,
@@ -60,8 +74,8 @@ def evaluate(
     """Evaluate models and compare them with the first.
 
     Measures perplexity by the paper's protocol, bits per byte, KL divergence from the first model, repetition in
-    generated text, recall, and tasks of lm-eval; for translation models, BLEU and
-    chrF.
+    generated text, recall, and tasks of lm-eval. For translation models: BLEU and chrF with signatures, the paper's
+    tokenized BLEU, a paired bootstrap against the first model, BLEU by source length, and copied numbers and names.
 
     \b
     t2r evaluate teacher rnn --text valid.txt
@@ -84,6 +98,8 @@ def evaluate(
             beams=beams,
             length_penalty=length_penalty,
             bleu_tokenize=bleu_tokenize,
+            source_language=source_language,
+            target_language=target_language,
             outputs=outputs,
             tasks=task or [],
             task_folder=task_folder,

@@ -16,6 +16,8 @@ from t2r.cli.common import (
     Model,
     Quiet,
     Revision,
+    SourceLanguage,
+    TargetLanguage,
     TrustRemoteCode,
     calm,
     flag,
@@ -52,6 +54,8 @@ def generate(
         Path | None,
         typer.Option(help="Read the whole input as one document and save the state to this file. Generates nothing."),
     ] = None,
+    source_language: SourceLanguage = None,
+    target_language: TargetLanguage = None,
     dtype: Dtype = RUN["dtype"].default,
     device: Device = RUN["device"].default,
     revision: Revision = None,
@@ -119,6 +123,8 @@ def generate(
             on_text=_write if stream else None,
             on_completion=show,
             state=state,
+            source_language=source_language,
+            target_language=target_language,
             **options,
         )
 

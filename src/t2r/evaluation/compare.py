@@ -42,6 +42,8 @@ def evaluate(
     beams: int = BEAMS,
     length_penalty: float = LENGTH_PENALTY,
     bleu_tokenize: str = BLEU_TOKENIZE,
+    source_language: str | None = None,
+    target_language: str | None = None,
     outputs: str | Path | None = None,
     variants: Sequence[str] = (),
     tasks: Sequence[str] = (),
@@ -73,12 +75,14 @@ def evaluate(
     Args:
         models: folders, names on the Hub, or model objects.
         text: a file or a glob, or several.
-        source: file of source sentences for translation models, instead of `text`. Measures BLEU and chrF; of the other
-            arguments only `limit` (lines), `dtype`, `device`, `tokenizer` and `progress` apply.
+        source: file of source sentences for translation models, instead of `text`. Measures BLEU, chrF and more (see
+            `evaluate_translation`); of the other arguments only `limit` (lines), `dtype`, `device`, `tokenizer` and
+            `progress` apply.
         reference: file of references of `source`.
         beams: beams of the search that translates `source`.
         length_penalty: length penalty of the beam search.
         bleu_tokenize: sacrebleu's tokenizer for BLEU, for example `zh` for Chinese references.
+        source_language, target_language: for multilingual translation models, codes of their tokenizers.
         outputs: folder to save the translations in, one file per model.
         variants: variants to evaluate, `MODEL:window=TOKENS,sinks=TOKENS` or `MODEL:state=DTYPE,every=TOKENS` (see
             `Variant`). MODEL is one of `models`, or the last part of its path.
@@ -119,12 +123,16 @@ def evaluate(
             beams=beams,
             length_penalty=length_penalty,
             tokenize=bleu_tokenize,
+            source_language=source_language,
+            target_language=target_language,
             limit=limit,
             dtype=dtype,
             device=device,
             outputs=outputs,
             progress=progress,
         )
+    if source_language or target_language:
+        raise T2RError("languages are for translation: give --src and --ref")
     if not texts and not tasks:
         raise T2RError("nothing to measure: give --text FILE, --task NAME, or both; or --src and --ref")
     wanted: list[int | None] = [window] if window is None or isinstance(window, int) else [*window] or [None]

@@ -51,12 +51,33 @@ def _translated(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
     title = f"{first['source']}: {first['lines']:,} lines, {search}"
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
         "BLEU": lambda r: _number(r["bleu"]),
+        "  95 %": lambda r: _range(r.get("bleu_interval")),
         "  against the first": lambda r: _signed(r.get("bleu_difference")),
+        "  p, paired bootstrap": lambda r: _number(r.get("bleu_p"), 3),
         "chrF": lambda r: _number(r["chrf"]),
         "  against the first ": lambda r: _signed(r.get("chrf_difference")),
+        "BLEU, tokenized as in the paper": lambda r: _number(r.get("tokenized_bleu")),
+        "numbers copied": lambda r: _copied(r, "numbers"),
+        "names copied": lambda r: _copied(r, "names"),
     }
-    table = _table(title, results, {label: [cell(r) for r in results] for label, cell in rows.items()})
-    return [table, *(f"{name}: {first[f'{key}_signature']}" for name, key in (("BLEU", "bleu"), ("chrF", "chrf")))]
+    parts: list[Table | str] = [
+        _table(title, results, {label: [cell(r) for r in results] for label, cell in rows.items()})
+    ]
+    if len(first.get("by_length") or ()) > 1:
+        lengths = {
+            f"{part['first']}{_until(part['last'])} ({part['lines']:,} lines)": [
+                _number(r["by_length"][i]["bleu"]) for r in results
+            ]
+            for i, part in enumerate(first["by_length"])
+        }
+        parts.append(_table("BLEU by tokens of the source", results, lengths))
+    signed = (("BLEU", "bleu"), ("chrF", "chrf"), ("tokenized BLEU", "tokenized_bleu"))
+    return [*parts, *(f"{name}: {first[f'{key}_signature']}" for name, key in signed if f"{key}_signature" in first)]
+
+
+def _copied(result: dict[str, Any], kind: str) -> str:
+    found = (result.get("copied") or {}).get(kind)
+    return f"{_percent(found['accuracy'])} of {found['total']:,}" if found and found["total"] else ""
 
 
 def _positions(results: Sequence[dict[str, Any]]) -> "Table":
@@ -140,3 +161,7 @@ def _mebibytes(value: int | None) -> str:
 
 def _range(interval: Sequence[float] | None, digits: int = 2) -> str:
     return "" if interval is None else "-".join(_number(end, digits) for end in interval)
+
+
+def _until(last: int | None) -> str:
+    return "+" if last is None else f"-{last}"

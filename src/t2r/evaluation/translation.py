@@ -1,4 +1,4 @@
-"""Evaluation of translation models: BLEU, chrF, and cross entropy and KL divergence per target token."""
+"""Evaluation of translation models: scores of their translations, and cross entropy and KL divergence per token."""
 
 from __future__ import annotations
 
@@ -12,46 +12,24 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.data.parallel import find_file, read_pairs
+from t2r.data.languages import set_languages
+from t2r.data.parallel import encode_sources, find_file, read_pairs
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
+from t2r.evaluation.bleu import (
+    BLEU_TOKENIZE,
+    bleu_by_length,
+    copy_accuracy,
+    language_of,
+    metrics,
+    paired_bootstrap,
+    score,
+    tokenized_bleu,
+)
 from t2r.generation.translation import BEAMS, LENGTH_PENALTY, translate
 from t2r.hub import load_config, load_model, need_tokenizer
 from t2r.model.logits import Readout, evaluating, logits_at_once, widened
 from t2r.storage import write_text
-
-BLEU_TOKENIZE = "13a"
-"""sacrebleu's default."""
-
-
-def score(
-    translations: Sequence[str], references: Sequence[str], *, tokenize: str = BLEU_TOKENIZE
-) -> dict[str, float | str]:
-    """Return BLEU and chrF by sacrebleu, with their signatures."""
-    bleu, chrf = metrics(tokenize)
-    if not references:
-        raise T2RError("there are no references to score against")
-    found = [metric.corpus_score(list(translations), [list(references)]) for metric in (bleu, chrf)]
-    return {
-        "bleu": found[0].score,
-        "bleu_signature": str(bleu.get_signature()),
-        "chrf": found[1].score,
-        "chrf_signature": str(chrf.get_signature()),
-    }
-
-
-def metrics(tokenize: str = BLEU_TOKENIZE) -> tuple[Any, Any]:
-    """Return sacrebleu's BLEU and chrF. Raises T2RError if they are not available."""
-    try:
-        from sacrebleu.metrics import BLEU, CHRF
-    except ImportError as error:
-        raise T2RError("BLEU needs the translation extra: pip install 't2r[translation]'") from error
-    if tokenize not in BLEU.TOKENIZERS:
-        raise T2RError(f"BLEU has no tokenizer {tokenize!r}: choose one of {', '.join(BLEU.TOKENIZERS)}")
-    try:
-        return BLEU(tokenize=tokenize), CHRF()
-    except (ImportError, RuntimeError) as error:  # a tokenizer that needs a package of its own
-        raise T2RError(f"BLEU cannot use its tokenizer {tokenize!r}: {' '.join(str(error).split())}") from error
 
 
 def token_scores(
@@ -98,15 +76,19 @@ def evaluate_translation(
     beams: int = BEAMS,
     length_penalty: float = LENGTH_PENALTY,
     tokenize: str = BLEU_TOKENIZE,
+    source_language: str | None = None,
+    target_language: str | None = None,
     limit: int | None = None,
     dtype: str = "float32",
     device: str = "auto",
     outputs: str | Path | None = None,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return BLEU and chrF of each model on a test set, and the differences from the first model.
+    """Return the scores of each model on a test set, and the differences from the first model.
 
-    The arguments are those of `evaluate`; `tokenize` is its `bleu_tokenize`."""
+    The arguments are those of `evaluate`; `tokenize` is its `bleu_tokenize`. Each result has BLEU and chrF with their
+    signatures, the paper's tokenized BLEU, BLEU by source length, and the share of numbers and names that were copied.
+    With several models, intervals and p-values of a paired bootstrap against the first are added."""
     metrics(tokenize)  # fails early
     for model in models:
         config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
@@ -117,8 +99,14 @@ def evaluate_translation(
         raise T2RError(f"{source} has no lines")
     sources, references = (list(side) for side in zip(*pairs, strict=True))
     results: list[dict[str, Any]] = []
+    systems: list[list[str]] = []
+    lengths: list[int] = []
+    language = language_of(reference, target_language)
     for number, model in enumerate(models):
         own, words = opened(model, tokenizer, dtype, device)
+        set_languages(own, words, source_language, target_language)
+        if not lengths:
+            lengths = [len(row) for row in encode_sources(words, sources)]
         name = model_name(model)
         with progress_bar(f"{Path(name).name} translates", len(sources), "lines", shown=progress) as report:
             texts = translate(
@@ -127,6 +115,10 @@ def evaluate_translation(
         result: dict[str, Any] = {"model": name, "source": str(source), "reference": str(reference)}
         result |= {"lines": len(sources), "beams": beams, "length_penalty": length_penalty}
         result |= score(texts, references, tokenize=tokenize)
+        result |= tokenized_bleu(texts, references, language)
+        result["by_length"] = bleu_by_length(texts, references, lengths, tokenize=tokenize)
+        result["copied"] = copy_accuracy(sources, references, texts)
+        systems.append(texts)
         if results:
             result |= {f"{metric}_difference": result[metric] - results[0][metric] for metric in ("bleu", "chrf")}
         if outputs is not None:
@@ -139,6 +131,9 @@ def evaluate_translation(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    if len(systems) > 1:
+        for result, tested in zip(results, paired_bootstrap(systems, references, tokenize=tokenize), strict=True):
+            result |= tested
     return results
 
 

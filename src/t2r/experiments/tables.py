@@ -115,6 +115,8 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
         command = part["command"].split()[1]
         if command == "evaluate":
             found += evaluation_tables(part["result"])
+        elif command == "analyze":
+            found.append(analysis_table(part["result"]))
         elif command == "bench" and isinstance(part["result"], list):
             found += [decoding_table(report) for report in part["result"]]
         elif command == "bench":
@@ -166,20 +168,26 @@ def _translation_training(result: Mapping[str, Any]) -> str:
 
 
 def _translations(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return BLEU and chrF of each model, and the differences from the first."""
+    """Return the scores of translations: BLEU and chrF with the differences from the first model, the paper's
+    tokenized BLEU, and the share of numbers and names that were copied."""
     text = f"{_short(results[0]['source'])}, {results[0]['lines']:,} lines, beam {results[0]['beams']}"
     rows = []
     for result in results:
         cells = [_name(result)]
         for key in ("bleu", "chrf"):
-            difference = result.get(f"{key}_difference")
-            cells.append(f"{result[key]:.2f}" + ("" if difference is None else f" ({difference:+.2f})"))
+            difference, p = result.get(f"{key}_difference"), result.get(f"{key}_p")
+            told = "" if difference is None else f" ({difference:+.2f}{'' if p is None else f', p = {p:.3f}'})"
+            cells.append(f"{result[key]:.2f}{told}")
+        cells.append(_number(result.get("tokenized_bleu"), 2))
+        for kind in ("numbers", "names"):
+            copied = (result.get("copied") or {}).get(kind) or {}
+            cells.append(f"{100 * copied['accuracy']:.1f} %" if copied.get("total") else "")
         rows.append(cells)
-    return markdown((text, "BLEU", "chrF"), rows)
+    return markdown((text, "BLEU", "chrF", "tokenized BLEU", "numbers copied", "names copied"), rows)
 
 
 def evaluation_tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return tables of perplexity, recall and tasks, with a row for each model and variant."""
+    """Return tables of translations, perplexity, recall and tasks, with a row for each model and variant."""
     found = []
     if "bleu" in results[0]:
         found.append(_translations(results))
@@ -246,6 +254,14 @@ def _tasks(results: Sequence[Mapping[str, Any]]) -> str:
             cells.append(f"{scores[key]:.3f} ± {scores[f'{name}_stderr,{kind}']:.3f}")
         rows.append([_name(result), *cells])
     return markdown(["accuracy", *(task for task, _ in chosen)], rows)
+
+
+def analysis_table(result: Mapping[str, Any]) -> str:
+    """Return the means of an analysis over all layers and heads."""
+    columns = ("euclidean", "jensen_shannon", "entropy", "teacher_entropy")
+    mean = result.get("mean") or {}
+    header = ("analysis", "Euclidean distance", "Jensen-Shannon divergence", "entropy", "entropy of the teacher")
+    return markdown(header, [(result["model"], *(_number(mean.get(name), 3) for name in columns))])
 
 
 def ops_table(result: Mapping[str, Any]) -> str:

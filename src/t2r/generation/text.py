@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from t2r import ops
 from t2r.attention.cache import T2RCache, cache_bytes
 from t2r.data.chat import render
+from t2r.data.languages import set_languages
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
 from t2r.generation.engine import Engine, ForGenerate
@@ -61,6 +62,8 @@ def generate(
     revision: str | None = None,
     trust_remote_code: bool = False,
     state: T2RCache | str | Path | None = None,
+    source_language: str | None = None,
+    target_language: str | None = None,
     on_completion: Callable[[Completion], None] | None = None,
     **options: Any,
 ) -> list[Completion]:
@@ -74,6 +77,8 @@ def generate(
         tokenizer: the tokenizer. Required if `model` is a model object.
         dtype, device, revision, trust_remote_code: how to load a model given by name; see `t2r.load`.
         state: a state, or the path of a saved state, from which each prompt continues.
+        source_language, target_language: for multilingual translation models, codes of the model's tokenizer. They stay
+            set in the tokenizer and in the model's generation configuration.
         on_completion: called with each completion as soon as it is finished.
         options: options of `complete` (`batch_size`, `chat`, `seed`, `on_text`) and of `model.generate`.
 
@@ -86,6 +91,7 @@ def generate(
         tokenizer = tokenizer or need_tokenizer(source, **hub)
     if tokenizer is None:
         raise T2RError("a model given as an object requires the tokenizer argument")
+    set_languages(model, tokenizer, source_language, target_language)
     if isinstance(state, str | Path):
         refuse_stateless(model)
         state = cast(T2RCache, cast(T2RModel, model).load_state(state))

@@ -20,6 +20,7 @@ from t2r.ops.common import (
 )
 from t2r.ops.functional import absorb, computes_features, linear_attention, look, step
 from t2r.ops.registry import backends, choose
+from t2r.ops.weights import attention_weights
 
 __all__ = [
     "FASTEST_DECAY",
@@ -29,6 +30,7 @@ __all__ = [
     "State",
     "Sums",
     "absorb",
+    "attention_weights",
     "backends",
     "choose",
     "computes_features",

@@ -17,6 +17,7 @@ from t2r.attention.merged import Mergeable
 from t2r.attention.recurrence import exact_attention, recurrent_sites
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
+from t2r.data.languages import set_languages
 from t2r.data.mixture import Sources
 from t2r.data.teacher import writing_speed
 from t2r.errors import T2RError
@@ -26,6 +27,7 @@ from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
 from t2r.options import refuse_unknown
 from t2r.pipelines.texts import check_texts
+from t2r.reporting import environment
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
@@ -54,6 +56,8 @@ def convert(
     target: Sources | None = None,
     valid_source: str | None = None,
     valid_target: str | None = None,
+    source_language: str | None = None,
+    target_language: str | None = None,
     teacher_beams: int | None = None,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
@@ -95,6 +99,8 @@ def convert(
         target: the file of targets of each source, or `teacher`: the model translates the source (beam search).
         valid_source: source sentences to measure BLEU on, before and after training.
         valid_target: references of `valid_source`.
+        source_language, target_language: for multilingual translation models, codes of the model's tokenizer. They are
+            saved with the model.
         teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
             times as fast.
         recipe: the name of a shipped recipe or a YAML file. `overrides` are `stage.field=value`. None: `distill-lm`, or
@@ -142,9 +148,12 @@ def convert(
         progress=progress,
     )
     base, tokens = load_base(model, tokenizer, place, {"revision": revision, "trust_remote_code": trust_remote_code})
+    if not translates and (source_language or target_language):
+        raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
     common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
     task: Task
     if translates:
+        set_languages(base, tokens, source_language, target_language)
         task = Translation(tokens, source, target, valid_source, valid_target, teacher_beams=teacher_beams, **common)
         plan = plan.a_block_at_a_time()
     else:
@@ -188,7 +197,7 @@ def convert(
                 student = keep_sensitive(session, student, teacher, config, auto, stage, results)
         results["recall"] = session.recall(student)
         results["log"] = session.logs()
-        results |= session.pace() | {"mixture": session.mixture()}
+        results |= session.pace() | {"mixture": session.mixture(), "made": environment.made()}
         results = finite(results)
 
         student.eval()

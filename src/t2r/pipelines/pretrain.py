@@ -29,6 +29,7 @@ from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import refuse_unknown
 from t2r.pipelines.texts import check_texts
+from t2r.reporting import environment
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.tasks import LanguageModeling, Task, Translation
@@ -191,7 +192,7 @@ def pretrain(
             model = session.train(model, stage)
             results["stages"][stage.name] = session.measure(stage.name, model)
         results["log"] = session.logs()
-        results |= session.pace() | {"mixture": session.mixture()}
+        results |= session.pace() | {"mixture": session.mixture(), "made": environment.made()}
         results = finite(results)
 
         model.eval()

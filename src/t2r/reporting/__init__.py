@@ -1,9 +1,10 @@
 """Reports: inspections of models, a description of the machine, tables of options, and pages of results.
 
-`reporting.Page` is a page of tables and figures (`bars`, `lines`). `reporting.environment` describes the machine.
+`reporting.Page` is a page of tables and figures (`bars`, `lines`, `heatmap`). `reporting.environment`
+describes the machine.
 """
 
 from t2r.reporting import environment
-from t2r.reporting.page import COLORS, Page, bars, lines
+from t2r.reporting.page import COLORS, Page, bars, heatmap, lines
 
-__all__ = ["COLORS", "Page", "bars", "environment", "lines"]
+__all__ = ["COLORS", "Page", "bars", "environment", "heatmap", "lines"]

@@ -2,7 +2,11 @@
 
 import os
 import platform
+import shlex
+import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +30,17 @@ def describe() -> dict[str, Any]:
         "devices": _devices(),
         "backends": {name: {"usable": reason is None, "reason": reason} for name, reason in ops.backends().items()},
         "auto": {kind: {str(length): ops.choose(length, torch.device(kind)) for length in LENGTHS} for kind in kinds},
+    }
+
+
+def made() -> dict[str, Any]:
+    """Return how a result is made: the date, the command if there is one, versions and devices."""
+    facts = describe()
+    program = Path(sys.argv[0])
+    is_command = program.stem == "t2r" or program.parts[-2:] == ("t2r", "__main__.py")
+    command = shlex.join(["t2r", *sys.argv[1:]]) if is_command else None
+    return {"date": time.strftime("%Y-%m-%d"), "command": command} | {
+        name: facts[name] for name in ("versions", "devices")
     }
 
 

@@ -86,6 +86,9 @@ class Inspection:
     cache_bytes: dict[int, int]
     """The swapped model's cache: its state, and the keys and values of softmax layers."""
     ungrouped: Ungrouped | None
+    cross_saves_from: int | None = None
+    """The number of source tokens from which the states of cross attention are smaller than its keys and values. None:
+    there is no recurrent cross attention."""
 
 
 def inspect_model(
@@ -175,7 +178,18 @@ def report(model: Any, swapped: bool) -> Inspection:
         kv_bytes={n: sum(site.kv_bytes[n] for site in sites) for n in LENGTHS},
         cache_bytes={n: sum(site.cache_bytes(n) for site in sites) for n in LENGTHS},
         ungrouped=ungrouped(config, sites, model.dtype),
+        cross_saves_from=cross_saves_from(sites),
     )
+
+
+def cross_saves_from(sites: list[SiteReport]) -> int | None:
+    """Return the shortest source for which recurrent cross attention takes less memory than keys and values."""
+    cross = [site for site in sites if site.cross and site.recurrent]
+    if not cross:
+        return None
+    length = LENGTHS[0]
+    per_token = sum(site.kv_bytes[length] for site in cross) // length
+    return sum(site.state_bytes for site in cross) // per_token + 1
 
 
 def site_report(
@@ -298,6 +312,11 @@ def summary(inspection: Inspection) -> list[str]:
         f"per sequence: {human(inspection.state_bytes)} of state; at 4K tokens "
         f"{human(inspection.cache_bytes[4096])} in total, instead of {human(inspection.kv_bytes[4096])}"
     )
+    if inspection.cross_saves_from is not None:
+        lines.append(
+            f"cross attention: its state takes less memory than keys and values for sources of "
+            f"{inspection.cross_saves_from:,} tokens or more"
+        )
     if inspection.ungrouped is not None:
         lines.append(
             f"with --no-grouped: {human(inspection.ungrouped.state_bytes)} of state and "

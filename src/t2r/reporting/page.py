@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from t2r.storage import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from rich.table import Table
 
 COLORS = ("#d9652b", "#3d85c6", "#2c9c6a", "#9a66cc", "#c2477f", "#8a8a2e")
 """Visible on white and on black."""
@@ -25,20 +26,39 @@ INK = "#010203"
 """A placeholder color for axes and labels, replaced by the text color of the page."""
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --soft: #6b7480; --line: #d8dde3; }
+:root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --soft: #5f6873; --line: #d8dde3; --box: #f5f7f9; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e7ea; --paper: #14171a; --soft: #97a1ac; --line: #333a42; }
+  :root { --ink: #e4e7ea; --paper: #14171a; --soft: #97a1ac; --line: #333a42; --box: #1c2126; }
 }
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
 body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif; max-width: 60rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { line-height: 1.2; }
-h2 { margin-top: 2.5rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
-caption, figcaption { color: var(--soft); text-align: left; font-size: 0.9rem; }
-th, td { text-align: right; padding: 0.25rem 0.75rem; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.side { display: flex; flex-wrap: wrap; gap: 1.5rem; }
-.side > * { flex: 1 1 20rem; margin: 0; }
+  margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 0.5rem; }
+h2 { font-size: 1.3rem; line-height: 1.3; margin: 3rem 0 0.75rem; padding-top: 0.75rem;
+  border-top: 1px solid var(--line); }
+h3 { font-size: 1.05rem; margin: 1.75rem 0 0.5rem; }
+p { margin: 0.5rem 0; max-width: 44rem; }
+.lead { font-size: 1.1rem; }
+.scroll { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+.caption, figcaption { color: var(--soft); font-size: 0.9rem; }
+.caption { margin: 1.5rem 0 -0.5rem; }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; min-width: 4.5rem; }
+th, td { text-align: right; padding: 0.3rem 0.75rem; border-bottom: 1px solid var(--line); }
+td { white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; min-width: 6rem; white-space: normal;
+  position: sticky; left: 0; background: var(--paper); }
+th:last-child, td:last-child { padding-right: 0; }
+.facts { font-size: 0.95rem; }
+.facts td { text-align: left; vertical-align: top; white-space: normal; overflow-wrap: anywhere; }
+.facts td:first-child { color: var(--soft); }
+.side { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1.5rem;
+  margin: 1rem 0; }
+.side > * { margin: 0; min-width: 0; }
+pre { background: var(--box); border-radius: 6px; padding: 0.75rem 1rem; overflow-x: auto; line-height: 1.45;
+  font: 0.85rem/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: normal; }
+details > summary { cursor: pointer; color: var(--soft); margin: 0.75rem 0; }
 blockquote { white-space: pre-wrap; border-left: 3px solid var(--line); padding-left: 1rem; margin: 0.5rem 0; }
 svg { width: 100%; height: auto; }
 svg text { font-family: inherit !important; }
@@ -55,16 +75,42 @@ class Page:
     def heading(self, text: str) -> None:
         self.parts.append(f"<h2>{escape(text)}</h2>")
 
-    def paragraph(self, text: str) -> None:
-        self.parts.append(f"<p>{escape(text)}</p>")
+    def subheading(self, text: str) -> None:
+        self.parts.append(f"<h3>{escape(text)}</h3>")
+
+    def paragraph(self, text: str, *, lead: bool = False) -> None:
+        start = '<p class="lead">' if lead else "<p>"
+        self.parts.append(f"{start}{escape(text)}</p>")
+
+    def code(self, text: str, summary: str | None = None) -> None:
+        """Add commands or a file. With a summary, it is folded under that."""
+        block = f"<pre>{escape(_printable(text.strip()))}</pre>"
+        folded = f"<details><summary>{escape(summary or '')}</summary>{block}</details>"
+        self.parts.append(block if summary is None else folded)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-        def row(cells: Sequence[str], kind: str) -> str:
-            return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
+        """Add a table. On a narrow screen, it scrolls in a box of its own."""
+        body = "\n".join(_row(cells, "td") for cells in rows)
+        # The caption is outside of the box, so that it does not scroll with a wide table.
+        title = f'<p class="caption">{escape(caption)}</p>' if caption else ""
+        table = f"<table><thead>{_row(header, 'th')}</thead><tbody>\n{body}\n</tbody></table>"
+        self.parts.append(f'{title}<div class="scroll" tabindex="0">{table}</div>')
 
-        body = "\n".join(row(cells, "td") for cells in rows)
-        title = f"<caption>{escape(caption)}</caption>" if caption else ""
-        self.parts.append(f"<table>{title}<thead>{row(header, 'th')}</thead><tbody>\n{body}\n</tbody></table>")
+    def show(self, parts: Iterable[Table | str]) -> None:
+        """Add what a command prints: tables of the terminal, and lines of text as paragraphs."""
+        for part in parts:
+            if isinstance(part, str):
+                self.paragraph(part)
+            else:
+                # Labels of the terminal are indented by spaces, which HTML ignores.
+                columns = [[str(cell).replace("  ", "\u2003") for cell in column.cells] for column in part.columns]
+                header = [str(column.header) for column in part.columns]
+                self.table(header, list(zip(*columns, strict=True)), str(part.title or ""))
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        """Add names and values, without a header."""
+        body = "\n".join(_row((_printable(name), _printable(value)), "td") for name, value in rows.items())
+        self.parts.append(f'<div class="scroll"><table class="facts"><tbody>\n{body}\n</tbody></table></div>')
 
     def quotes(self, texts: Mapping[str, str]) -> None:
         """Add texts side by side, each under its name."""
@@ -96,6 +142,10 @@ class Page:
             raise T2RError(f"{path} cannot be written: {error}") from error
 
 
+def _row(cells: Sequence[str], kind: str) -> str:
+    return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
+
+
 UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -107,6 +157,12 @@ def _printable(text: str) -> str:
 # --- Figures ------------------------------------------------------------------------------------------------
 
 
+MANY = 3
+"""A figure with more lines has its legend below."""
+LONGEST = 36
+"""Characters of a name in a legend."""
+
+
 def lines(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     x: str,
@@ -115,18 +171,26 @@ def lines(
     log_x: bool = False,
     log_y: bool = False,
     markers: bool = False,
+    ticks: Sequence[float] | None = None,
     colors: Sequence[str] = COLORS,
 ) -> str:
-    """Draw a line for each name, given as its xs and ys, as SVG. With `log_x`, ticks are at the points."""
+    """Draw a line for each name, given as its xs and ys, as SVG. With `log_x`, ticks are at the points, or at those of
+    `ticks` that are in their range."""
 
     def draw(axes: Axes) -> None:
         for i, (name, (xs, ys)) in enumerate(series.items()):
-            axes.plot(xs, ys, label=name, color=colors[i % len(colors)], marker="o" if markers else None, markersize=4)
+            axes.plot(
+                xs, ys, label=_short(name), color=colors[i % len(colors)], marker="o" if markers else None, markersize=4
+            )
         if log_x:
             points = sorted({value for xs, _ in series.values() for value in xs})
+            if ticks is not None:
+                points = [value for value in ticks if points[0] <= value <= points[-1]]
             axes.set_xscale("log")
             axes.set_xticks(points, labels=[f"{value:,.0f}" for value in points])
             axes.set_xticks([], minor=True)
+        elif all(float(value).is_integer() for xs, _ in series.values() for value in xs):
+            axes.locator_params(axis="x", integer=True)
         if log_y:
             axes.set_yscale("log")
             _plain_ticks(axes.yaxis, [value for _, ys in series.values() for value in ys])
@@ -135,8 +199,10 @@ def lines(
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(alpha=0.2)
-        if len(series) > 1:
+        if 1 < len(series) <= MANY:
             axes.legend(frameon=False)
+        elif len(series) > MANY:  # below the axes, where it covers no line
+            axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize="small")
 
     return _svg(draw, f"{y} against {x}: {', '.join(series)}")
 
@@ -157,6 +223,32 @@ def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: S
         axes.set_xlabel(what)
 
     return _svg(draw, f"{what}: {', '.join(f'{name} {value:,.2f}' for name, value in values.items())}")
+
+
+def heatmap(grid: Sequence[Sequence[float]], x: str, y: str, what: str) -> str:
+    """Draw a matrix of numbers as colored cells, as SVG. The first row is on top."""
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        # Cells are rectangles, because an image would be embedded as a bitmap.
+        drawn = axes.pcolormesh([list(row) for row in grid], cmap="viridis", vmin=0, edgecolors="none")
+        axes.invert_yaxis()
+        for axis, size in ((axes.xaxis, len(grid[0])), (axes.yaxis, len(grid))):
+            numbers = range(0, size, max(1, -(-size // 10)))
+            axis.set_ticks([i + 0.5 for i in numbers], labels=[str(i) for i in numbers])
+            axis.set_tick_params(length=0)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        figure: Any = axes.figure
+        figure.colorbar(drawn, ax=axes, label=what, ticks=MaxNLocator(5)).outline.set_visible(False)
+
+    return _svg(draw, f"{what} by {y} and {x}")
+
+
+def _short(name: str) -> str:
+    """Shorten a name that would not fit into a legend."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
 def _plain_ticks(axis: Any, values: Sequence[float]) -> None:

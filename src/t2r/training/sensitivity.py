@@ -36,19 +36,29 @@ def most_sensitive(
     chosen = [blocks[i * len(blocks) // count] for i in range(min(count, len(blocks)))]
     batches = [task.collate(chosen[i : i + ROWS]) for i in range(0, len(chosen), ROWS)]
     batches = [{name: x.to(model.device) for name, x in batch.items()} for batch in batches]
+    return scan_layers(model, lambda: loss_of(model, task, batches), remember=remember, progress=progress)
+
+
+def scan_layers(
+    model: PreTrainedModel,
+    loss: Callable[[], float],
+    *,
+    remember: Callable[[str, Callable[[], float]], float] = lambda name, measure: measure(),
+    progress: bool = False,
+) -> list[tuple[int, float]]:
+    """Return `most_sensitive` for any loss of the model, for example on other data."""
     layers = sorted({site.layer_idx for site in recurrent_sites(model)})
     with (
         evaluating(model),
         progress_bar("scanning layers", len(layers) + 1, "layers", shown=progress) as report,
     ):
         with exact_attention(model):
-            exact = remember("exact", lambda: loss_of(model, task, batches))
+            exact = remember("exact", loss)
         report(1)
         costs = []
         for layer in layers:
             with exact_attention(model, recurrent_layers=[layer]):
-                loss = remember(str(layer), lambda: loss_of(model, task, batches))
-            costs.append((layer, loss - exact))
+                costs.append((layer, remember(str(layer), loss) - exact))
             report(1 + len(costs))
     return sorted(costs, key=lambda cost: -cost[1])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from t2r.attention.cache import adopt
+from t2r.attention.observation import observe_softmax
 from t2r.attention.projection import ProjectionAttention
 from t2r.attention.recurrence import Inputs, mode_of
 from t2r.attention.softmax import softmax_attention
@@ -55,6 +56,7 @@ class RotatedAttention(ProjectionAttention):
         if layer is not None:
             rotated_k, v = layer.update(rotated_k, v)
         dropout = self.softmax_dropout if self.training else 0.0
+        observe_softmax(self, rotated_q, rotated_k, v, mask=mask, scaling=self.scaling, causal=True)
         out = softmax_attention(rotated_q, rotated_k, v, mask, self.scaling, True, dropout)
         mode = mode_of(self)
         if mode is not None and mode.observer is not None:

@@ -1,0 +1,369 @@
+"""The analysis of a model: where its attention differs from the teacher's, and what its state holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from t2r.analysis.measures import (
+    ByDistance,
+    FeatureMeasures,
+    WeightMeasures,
+    distance_buckets,
+    half_life_summary,
+    measured_positions,
+)
+from t2r.analysis.subject import Place, Subject
+from t2r.attention.observation import LinearInputs
+from t2r.data.parallel import find_file, read_pairs
+from t2r.data.progress import progress_bar
+from t2r.errors import T2RError
+from t2r.evaluation import Perplexity, Text, encode, perplexity, read_text, recall
+from t2r.evaluation.generation import fitting_distances
+from t2r.evaluation.inputs import positions_of
+from t2r.hub import need_tokenizer
+from t2r.options import RunOptions, check
+from t2r.reporting import environment
+from t2r.training.sensitivity import scan_layers
+
+logger = logging.getLogger(__name__)
+
+Model = str | Path | PreTrainedModel
+
+WINDOW, SAMPLES, TRIALS = 512, 16, 256
+BATCH = 4
+"""Windows per forward pass."""
+POSITION_BUCKETS = 16
+FIELDS = ("euclidean", "jensen_shannon", "entropy", "teacher_entropy")
+
+
+def analyze(
+    model: Model,
+    text: str | Path | None = None,
+    *,
+    teacher: Model | None = None,
+    source: str | Path | None = None,
+    target: str | Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    window: int | None = None,
+    words: int | None = None,
+    limit: int = SAMPLES,
+    trials: int = TRIALS,
+    measure_recall: bool = True,
+    sensitivity: bool = False,
+    dtype: str = "float32",
+    device: str = RunOptions.device,
+    seed: int = 0,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Compare the attention of a model with that of its teacher on a text, and measure features and states.
+
+    Each sample is a window of the text. The attention of its last `words` words over the preceding words is averaged
+    over words and samples, for each layer and head. Without a teacher only the model's own measurements are made: for
+    a model that was trained from random weights, heads do not correspond to those of another model.
+
+    Args:
+        model: a swapped model or a transformer: a folder, a name on the Hub, or an object, which is not modified.
+        text: a file or a glob, for language models.
+        teacher: the model that was converted.
+        source, target: files of sources and targets, for encoder-decoders, instead of `text`. A sample is a pair.
+        tokenizer: the tokenizer. Required if the model is an object.
+        window: tokens per sample. None: 512, or fewer if a model has fewer positions.
+        words: words at the end of each window whose attention is measured. None: half the window.
+        limit: maximum number of samples. They are spread evenly over the text.
+        trials: trials of recall at each distance.
+        measure_recall: whether to measure recall.
+        sensitivity: whether to measure the loss with a single recurrent layer, for each layer. This is meaningful while
+            all weights but the feature maps are the teacher's, as after the transfer stage.
+        dtype: `auto` (as saved), `float32`, `bfloat16` or `float16`.
+        device: `auto` (a GPU if available), `cpu`, `cuda`, ...
+        seed: random seed of recall.
+        progress: whether to show progress bars.
+
+    Returns a dictionary for JSON: `mean` (over all layers and heads), `kinds` (over causal and over cross attention),
+    `layers`, `by_distance`, `by_position`, `recall`, `features`, `state`, `sensitivity` and `notes`. Entropies and
+    divergences are in nats. What is undefined is None, and a note says why.
+
+    Raises T2RError if the models cannot be compared.
+    """
+    check(RunOptions, {"window": window, "limit": limit, "dtype": dtype, "device": device, "seed": seed})
+    if (text is None) == (source is None) or (source is None) != (target is None):
+        raise T2RError("give --text for a language model, or --src and --tgt for an encoder-decoder")
+    if trials < 1 or (words is not None and words < 1):
+        raise T2RError("trials and words must be at least 1")
+    if tokenizer is None:
+        if isinstance(model, PreTrainedModel):
+            raise T2RError("a model given as an object requires the tokenizer argument")
+        tokenizer = need_tokenizer(str(model))
+    own = Subject(model, dtype, device)
+    other = None if teacher is None else Subject(teacher, dtype, device)
+    _check_pair(own, other, translates=source is not None)
+    facts: dict[str, Any] = {"model": own.name, "teacher": None if other is None else other.name}
+    read = None
+    if text is not None:
+        read = encode(tokenizer, read_text(text, tokenizer))
+        window = _window(own, other, window, len(read.token_ids))
+        words = min(window, words or max(1, window // 2))
+        samples = _windows(read.token_ids, window, limit)
+        batches = [{"input_ids": batch} for batch in samples.split(BATCH)]
+        facts |= {"text": str(text), "window": window, "words": words, "samples": len(samples)}
+        tokens = samples.numel()
+    else:
+        assert source is not None and target is not None
+        batches = list(_pairs(own.model, tokenizer, source, target, limit))
+        window = words = max(max(x.shape[1] for x in batch.values()) for batch in batches)
+        facts |= {"source": str(source), "target": str(target), "samples": len(batches)}
+        tokens = sum(batch["labels"].numel() for batch in batches)
+    facts |= {"tokens": tokens, "dtype": dtype}
+    found = _observed(own, other, batches, window, words, progress)
+    notes: list[str | None] = list(found.pop("notes"))
+    facts |= found
+    if read is not None:
+        facts["by_position"], facts["perplexity"] = _by_position(own, other, read, window, limit)
+        note: str | None = None
+        facts["recall"] = []
+        if measure_recall:
+            facts["recall"], note = _recall(own, other, tokenizer, read.string, window, trials, seed)
+        notes.append(note)
+    facts["sensitivity"], note = _sensitivity(own, other, batches, progress) if sensitivity else (None, None)
+    facts["notes"] = [told for told in (*notes, note) if told]
+    return facts | {"made": environment.made()}
+
+
+# --- Samples ------------------------------------------------------------------------------------------------
+
+
+def _check_pair(own: Subject, other: Subject | None, translates: bool) -> None:
+    for subject in filter(None, (own, other)):
+        if bool(subject.model.config.is_encoder_decoder) != translates:
+            wanted = "--src and --tgt" if subject.model.config.is_encoder_decoder else "--text"
+            raise T2RError(f"{subject.name} is analyzed with {wanted}")
+    if other is None:
+        return
+    sizes = {subject.name: subject.model.config.get_text_config().vocab_size for subject in (own, other)}
+    if len(set(sizes.values())) > 1:
+        raise T2RError(f"{own.name} and {other.name} have different vocabularies: they cannot read the same tokens")
+    if sorted(own.places.values()) != sorted(other.places.values()):
+        raise T2RError(f"{own.name} and {other.name} have different layers: attention can only be compared by layer")
+
+
+def _window(own: Subject, other: Subject | None, window: int | None, tokens: int) -> int:
+    limits = [positions_of(subject.model.config) for subject in (own, other) if subject is not None]
+    fewest = min((limit for limit in limits if limit is not None), default=WINDOW)
+    chosen = min(WINDOW, fewest) if window is None else window
+    if chosen < 2:
+        raise T2RError(f"window must be at least 2; got {chosen}")
+    if tokens < chosen:
+        raise T2RError(f"the text has {tokens} tokens, less than one window of {chosen}: use a smaller --window")
+    return chosen
+
+
+def _windows(ids: Tensor, window: int, limit: int) -> Tensor:
+    """Return windows `[samples, window]` that do not overlap, spread evenly over the text."""
+    fitting = len(ids) // window
+    count = min(limit, fitting)
+    return torch.stack([ids[(i * fitting // count) * window :][:window] for i in range(count)])
+
+
+def _pairs(model: Any, tokenizer: Tokenizer, source: str | Path, target: str | Path, limit: int) -> Iterator[Any]:
+    """Yield the inputs of one pair of sentences at a time, which need no padding."""
+    pairs = [pair for pair in read_pairs(find_file(str(source)), find_file(str(target))) if all(map(str.strip, pair))]
+    if not pairs:
+        raise T2RError(f"{source} and {target} have no pair of lines without an empty side")
+    count = min(limit, len(pairs))
+    for i in range(count):
+        one, two = pairs[i * len(pairs) // count]
+        coded = tokenizer(one, text_target=two, return_tensors="pt", truncation=True)
+        yield {name: coded[name] for name in ("input_ids", "labels")}
+
+
+# --- Attention ----------------------------------------------------------------------------------------------
+
+
+def _observed(
+    own: Subject, other: Subject | None, batches: list[Any], window: int, words: int, progress: bool
+) -> dict[str, Any]:
+    """Return the parts of the analysis that are made from the attention of each layer."""
+    weights: dict[Place, WeightMeasures] = {}
+    features: dict[Place, FeatureMeasures] = {}
+    attention = {name: ByDistance(window) for name in ("model", *(() if other is None else ("teacher",)))}
+    with progress_bar("attention", len(batches), "batches", shown=progress) as report:
+        for number, batch in enumerate(batches, 1):
+            seen = own.observe(batch)
+            theirs = {} if other is None else other.observe(batch)
+            for place in list(seen):
+                mine, reference = seen.pop(place), theirs.pop(place, None)  # their memory is freed layer by layer
+                first = max(0, mine.q.shape[2] - words)
+                found = mine.weights(first)
+                expected = None if reference is None else reference.weights(first)
+                _same_heads(place, found.weights, None if expected is None else expected.weights)
+                weights.setdefault(place, WeightMeasures(mine.signed)).add(found, expected)
+                if place.kind == "causal":
+                    attention["model"].add(found.weights, first)
+                    if expected is not None:
+                        attention["teacher"].add(expected.weights, first)
+                if isinstance(mine, LinearInputs):
+                    features.setdefault(place, FeatureMeasures(measured_positions(window))).add(mine)
+            report(number)
+    layers = [_layer(place, measured, features.get(place), window) for place, measured in sorted(weights.items())]
+    kinds = dict.fromkeys(layer["kind"] for layer in layers)
+    ranges = distance_buckets(window)
+    return {
+        "mean": _mean(layers),
+        "kinds": {kind: _mean([layer for layer in layers if layer["kind"] == kind]) for kind in kinds},
+        "layers": layers,
+        "by_distance": [
+            {"first": first, "last": last} | {name: seen.between(first, last) for name, seen in attention.items()}
+            for first, last in ranges
+            if attention["model"].between(first, last) is not None
+        ],
+        "features": _features(list(features.values()), layers, window),
+        "state": _growth([layer["state"] for layer in layers if layer["kind"] == "causal" and layer["recurrent"]]),
+        "notes": _notes(weights.values(), layers),
+    }
+
+
+def _same_heads(place: Place, own: Tensor, teacher: Tensor | None) -> None:
+    if teacher is not None and own.shape != teacher.shape:
+        raise T2RError(
+            f"layer {place.layer} has {own.shape[1]} heads and the teacher's {teacher.shape[1]}: attention can only be "
+            "compared by head"
+        )
+
+
+def _layer(place: Place, weights: WeightMeasures, features: FeatureMeasures | None, window: int) -> dict[str, Any]:
+    heads: list[dict[str, Any]] = [{"head": i, **found} for i, found in enumerate(weights.heads())]
+    layer: dict[str, Any] = {"layer": place.layer, "kind": place.kind, "recurrent": features is not None}
+    layer |= {name: _average([head[name] for head in heads]) for name in (*FIELDS, "bounded")}
+    if features is not None:
+        dead = features.dead()
+        for head, share in zip(heads, dead.pop("heads"), strict=True):
+            head["dead"] = share
+        layer |= dead | {"half_life": half_life_summary(features.half_lives(), window), "state": features.growth()}
+    return layer | {"heads": heads}
+
+
+def _mean(layers: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the mean over all heads of layers. It is None if it is undefined for a head."""
+    return {name: _average([head[name] for layer in layers for head in layer["heads"]]) for name in FIELDS}
+
+
+def _average(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _features(measured: list[FeatureMeasures], layers: list[dict[str, Any]], window: int) -> dict[str, Any] | None:
+    """Return the summary over all recurrent layers, or None if there are none."""
+    if not measured:
+        return None
+    recurrent = [layer for layer in layers if layer["recurrent"]]
+    half_lives = [lives for part in measured if (lives := part.half_lives()) is not None]
+    names = ("dead", "dead_keys", "dead_queries", "bounded")
+    found: dict[str, Any] = {name: _average([layer[name] for layer in recurrent]) for name in names}
+    return found | {"half_life": half_life_summary(torch.cat(half_lives) if half_lives else None, window)}
+
+
+def _growth(states: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the mean of the states of all layers, by number of tokens."""
+    return [
+        {"tokens": rows[0]["tokens"]}
+        | {name: _average([row[name] for row in rows]) for name in ("norm", "effective_rank")}
+        for rows in zip(*states, strict=True)
+    ]
+
+
+def _notes(weights: Any, layers: list[dict[str, Any]]) -> Iterator[str]:
+    if any(measured.signed for measured in weights):
+        yield (
+            "entropy and Jensen-Shannon divergence are undefined for signed feature maps, whose attention weights "
+            "can be negative"
+        )
+    elif any(head["entropy"] is None for layer in layers for head in layer["heads"]):
+        yield "a head has no entropy: the denominators of all its queries are bounded"
+
+
+# --- Beyond attention ---------------------------------------------------------------------------------------
+
+
+def _by_position(
+    own: Subject, other: Subject | None, text: Text, window: int, limit: int
+) -> tuple[list[dict[str, Any]], dict[str, float | None]]:
+    """Return the perplexity by position in a window, and in total. All words but the first of a window are scored."""
+    measured: dict[str, Perplexity] = {}
+    for name, subject in (("model", own), ("teacher", other)):
+        if subject is not None:
+            with subject.reading() as model:
+                measured[name] = perplexity(model, text, window=window, stride=window - 1, limit=limit)
+    columns = {name: found.by_position(POSITION_BUCKETS) for name, found in measured.items()}
+    rows = [bucket._asdict() for bucket in columns["model"]]
+    for row, bucket in zip(rows, columns.get("teacher", []), strict=False):
+        row["teacher"] = bucket.perplexity
+    return rows, {name: measured[name].perplexity if name in measured else None for name in ("model", "teacher")}
+
+
+def _recall(
+    own: Subject, other: Subject | None, tokenizer: Tokenizer, filler: str, window: int, trials: int, seed: int
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return recall by distance, and a note if it cannot be measured with this tokenizer and text."""
+    limits = [positions_of(subject.model.config) for subject in (own, other) if subject is not None]
+    fewest = min((limit for limit in limits if limit is not None), default=None)
+    try:
+        distances = fitting_distances(tokenizer, window, fewest)
+        rows: list[dict[str, Any]] = []
+        for subject in filter(None, (own, other)):
+            with subject.reading() as model:
+                found = recall(model, tokenizer, filler, distances=distances, trials=trials, seed=seed)
+            if subject is own:
+                rows = [row._asdict() for row in found]
+            else:
+                for row, of_teacher in zip(rows, found, strict=True):
+                    row["teacher"] = {name: getattr(of_teacher, name) for name in ("accuracy", "interval", "greedy")}
+        return rows, None
+    except T2RError as error:
+        return [], f"recall is not measured: {error}"
+
+
+def _sensitivity(
+    own: Subject, other: Subject | None, batches: Sequence[Mapping[str, Tensor]], progress: bool
+) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """Return the increase in loss of each layer, the most sensitive first, and a note."""
+    if own.is_transformer:
+        return None, "sensitivity is not measured: the model has no recurrent layers"
+    if own.model.t2r_config.merged:
+        return None, "sensitivity is not measured: a merged model cannot compute softmax attention"
+
+    def loss() -> float:
+        total = count = 0.0
+        for batch in batches:
+            inputs = {name: x.to(own.model.device) for name, x in batch.items()}
+            inputs.setdefault("labels", inputs["input_ids"])
+            size = inputs["labels"].numel()
+            total, count = total + float(own.model(**inputs, use_cache=False).loss) * size, count + size
+        return total / count
+
+    costs = scan_layers(own.model, loss, progress=progress)
+    note = None
+    if other is not None and not _same_weights(own, other):
+        note = (
+            "sensitivity: the weights of this model were trained with recurrent layers, so its loss with softmax "
+            "attention is not the teacher's"
+        )
+    return [{"layer": layer, "loss": cost} for layer, cost in costs], note
+
+
+def _same_weights(own: Subject, other: Subject) -> bool:
+    """Return whether all weights of the teacher are unchanged in the model."""
+    theirs: dict[str, Tensor] = dict(other.model.named_parameters())
+    return all(
+        torch.equal(parameter.cpu(), theirs[name].cpu())
+        for name, parameter in own.model.named_parameters()
+        if "feature_map" not in name and name in theirs
+    )

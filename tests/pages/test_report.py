@@ -1,0 +1,154 @@
+"""Reports: one page for each kind of result, which a real browser shows without errors, requests or overflow."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from importlib.resources import files
+
+import pytest
+from typer.testing import CliRunner
+
+import browser
+import t2r
+from t2r import T2RError
+from t2r.cli import app
+from t2r.experiments.record import recorded
+from t2r.experiments.tables import record_tables
+
+LOG = [{"step": step, "loss": 2.0 / step, "learning_rate": 1e-3} for step in (1, 2, 3)]
+SCORES = {"perplexity": 20.0, "kl": 0.1, "tokens": 100, "word_perplexity": None, "bits_per_byte": None}
+CONVERSION = {
+    "task": "language-modeling",
+    "teacher": SCORES | {"perplexity": 16.0, "kl": None},
+    "swapped": SCORES | {"perplexity": 900.0},
+    "stages": {"transfer": SCORES | {"perplexity": 40.0}, "distill": SCORES},
+    "log": {"transfer": LOG, "distill": LOG},
+    "mixture": [{"source": "a/<long>.txt", "tokens": 1000, "read": {"transfer": 500}, "share_read": 50.0}],
+    "sensitivity": [[2, 0.5], [0, 0.25]],
+    "made": {"date": "2026-01-01", "command": "t2r convert " + "--option value " * 40, "versions": {"torch": "2.13"}},
+}
+RECALL = {"distance": 16, "accuracy": 0.5, "chance": 0.125, "greedy": 0.4, "trials": 256, "interval": [0.4, 0.6]}
+EVALUATION = [
+    {"model": f"models/{name}", "recall": [RECALL, RECALL | {"distance": 64}]} for name in ("teacher", "a" * 90)
+]
+
+
+@pytest.fixture(scope="module")
+def conversion(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report") / "rnn"
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(CONVERSION))
+    (folder / "recipe.yaml").write_text("name: mine\nstages: []\n")
+    (folder / "config.json").write_text(json.dumps({"model_type": "t2r", "feature_size": 32, "decay": True}))
+    return folder
+
+
+def words(path):
+    """Return the text of a page, which must be well-formed."""
+    return " ".join("".join(ElementTree.fromstring(path.read_bytes()).itertext()).split())
+
+
+def test_a_conversion(conversion):
+    path = t2r.report(conversion)
+    assert path == conversion / "report.html"
+    text = words(path)
+    for part in (
+        "Perplexity 20.00, +25.0% against",
+        "transfer: loss",
+        "feature_size",
+        "name: mine",
+        "<long>.txt",
+        "torch",
+    ):
+        assert part in text, part
+
+
+def test_the_record_of_an_experiment(tmp_path):
+    record = recorded("smollm2-decode-gpu")
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    text = words(t2r.report(tmp_path))
+    for point in record["steps"][0]["result"][0]["points"]:
+        assert f"{point['milliseconds']:.2f}" in text
+    assert "t2r bench decode" in text
+    assert "tokens/s" in text
+
+
+def test_every_shipped_record_has_a_page(tmp_path):
+    for file in sorted(files("t2r.experiments").joinpath("records").iterdir(), key=str):
+        record = json.loads(file.read_text())
+        text = words(t2r.report(str(file), tmp_path / "page.html"))
+        tables = [table for table in record_tables(record) if not table.startswith("| ms per step")]
+        for cell in (cell for table in tables for cell in table.splitlines()[-1].strip("| ").split("|")):
+            assert " ".join(cell.split()) in text
+
+
+def test_the_folder_of_a_grid(tmp_path):
+    """The records of experiments with scales are named after them, and several can share a folder."""
+    rows = [{"first": i, "last": i, "model": 0.5, "teacher": 0.4} for i in range(3)]
+    analysis = {"model": "rnn", "teacher": "teacher", "by_distance": rows, "mean": {"euclidean": 0.125}}
+    steps = [
+        {"cell": {"k": k}, "name": f"quality-{k}", "command": "t2r evaluate x", "seconds": 1.0, "result": [
+            {"model": f"rnn-{k}", "text": "valid", "window": 8, "tokens": 9, "perplexity": 10.0 * k}
+        ]} for k in (1, 2)
+    ]  # fmt: skip
+    steps.append({"cell": {"k": 1}, "name": "analysis", "command": "t2r analyze rnn", "result": analysis})
+    for name in ("one", "two"):
+        record = {"experiment": name, "scale": "smoke", "date": "2026-01-01", "machine": {"cores": 2}, "steps": steps}
+        (tmp_path / f"{name}-smoke.json").write_text(json.dumps(record))
+    text = words(t2r.report(tmp_path))
+    for part in (
+        "Experiment one",
+        "Experiment two",
+        "Perplexity of each model",
+        "Attention by distance",
+        "20.00",
+        "0.125",
+    ):
+        assert part in text
+
+
+def test_several_results_on_one_page(tmp_path, conversion):
+    (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
+    out = tmp_path / "all.html"
+    run = CliRunner().invoke(app, ["report", str(conversion), str(tmp_path / "evaluation.json"), "--out", str(out)])
+    assert run.stdout.strip() == str(out)
+    assert "Conversion: rnn" in words(out)
+    assert "Recall by distance" in words(out)
+
+
+def test_no_results(tmp_path):
+    with pytest.raises(T2RError, match="neither results"):
+        t2r.report(tmp_path)
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    with pytest.raises(T2RError, match="not a result"):
+        t2r.report(tmp_path / "x.json")
+    with pytest.raises(T2RError, match="does not exist"):
+        t2r.report(tmp_path / "nothing")
+    assert not list(tmp_path.glob("*.html"))
+
+
+@pytest.mark.skipif(browser.PROGRAM is None, reason="no Chromium or Chrome is installed")
+def test_in_a_browser(tmp_path, conversion):
+    (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
+    page = t2r.report([conversion, tmp_path / "evaluation.json"], tmp_path / "all.html")
+    phone = browser.measure(page, tmp_path, 390, dark=True)
+    desk = browser.measure(page, tmp_path, 1200)
+    for seen in (phone, desk):
+        assert not seen["console"]
+        assert not seen["requests"]
+        assert not seen["wide"]
+        assert seen["scroll"] <= seen["width"]
+        assert seen["figures"] == 6
+        assert seen["tables"] >= 5
+    assert phone["width"] == 390
+    assert phone["background"] != desk["background"]
+
+
+@pytest.mark.skipif(browser.PROGRAM is None, reason="no Chromium or Chrome is installed")
+def test_the_browser_sees_a_broken_page(tmp_path):
+    bad = tmp_path / "bad.html"
+    bad.write_text('<div style="width:900px">wide</div><img src="http://example.org/a.png"><script>nothing()</script>')
+    seen = browser.measure(bad, tmp_path, 390)
+    assert seen["wide"] == ["DIV."]
+    assert seen["scroll"] > seen["width"]
+    assert seen["requests"]
+    assert seen["console"]
