@@ -6,16 +6,22 @@ import errno
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 
 from t2r.errors import T2RError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where there is no lock
+    fcntl = None  # type: ignore[assignment]
 
 
 def kind_of(path: str | Path) -> str | None:
@@ -58,7 +64,8 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
     The data is flushed to disk before the rename: after a crash, the file is either the old or the new one."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Process numbers are not unique in a folder that machines share.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -131,3 +138,23 @@ def check_destination(final: Path, overwrite: bool) -> None:
         raise T2RError(f"{final} already exists: choose another folder, or use --overwrite to replace it")
     if not (final / "config.json").is_file():
         raise T2RError(f"{final} is not a saved model, so --overwrite does not replace it: remove it first")
+
+
+def take_lock(path: Path) -> IO[bytes] | None:
+    """Lock a file, which is created if necessary. Returns None if another process holds the lock.
+
+    The operating system releases the lock when the returned file is closed, or when the process and all child processes
+    that inherited the file have ended."""
+    while True:
+        if fcntl is None:
+            return Path(os.devnull).open("ab")
+        lock = path.open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            return None
+        # The previous owner may have removed the file.
+        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            return lock
+        lock.close()

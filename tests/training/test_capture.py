@@ -38,6 +38,14 @@ def test_without_a_gpu_nothing_is_captured():
     assert not trainer.captures(tiny("gpt2"), settings)
 
 
+def test_models_with_layer_dropout_are_not_captured():
+    """A captured step would skip the same layers every time."""
+    model = tiny("opt")
+    assert not trainer.skips_layers(model)
+    model.config.layerdrop = 0.1
+    assert trainer.skips_layers(torch.nn.Sequential(model))
+
+
 def test_a_step_is_captured_after_its_warm_up():
     """On a CPU the work runs eagerly until the capture is due."""
     calls = []

@@ -271,8 +271,8 @@ def test_the_default_transfers_and_then_distills():
     assert [(s.objective, s.train) for s in recipe.stages] == [("transfer", "maps"), ("distill", "all")]
     assert (recipe.swap["feature_map"], recipe.swap["activation"]) == ("t2r", "softmax")
     assert shipped_recipes() == [
-        *("distill-lm", "distill-mt", "paper-lm", "paper-lm-scratch", "paper-mt", "paper-mt-scratch", "scratch-lm"),
-        "scratch-mt",
+        *("distill-lm", "distill-mt", "finetune-lm", "finetune-mt", "paper-lm", "paper-lm-scratch", "paper-mt"),
+        *("paper-mt-scratch", "scratch-lm", "scratch-mt"),
     ]
 
 
@@ -421,7 +421,7 @@ def test_where_recipes_are_found(tmp_path):
     recipe = load_recipe(file)
     assert (recipe.name, recipe.stages[0].name, recipe.stages[0].steps) == ("own", "5", 1000)
     assert recipe.stages[0].learning_rate == 0.001
-    with pytest.raises(T2RError, match=r"no recipe 'paper'.*distill-lm, distill-mt, paper-lm"):
+    with pytest.raises(T2RError, match=r"no recipe 'paper'.*distill-lm, distill-mt, finetune-lm"):
         load_recipe("paper")
     with pytest.raises(T2RError, match=r"recipe file .* does not exist"):
         load_recipe(tmp_path / "none.yaml")

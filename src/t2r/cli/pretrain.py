@@ -49,9 +49,9 @@ def pretrain(
     config: Annotated[
         str,
         typer.Argument(
-            help="A preset (gpt2-tiny, gpt2-novels, adaptive-lm-small, adaptive-lm-medium, adaptive-lm-paper; for "
-            "translation marian-tiny, marian-small, marian-large-paper), a YAML file in the same format, or a model "
-            "folder, whose configuration is used."
+            help="A preset (gpt2-tiny, gpt2-novels, adaptive-lm-tiny, adaptive-lm-small, adaptive-lm-medium, "
+            "adaptive-lm-wiki, adaptive-lm-paper; for translation marian-tiny, marian-small, marian-large-paper), a "
+            "YAML file in the same format, or a model folder, whose configuration is used."
         ),
     ],
     out: RunOut,

@@ -15,11 +15,31 @@ def reproduce(
         str | None, typer.Argument(help="The name of a shipped experiment (see --list), or a YAML file.")
     ] = None,
     data: Annotated[str | None, typer.Option(help="Folder with the texts that the experiment uses.")] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="NAME=FOLDER: the folder of a model that the experiment uses. Repeatable.")
+    scale: Annotated[
+        str | None, typer.Option(help="The scale, for an experiment with scales: smoke, tiny, small or paper.")
     ] = None,
-    out: Annotated[str | None, typer.Option(help="The working folder. [default: runs/NAME]")] = None,
-    step: Annotated[list[str] | None, typer.Option(help="Run only this step. Repeatable. [default: all]")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=FOLDER: the folder of a model that the experiment uses, or in place of the output of a step, "
+            "which is then not run. Repeatable."
+        ),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="The working folder. [default: runs/NAME, or runs/NAME-SCALE]")
+    ] = None,
+    step: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only this step, and steps whose output it requires. Repeatable. [default: all]"),
+    ] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="AXIS=LABEL: run only these cells of a grid. Repeatable. [default: all]")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the cells of a grid.")] = 1,
+    record: Annotated[
+        list[str] | None,
+        typer.Option(help="A record, or the name of a shipped one, whose steps are not run again. Repeatable."),
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the experiments, their models and their texts.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -29,25 +49,35 @@ def reproduce(
     t2r reproduce --list
     t2r reproduce smollm2-pure --data texts --model smollm2=models/smollm2
     t2r reproduce ops-cpu --json
+    t2r reproduce table1 --scale smoke                         a table of the paper, at a scale for a CPU
+    t2r reproduce table1 --scale small --data texts            for one GPU
+    t2r reproduce table1 --scale small --data texts --where start=pretrained --seeds 3
+    t2r reproduce table1 --scale small --data texts --record table1-small.json --model teacher=models/teacher
 
     Each command is printed before it runs. An interrupted experiment is resumed by the same command. OUT/record.json
-    records the results, the commands, the machine, the versions, and the time of each step.
+    (with scales OUT/NAME-SCALE.json) records the results, the commands, the machine, the versions, and the time of
+    each step.
+
+    Several processes may run the same command at the same time, on one machine or on several with a shared folder: each
+    takes the next step that no other works on.
     """
-    from t2r.experiments import load_experiment, shipped_experiments
+    from t2r.experiments import load_experiment, scales_of, shipped_experiments
     from t2r.experiments import reproduce as run
     from t2r.experiments.data import TEXTS
     from t2r.experiments.tables import record_tables
 
     if list_:
-        experiments = [load_experiment(known) for known in shipped_experiments()]
+        experiments = [load_experiment(known, next(iter(scales_of(known)), None)) for known in shipped_experiments()]
         if as_json:
-            print_json([asdict(experiment) | {"texts": experiment.texts()} for experiment in experiments])
+            print_json([asdict(experiment) | {"texts": _texts(experiment)} for experiment in experiments])
             return
         for experiment in experiments:
             print(f"{experiment.name}: {experiment.title}")
+            if experiment.scales:
+                print(f"    --scale {'|'.join(experiment.scales)}")
             for known, source in experiment.models.items():
                 print(f"    --model {known}=FOLDER [default: {source}]")
-            if texts := experiment.texts():
+            if texts := _texts(experiment):
                 print(f"    --data FOLDER with {', '.join(texts)}")
         print("\nTexts are files in the --data folder, optionally compressed (.xz, .gz):")
         for text in TEXTS.values():
@@ -56,19 +86,42 @@ def reproduce(
         return
     if name is None:
         raise T2RError("no experiment given: see --list")
-    folders = {}
-    for given in model or []:
-        known, equals, folder = given.partition("=")
-        if not equals or not known or not folder:
-            raise T2RError(f"--model {given}: write NAME=FOLDER")
-        folders[known] = folder
     signal.signal(signal.SIGTERM, _interrupt)  # otherwise the command of the current step would keep running
-    record = run(name, data_folder=data, models=folders, out=out, steps=step or [])
+    made = run(
+        name,
+        scale=scale,
+        data_folder=data,
+        models=_pairs("--model", "NAME=FOLDER", model),
+        out=out,
+        steps=step or [],
+        where=_pairs("--where", "AXIS=LABEL", where),
+        seeds=seeds,
+        records=record or [],
+    )
     if as_json:
-        print_json(record)
+        print_json(made)
     else:
-        for table in record_tables(record):
+        for table in record_tables(made):
             print(f"\n{table}", end="")
+
+
+def _pairs(option: str, form: str, given: list[str] | None) -> dict[str, str]:
+    """Parse options such as NAME=FOLDER."""
+    found = {}
+    for text in given or []:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise T2RError(f"{option} {text}: write {form}")
+        found[name] = value
+    return found
+
+
+def _texts(experiment: Any) -> list[str]:
+    """Return the texts of an experiment at any scale."""
+    from t2r.experiments import load_experiment
+
+    every = [load_experiment(experiment.name, scale) for scale in experiment.scales] or [experiment]
+    return sorted({text for each in every for text in each.texts()})
 
 
 def _interrupt(*_: Any) -> None:

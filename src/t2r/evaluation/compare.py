@@ -166,7 +166,7 @@ def evaluate(
         model = against if again and isinstance(entry, str | Path) else _loaded(entry, dtype, device)
         assert model is not None
         for variant in (None, *of_model[index]):
-            result: dict[str, Any] = {"model": _title(entry)}
+            result: dict[str, Any] = {"model": _title(entry), "parameters": model.num_parameters()}
             if variant is not None:
                 result |= {"variant": str(variant)}
             measured = []

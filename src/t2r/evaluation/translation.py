@@ -112,7 +112,8 @@ def evaluate_translation(
             texts = translate(
                 own, words, sources, beams=beams, length_penalty=length_penalty, name=str(source), report=report
             )
-        result: dict[str, Any] = {"model": name, "source": str(source), "reference": str(reference)}
+        result: dict[str, Any] = {"model": name, "parameters": own.num_parameters()}
+        result |= {"source": str(source), "reference": str(reference)}
         result |= {"lines": len(sources), "beams": beams, "length_penalty": length_penalty}
         result |= score(texts, references, tokenize=tokenize)
         result |= tokenized_bleu(texts, references, language)

@@ -1,10 +1,11 @@
 """Experiments behind the published numbers, and their recorded results.
 
 An experiment is a YAML file in this folder: models, and the commands that measure them. `t2r reproduce` runs one and
-writes a record. The tables of docs/results.md and docs/performance.md are generated from the records in `records/`.
+writes a record. The tables and figures of the paper are experiments with scales (`scales/`) and grids. The tables of
+docs/results.md and docs/performance.md are generated from the records in `records/`.
 """
 
-from t2r.experiments.experiment import Experiment, Step, load_experiment, shipped_experiments
+from t2r.experiments.experiment import Experiment, Step, load_experiment, scales_of, shipped_experiments
 from t2r.experiments.run import reproduce
 
-__all__ = ["Experiment", "Step", "load_experiment", "reproduce", "shipped_experiments"]
+__all__ = ["Experiment", "Step", "load_experiment", "reproduce", "scales_of", "shipped_experiments"]

@@ -47,6 +47,13 @@ TEXTS = {f"wikitext/{split}": wikitext(split) for split in ("train", "valid", "t
     )
     for split in ("train", "valid", "test")
 }
+TEXTS |= {
+    f"wikitext103/{split}": Text(
+        files=(f"wikitext103/wiki.{split}.tokens", f"wikitext/{split}.wt103.tokens.txt"),
+        source="WikiText-103, the token files (Salesforce/wikitext, wikitext-103-v1, on the Hugging Face hub)",
+    )
+    for split in ("train", "valid", "test")
+}
 WIKI = (
     "English Wikipedia, without the articles of WikiText valid and test and without paragraphs that share a run of 13 \
 words with them"
@@ -79,14 +86,24 @@ TEXTS |= {
     **parallel("zh-en", "more/lctt-opensource", "the first lines of lctt-opensource", 60_000, "lctt-60k"),
     **parallel("zh-en", "more/msdocs-ht", "the first lines of msdocs-ht", 40_000, "msdocs-40k"),
     **parallel("zh-en", "more/games", "free strategy games, 34K pairs"),
+    **parallel("zh-en", "more/softdocs-po", "documentation of Python, Django and others, 99K pairs"),
+    **parallel("zh-en", "more/kubernetes", "documentation of Kubernetes, 43K pairs"),
+    **parallel("zh-en", "more/mdn", "web documentation of MDN, 23K pairs"),
     **parallel("en-de", "train", "265K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
     **parallel("en-de", "more/europarl3", "Europarl (statmt.org/europarl), 399K pairs"),
     **parallel("en-de", "more/suttacentral", "texts of SuttaCentral, 63K pairs"),
     **parallel("en-de", "more/games", "free strategy games, 13K pairs"),
+    **parallel("en-fr", "train", "279K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
+    **parallel("en-fr", "more/suttacentral", "texts of SuttaCentral, 2K pairs"),
+    **parallel("en-fr", "more/games", "free strategy games, 8K pairs"),
+    # Line by line with the English of en-de, which is stored once.
+    "en-fr/europarl3.en": Text(("mt/en-de/more/europarl3.en",), "Europarl (statmt.org/europarl), 399K pairs"),
+    "en-fr/europarl3.fr": Text(("mt/en-fr/more/europarl3.fr",), "Europarl (statmt.org/europarl), 399K pairs"),
 }
 for _pair, _splits in {
     "zh-en": ("valid.newstest2018", "test.newstest2017", "valid.tatoeba", "test.tatoeba"),
     "en-de": ("valid.newstest2013", "test.newstest2014", "valid.tatoeba", "test.tatoeba"),
+    "en-fr": ("valid.newstest2013", "test.newstest2014", "valid.tatoeba", "test.tatoeba"),
 }.items():
     for _split in _splits:
         TEXTS |= parallel(_pair, _split, TATOEBA if "tatoeba" in _split else NEWS)

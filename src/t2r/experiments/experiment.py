@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -14,12 +15,18 @@ import yaml
 
 from t2r.errors import T2RError
 from t2r.experiments.data import check_names
+from t2r.experiments.grid import cells_of, chosen_scale, filled, name_for, seeded
 from t2r.storage import kind_of
 
 NAME = re.compile(r"\{(model|data|out|examples):([\w./-]+)\}")
 """A placeholder for a path in a command: a model, a text, the output folder of a step, or a file of the examples."""
-COMMANDS = ("bench", "convert", "evaluate", "pretrain")
+COMMANDS = ("analyze", "bench", "convert", "evaluate", "pretrain", "swap")
 """The commands a step may run. All produce JSON, with --json or as results.json in their output folder."""
+TRAINING = ("convert", "pretrain")
+"""Commands that save results.json in their output folder, and resume."""
+MAKING = (*TRAINING, "swap")
+"""Commands whose second argument is an output folder."""
+FIELDS = ("about", "figures", "folder", "models", "paper", "scales", "steps", "title", "titles")
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class Step:
     """The words after `t2r`, with placeholders such as {model:smollm2} or {data:wikitext/valid}."""
     optional: bool = False
     """If the step fails, the error is recorded and the experiment continues."""
+    cell: dict[str, str] = field(default_factory=dict)
+    """The step's label on each axis of its grid."""
 
     def words(self, replace: Callable[[str, str], str]) -> list[str]:
         """Return the command with every placeholder replaced."""
@@ -38,6 +47,16 @@ class Step:
 
     def names(self, kind: str) -> list[str]:
         return [name for word in self.command for found, name in NAME.findall(word) if found == kind]
+
+    @property
+    def makes(self) -> bool:
+        """Whether the step has an output folder."""
+        return self.command[0] in MAKING
+
+    @property
+    def inputs(self) -> list[str]:
+        """The steps whose output folders the command uses."""
+        return [name for name in dict.fromkeys(self.names("out")) if not (self.makes and name == self.name)]
 
     @property
     def label(self) -> str:
@@ -55,9 +74,63 @@ class Experiment:
     models: dict[str, str] = field(default_factory=dict)
     """By name, the name on the Hugging Face hub or the folder below examples/."""
     about: str = ""
+    scale: str | None = None
+    scales: tuple[str, ...] = ()
+    """The scales that the experiment has."""
+    folder: str = ""
+    """Name of the working folder. Experiments with the same folder share the steps that they have in common."""
+    paper: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The numbers of the paper, by step."""
+    titles: dict[str, str] = field(default_factory=dict)
+    """Labels of cells as tables and figures show them."""
+    figures: tuple[dict[str, Any], ...] = ()
+    """The figures drawn from the record (see `t2r.experiments.charts`)."""
+
+    @property
+    def record(self) -> str:
+        """The name of its record."""
+        return self.name if self.scale is None else f"{self.name}-{self.scale}"
+
+    @property
+    def place(self) -> str:
+        """The name of its working folder."""
+        return self.record if not self.folder or self.scale is None else f"{self.folder}-{self.scale}"
+
+    @property
+    def call(self) -> str:
+        """The command that runs it."""
+        return f"t2r reproduce {self.name}" + ("" if self.scale is None else f" --scale {self.scale}")
 
     def texts(self) -> list[str]:
-        return sorted({name for step in self.steps for name in step.names("data")})
+        return texts_of(self.steps)
+
+    def select(self, steps: Sequence[str] = (), where: Mapping[str, str] | None = None) -> list[Step]:
+        """Return the steps with these names whose cells have these labels. Steps without an axis are not excluded by
+        it."""
+        if unknown := sorted(set(steps) - {step.name for step in self.steps}):
+            known = ", ".join(step.name for step in self.steps)
+            raise T2RError(f"experiment {self.name} has no step {', '.join(unknown)}; its steps are {known}")
+        for axis, label in (where or {}).items():
+            known = ", ".join(dict.fromkeys(step.cell[axis] for step in self.steps if axis in step.cell))
+            if label not in known.split(", "):
+                raise T2RError(f"experiment {self.name} has no cell {axis}={label}; known: {known or 'none'}")
+        return [
+            step
+            for step in self.steps
+            if (not steps or step.name in steps)
+            and all(step.cell.get(axis, label) == label for axis, label in (where or {}).items())
+        ]
+
+    def required(self, wanted: Sequence[Step]) -> list[Step]:
+        """Return the steps and all those whose outputs they use, in order."""
+        names = {step.name for step in wanted}
+        for step in reversed(self.steps):  # a step uses earlier steps only
+            names.update(step.inputs if step.name in names else ())
+        return [step for step in self.steps if step.name in names]
+
+
+def texts_of(steps: Sequence[Step]) -> list[str]:
+    return sorted({name for step in steps for name in step.names("data")})
 
 
 def shipped_experiments() -> list[str]:
@@ -65,8 +138,18 @@ def shipped_experiments() -> list[str]:
     return sorted(Path(entry.name).stem for entry in entries if entry.name.endswith(".yaml"))
 
 
-def load_experiment(name: str) -> Experiment:
-    """Load a shipped experiment by name, or a YAML file by path."""
+def scales_of(name: str) -> list[str]:
+    """Return the scales of a shipped experiment or a file. Empty: it has none."""
+    said = _read(name)
+    return list(said.get("scales") or ()) if isinstance(said, dict) else []
+
+
+def load_experiment(name: str, scale: str | None = None, seeds: int = 1) -> Experiment:
+    """Load a shipped experiment by name, or a YAML file by path, at one of its scales."""
+    return make_experiment(_read(name), Path(name).stem, scale, seeds)
+
+
+def _read(name: str) -> Any:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if kind_of(path) != "file":
@@ -76,20 +159,29 @@ def load_experiment(name: str) -> Experiment:
         text = files("t2r.experiments").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     else:
         raise T2RError(f"no experiment {name!r}: choose one of {', '.join(shipped_experiments())}, or give a YAML file")
+    said = _parsed(text, f"experiment {name}")
+    if isinstance(said, dict) and isinstance(shared := said.get("scales"), str):  # the scales of several experiments
+        entry = files("t2r.experiments").joinpath("scales").joinpath(f"{shared}.yaml")
+        said = said | {"scales": _parsed(entry.read_text(encoding="utf-8"), f"scales {shared}")}
+    return said
+
+
+@functools.cache  # parsing takes longer than all the rest
+def _parsed(text: str, what: str) -> Any:
     try:
-        said = yaml.safe_load(text)
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
-        raise T2RError(f"experiment {name} is not valid YAML: {error}") from error
-    return make_experiment(said, path.stem)
+        raise T2RError(f"{what} is not valid YAML: {error}") from error
 
 
-def make_experiment(said: Any, name: str) -> Experiment:
+def make_experiment(said: Any, name: str, scale: str | None = None, seeds: int = 1) -> Experiment:
+    """Make an experiment from parsed YAML. Raises T2RError for wrong fields, and for names that are not known."""
     where = f"experiment {name}"
-    known = {"title", "about", "models", "steps"}
-    if not isinstance(said, dict) or not set(said) <= known or not isinstance(said.get("steps"), list):
-        raise T2RError(f"{where}: the fields must be {', '.join(sorted(known))}, and steps must be a list")
+    if not isinstance(said, dict) or not set(said) <= set(FIELDS) or not isinstance(said.get("steps"), list):
+        raise T2RError(f"{where}: the fields must be {', '.join(FIELDS)}, and steps must be a list")
+    values = chosen_scale(said.get("scales"), scale, where)
     models = said.get("models") or {}
-    steps = tuple(_step(step, where) for step in said["steps"])
+    steps = _steps(said["steps"], values, seeds, where)
     if len({step.name for step in steps}) != len(steps):
         raise T2RError(f"{where}: two steps have the same name")
     made: set[str] = set()
@@ -97,21 +189,59 @@ def make_experiment(said: Any, name: str) -> Experiment:
         if unknown := set(step.names("model")) - set(models):
             raise T2RError(f"{where}, step {step.name}: no model {', '.join(sorted(unknown))}")
         check_names(step.names("data"), f"{where}, step {step.name}")
-        if step.command[0] in ("convert", "pretrain"):
+        if step.makes:
             made.add(step.name)
             if step.command[2:3] != (f"{{out:{step.name}}}",):
                 raise T2RError(f"{where}, step {step.name}: its output folder must be {{out:{step.name}}}")
         if unknown := set(step.names("out")) - made:
             raise T2RError(f"{where}, step {step.name}: no earlier step makes {', '.join(sorted(unknown))}")
-    return Experiment(name, str(said.get("title", name)), steps, models, str(said.get("about", "")).strip())
+    return Experiment(
+        name,
+        str(said.get("title", name)),
+        steps,
+        models,
+        str(said.get("about", "")).strip(),
+        scale,
+        tuple(said.get("scales") or ()),
+        str(said.get("folder", "")),
+        {filled(name, {}, {}, values, where): numbers for name, numbers in (said.get("paper") or {}).items()},
+        {filled(str(label), {}, {}, values, where): title for label, title in (said.get("titles") or {}).items()},
+        tuple(_figure(figure, values, where) for figure in said.get("figures") or ()),
+    )
 
 
-def _step(said: Any, where: str) -> Step:
-    if not isinstance(said, dict) or not set(said) <= {"name", "command", "optional"}:
-        raise T2RError(f"{where}: the fields of a step must be name, command and optional; got {said!r}")
-    words = shlex.split(str(said.get("command", "")))
-    if not re.fullmatch(r"[\w-]+", str(said.get("name", ""))) or len(words) < 2 or words[0] != "t2r":
-        raise T2RError(f"{where}: a step requires a name, and a command that starts with t2r; got {said!r}")
+def _figure(said: Mapping[str, Any], scale: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    chosen = {axis: filled(str(label), {}, {}, scale, where) for axis, label in said.get("where", {}).items()}
+    return {**said, "where": chosen}
+
+
+def _steps(said: Sequence[Any], scale: Mapping[str, Any] | None, seeds: int, where: str) -> tuple[Step, ...]:
+    """Return a step for each cell and seed."""
+    steps: list[Step] = []
+    repeated: set[str] = set()  # the steps with several seeds
+    for each in said:
+        if not isinstance(each, dict) or not set(each) <= {"name", "command", "optional", "for", "seeds"}:
+            raise T2RError(
+                f"{where}: the fields of a step must be name, command, optional, for and seeds; got {each!r}"
+            )
+        for cell, words in cells_of(each.get("for"), scale, where):
+            name, command = (filled(str(each.get(key, "")), cell, words, scale, where) for key in ("name", "command"))
+            optional = bool(each.get("optional", False))
+            steps.append(_step(name, command, optional, cell, where))
+            if each.get("seeds"):
+                repeated.add(name)
+                for seed in range(1, seeds):
+                    again = seeded(command, seed, repeated)
+                    steps.append(_step(name_for(name, seed), again, optional, cell | {"seed": str(seed)}, where))
+    return tuple(steps)
+
+
+def _step(name: str, command: str, optional: bool, cell: dict[str, str], where: str) -> Step:
+    words = shlex.split(command)
+    if not re.fullmatch(r"[\w-]+", name) or len(words) < 2 or words[0] != "t2r":
+        raise T2RError(
+            f"{where}: a step requires a name, and a command that starts with t2r; got {name!r}: {command!r}"
+        )
     if words[1] not in COMMANDS:
-        raise T2RError(f"{where}, step {said['name']}: the command must be one of {', '.join(COMMANDS)}")
-    return Step(str(said["name"]), tuple(words[1:]), bool(said.get("optional", False)))
+        raise T2RError(f"{where}, step {name}: the command must be one of {', '.join(COMMANDS)}")
+    return Step(name, tuple(words[1:]), optional, cell)

@@ -6,16 +6,22 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from t2r.errors import T2RError
+from t2r.experiments.experiment import Experiment
 from t2r.storage import json_text, write_text
 
 DROPPED = ("log", "by_position", "nll")
 """Long parts of results that no table shows. They are left out of records."""
+
+OF_ANALYSIS = ("model", "teacher", "text", "window", "words", "samples", "mean", "by_distance", "notes")
+"""What a record keeps of an analysis: means, but not the values of each layer and head."""
+PROVENANCE = ("date", "machine", "versions", "commit")
+"""Facts of a step that a record states once if all its steps have them in common."""
 
 
 def recorded(name: str) -> dict[str, Any] | None:
@@ -24,8 +30,27 @@ def recorded(name: str) -> dict[str, Any] | None:
     return json.loads(entry.read_text(encoding="utf-8")) if entry.is_file() else None
 
 
+def joined(experiment: Experiment, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the record of finished steps. Steps made elsewhere or on another day than the last say so themselves."""
+    nowhere: dict[str, Any] = {"date": None, "machine": {}, "versions": {}, "commit": None}
+    common = nowhere | {key: parts[-1][key] for key in PROVENANCE if parts and key in parts[-1]}
+    head: dict[str, Any] = {"experiment": experiment.name}
+    if experiment.scale is not None:
+        head["scale"] = experiment.scale
+    head |= {"complete": len(parts) == len(experiment.steps), **common}
+    head["steps"] = [
+        {key: value for key, value in part.items() if key not in PROVENANCE or value != common[key]} for part in parts
+    ]
+    return head
+
+
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     write_text(path, json_text(record, 1) + "\n")
+
+
+def summary(command: str, result: Any) -> Any:
+    """Return the part of a command's result that a record keeps."""
+    return {key: result[key] for key in OF_ANALYSIS if key in result} if command == "analyze" else result
 
 
 def compact(value: Any, names: Mapping[str, str]) -> Any:

@@ -1,201 +1,251 @@
-"""Runs an experiment step by step. The result of each step is saved at once, so that a repeated call resumes."""
+"""Runs an experiment. The result of each step is saved at once, so that a repeated call resumes.
+
+Several processes may work in one folder, also on several machines that share it. A process takes the next step that is
+not done, not locked by another process, and whose inputs are there.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import shlex
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from t2r.errors import T2RError
-from t2r.experiments import data, record
-from t2r.experiments.experiment import Experiment, Step, load_experiment
-from t2r.storage import json_text, kind_of, write_text
+from t2r.experiments import record
+from t2r.experiments.command import Ended, call, say
+from t2r.experiments.experiment import TRAINING, Experiment, Step, load_experiment
+from t2r.experiments.places import Places
+from t2r.storage import json_text, take_lock, write_text
 
-BEAT = 5.0
-"""Seconds between updates of the saved time of a step, which also counts if the step is killed."""
-TELL = 60.0
-"""Seconds between two messages about a running step."""
-EXAMPLES = Path(__file__).parents[3] / "examples"
+POLL = 2.0
+"""Seconds between two looks at the steps of other processes."""
 
 
 def reproduce(
     name: str,
     *,
+    scale: str | None = None,
     data_folder: str | Path | None = None,
     models: Mapping[str, str] | None = None,
     out: str | Path | None = None,
     steps: Sequence[str] = (),
+    where: Mapping[str, str] | None = None,
+    seeds: int = 1,
+    records: Sequence[str | Path] = (),
 ) -> dict[str, Any]:
-    """Run an experiment and return its record, which is saved as `record.json` in the folder `out`.
+    """Run an experiment and return its record, which is saved in the folder `out`: as `record.json`, or for an
+    experiment with scales as `NAME-SCALE.json`.
 
     The command of each step is printed to stderr before it runs, followed by its messages. Finished steps are not run
-    again. An interrupted step is repeated; training is resumed.
+    again. An interrupted step is repeated; training is resumed. Steps that do not depend on each other may be run by
+    several processes that call this function with the same folder at the same time.
 
     Args:
         name: the name of a shipped experiment, or a YAML file.
+        scale: the scale, for an experiment with scales.
         data_folder: folder with the texts that the experiment uses.
-        models: folders or hub names for the experiment's models. Others are loaded from the experiment's sources.
-        out: the working folder. None: `runs/NAME`.
-        steps: run only these steps. The record contains them and the steps finished before. Empty: all steps.
+        models: folders or hub names for the experiment's models, or in place of the outputs of steps, which are then
+            not run. Other models are loaded from the experiment's sources.
+        out: the working folder. None: `runs/NAME`, or `runs/NAME-SCALE`; experiments that share steps also share their
+            folder.
+        steps: run only these steps, and those whose output folders they require. The record contains them and the steps
+            finished before. Empty: all steps.
+        where: run only cells with these labels, by axis.
+        seeds: the number of seeds of steps that are repeated with several.
+        records: files of records, or names of shipped ones. Steps that they contain are not run again, unless their
+            output folder is required and missing.
     """
-    experiment = load_experiment(name)
-    if unknown := sorted(set(steps) - {step.name for step in experiment.steps}):
-        known = ", ".join(step.name for step in experiment.steps)
-        raise T2RError(f"experiment {experiment.name} has no step {', '.join(unknown)}; its steps are {known}")
-    folder = Path("runs", experiment.name) if out is None else Path(out)
+    experiment = load_experiment(name, scale, seeds)
+    wanted = experiment.select(steps, where)
+    folder = Path("runs", experiment.place) if out is None else Path(out)
     places = Places(experiment, None if data_folder is None else Path(data_folder), models or {}, folder)
-    places.check()
-    (folder / "steps").mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"experiment": experiment.name, "complete": False, "date": None, **record.machine()}
-    result["steps"] = []
-    for step in experiment.steps:
-        if steps and step.name not in steps and not (folder / "steps" / f"{step.name}.json").is_file():
-            continue
-        result["steps"].append(_run_step(step, places, folder / "steps"))
-        result["date"] = time.strftime("%Y-%m-%d")
-        result["complete"] = len(result["steps"]) == len(experiment.steps)
-        record.write_record(folder / "record.json", result)
-    return result
+    places.check([step for step in experiment.required(wanted) if step.name not in places.replaced])
+    grid = Grid(experiment, places)
+    for known in records:
+        grid.take_over(read_record(known))
+    grid.run(wanted)
+    return grid.write_record()
 
 
-class Places:
-    """The paths of an experiment's models, texts and folders on this machine."""
-
-    def __init__(self, experiment: Experiment, folder: Path | None, models: Mapping[str, str], out: Path) -> None:
-        self.experiment, self.folder, self.out = experiment, folder, out
-        if unknown := sorted(set(models) - set(experiment.models)):
-            known = ", ".join(experiment.models) or "none"
-            raise T2RError(f"experiment {experiment.name} has no model {', '.join(unknown)}; its models are {known}")
-        self.models = {name: models.get(name, source) for name, source in experiment.models.items()}
-        for name, source in experiment.models.items():
-            if name not in models and source.startswith("examples/"):
-                self.models[name] = str(EXAMPLES / source.removeprefix("examples/"))
-        self.given = set(models)
-        self.names: dict[str, str] = {}
-        """Names by path."""
-
-    def check(self) -> None:
-        """Raise T2RError if texts, models or examples are missing."""
-        if self.folder is not None and kind_of(self.folder) != "folder":
-            raise T2RError(f"--data: folder {self.folder} does not exist")
-        if lacks := data.missing(self.experiment.texts(), self.folder):
-            raise T2RError(
-                f"experiment {self.experiment.name} requires {', '.join(lacks)} (or .xz, .gz) in "
-                f"{'the --data folder' if self.folder is None else self.folder}; t2r reproduce --list shows "
-                "the sources of these texts"
-            )
-        for name, path in self.models.items():
-            local = name in self.given and (path.startswith((".", "/", "~")) or path.count("/") > 1)
-            if (local or Path(path).is_absolute()) and kind_of(Path(path).expanduser()) != "folder":
-                raise T2RError(f"model {name}: folder {path} does not exist; set it with --model {name}=FOLDER")
-        for step in self.experiment.steps:
-            for example in step.names("examples"):
-                if not step.optional and not (EXAMPLES / example).exists():
-                    raise T2RError(f"step {step.name} requires examples/{example}: run it in a checkout")
-
-    def path(self, kind: str, name: str) -> str:
-        if kind == "model":
-            found = self.models[name]
-        elif kind == "out":
-            found = str(self.out / name)
-        elif kind == "examples":
-            found, name = str(EXAMPLES / name), f"examples/{name}"
-        else:
-            assert self.folder is not None
-            found = str(data.prepared(name, self.folder, self.out / "data"))
-        self.names[found] = name
-        return found
-
-
-def _run_step(step: Step, places: Places, folder: Path) -> dict[str, Any]:
-    """Run a step, unless it is finished, and return its part of the record."""
-    file, clock = folder / f"{step.name}.json", folder / f"{step.name}.seconds"
-    words = step.words(places.path)
-    done = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    if done is not None and done["command"] != step.label:
-        raise T2RError(
-            f"{file} was made by another command ({done['command']}): the experiment has changed; give another --out"
-        )
-    _say(f"{step.name}: {shlex.join(['t2r', *words])}")
-    if done is not None and "failed" not in done:
-        _say(f"{step.name}: already done, in {done['seconds']:.0f} s")
-        return done
-    before = float(clock.read_text()) if clock.is_file() else 0.0
-    if _made(step, places):  # interrupted between the command's end and the record
-        code, seconds, output, last = 0, before, "", ""
-    else:
-        code, seconds, output, last = _call(step.name, words, before, clock)
-    part: dict[str, Any] = {"name": step.name, "command": step.label, "seconds": round(seconds, 1)}
-    if code:
-        why = last.removeprefix("t2r: ") or f"exit code {code}"
-        if not step.optional:
-            raise T2RError(f"step {step.name} failed: {why}")
-        _say(f"{step.name}: skipped: {why}")
-        part["failed"] = record.compact(why, places.names)
-    else:
-        text = output if (made := _made(step, places)) is None else made.read_text(encoding="utf-8")
-        part["result"] = record.compact(json.loads(text), places.names)
-        _say(f"{step.name}: {seconds:.0f} s")
-    write_text(file, json_text(part, 1))
-    return part
-
-
-def _made(step: Step, places: Places) -> Path | None:
-    """Return the results file in the output folder of a finished step, or None."""
-    if step.command[0] not in ("convert", "pretrain"):
-        return None
-    results = places.out / step.name / "results.json"
-    return results if results.is_file() else None
-
-
-def _call(step: str, words: list[str], before: float, clock: Path) -> tuple[int, float, str, str]:
-    """Run `t2r ...`. Returns its exit code, seconds including earlier attempts, JSON output, and last message.
-
-    Commands that train save their results in their output folder instead of printing JSON."""
-    makes_folder = words[0] in ("convert", "pretrain")
-    command = [sys.executable, "-m", "t2r", *words, *([] if makes_folder else ["--json"])]
-    last = [""]
-
-    def forward(lines: Any) -> None:
-        for line in lines:
-            sys.stderr.write(line)
-            sys.stderr.flush()
-            last[0] = line.strip() or last[0]
-
-    began, told = time.monotonic(), before
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as stdout:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
-        messages = threading.Thread(target=forward, args=(process.stderr,), daemon=True)
-        messages.start()
+def read_record(name: str | Path) -> dict[str, Any]:
+    """Read the file of a record, or a shipped record by name."""
+    if Path(name).is_file():
         try:
-            while True:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(BEAT)
-                seconds = before + time.monotonic() - began
-                write_text(clock, f"{seconds:.1f}")
-                if seconds > told + TELL:
-                    _say(f"{step}: {seconds:.0f} s so far")
-                    told = seconds
-                if process.returncode is not None:
-                    break
-        except BaseException:  # Ctrl-C, or SIGTERM
-            process.terminate()
-            process.wait()
-            raise
-        messages.join()
-        stdout.seek(0)
-        return process.returncode, before + time.monotonic() - began, stdout.read(), last[0]
+            found = json.loads(Path(name).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise T2RError(f"{name} is not a record: {error}") from error
+    else:
+        found = record.recorded(str(name))
+    if not isinstance(found, dict) or "steps" not in found:
+        raise T2RError(f"there is no record {name}: give its file")
+    return found
 
 
-def _say(line: str) -> None:
-    print(f"t2r: {line}", file=sys.stderr, flush=True)
+class Grid:
+    """The steps of an experiment in a working folder.
+
+    `steps/NAME.json` is the result of a finished step, `NAME.seconds` the time of an unfinished one, and `NAME.lock` is
+    locked while a process runs it."""
+
+    def __init__(self, experiment: Experiment, places: Places) -> None:
+        self.experiment, self.places = experiment, places
+        self.folder = places.out / "steps"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.steps = {step.name: step for step in experiment.steps}
+        self.failed: dict[str, str] = {}
+        """The errors of steps that failed in this process."""
+
+    # --- Results --------------------------------------------------------------------------------------------
+
+    def result(self, step: Step) -> dict[str, Any] | None:
+        """Return the recorded part of a finished step. Raises T2RError if it was made by another command."""
+        file = self.folder / f"{step.name}.json"
+        if not file.is_file():
+            return None
+        part: dict[str, Any] = {"cell": step.cell} if step.cell else {}
+        part |= json.loads(file.read_text(encoding="utf-8"))
+        if part["command"] != step.label:
+            raise T2RError(
+                f"{file} was made by another command ({part['command']}): the experiment has changed; give another "
+                "--out"
+            )
+        return part
+
+    def is_done(self, step: Step, *, needed: bool = False) -> bool:
+        """Return whether a step is finished and, if it is `needed`, its output folder is there."""
+        part = self.result(step)
+        return part is not None and "failed" not in part and (not needed or self.places.has(step.name))
+
+    def take_over(self, known: Mapping[str, Any]) -> None:
+        """Use the finished steps of a record that have the same commands."""
+        source = {key: known[key] for key in record.PROVENANCE if key in known}
+        for part in known["steps"]:
+            step = self.steps.get(part["name"])
+            if step is not None and part["command"] == step.label and "failed" not in part and not self.result(step):
+                write_text(
+                    self.folder / f"{step.name}.json",
+                    json_text(source | {key: part[key] for key in part if key != "cell"}, 1),
+                )
+                say(f"{step.name}: taken from the record")
+
+    def write_record(self) -> dict[str, Any]:
+        """Write the record of all steps that are finished."""
+        parts = [part for step in self.experiment.steps if (part := self.result(step)) is not None]
+        whole = record.joined(self.experiment, parts)
+        name = "record.json" if self.experiment.scale is None else f"{self.experiment.record}.json"
+        record.write_record(self.places.out / name, whole)
+        return whole
+
+    # --- Order ----------------------------------------------------------------------------------------------
+
+    def run(self, wanted: Sequence[Step]) -> None:
+        """Run steps until all are finished, here or by other processes."""
+        waiting = self.unfinished(wanted)
+        for step in wanted:
+            if step not in waiting:
+                part = self.result(step) or {}
+                say(f"{step.name}: already done, in {part.get('seconds') or 0:.0f} s")
+        told: list[str] = []
+        while waiting:
+            locked = []
+            for step in waiting:
+                if not all(self.is_done(self.steps[name], needed=True) for name in step.inputs):
+                    continue
+                lock = take_lock(self.folder / f"{step.name}.lock")
+                if lock is None:
+                    locked.append(step.name)
+                    continue
+                with lock:
+                    needed = any(step.name in other.inputs for other in waiting)
+                    if not self.is_done(step, needed=needed):  # another process may have finished it meanwhile
+                        self.run_step(step, lock)
+                        self.write_record()
+                break
+            else:  # no step can be run now
+                if not locked:
+                    self.give_up(waiting)
+                elif locked != told:
+                    say(f"waiting for other processes: {', '.join(locked)}")
+                    told = locked
+                time.sleep(POLL if locked else 0)
+            waiting = [step for step in self.unfinished(waiting) if step.name not in self.failed]
+        if errors := [
+            f"step {name} failed: {why}" for name, why in self.failed.items() if not self.steps[name].optional
+        ]:
+            raise T2RError("; ".join(errors))
+
+    def unfinished(self, wanted: Sequence[Step]) -> list[Step]:
+        """Return the steps that are not finished, and those whose output folders they require, in order."""
+        found: set[str] = set()
+
+        def visit(step: Step, needed: bool) -> None:
+            if step.name in found or self.is_done(step, needed=needed):
+                return
+            found.add(step.name)
+            for name in step.inputs:
+                visit(self.steps[name], needed=True)
+
+        for step in wanted:
+            visit(step, needed=False)
+        return [step for step in self.experiment.steps if step.name in found]
+
+    def give_up(self, waiting: Sequence[Step]) -> None:
+        """Mark the steps as failed that wait for a step that failed."""
+        for step in waiting:
+            lost = [name for name in step.inputs if not self.is_done(self.steps[name], needed=True)]
+            self.fail(step, f"requires {', '.join(lost)}", 0.0)
+
+    # --- One step -------------------------------------------------------------------------------------------
+
+    def run_step(self, step: Step, lock: IO[bytes]) -> None:
+        """Run a step, and save its result or its error."""
+        file, clock = self.folder / f"{step.name}.json", self.folder / f"{step.name}.seconds"
+        if step.name in self.places.replaced:
+            ended = Ended(0, 0.0, "{}", "")
+            say(f"{step.name}: given, in {self.places.replaced[step.name]}")
+        else:
+            words = step.words(self.places.path)
+            say(f"{step.name}: {shlex.join(['t2r', *words])}")
+            before = float(clock.read_text()) if clock.is_file() else 0.0
+            if self.made(step) is not None:  # interrupted between the command's end and the record
+                ended = Ended(0, before, "", "")
+            else:
+                ended = call(step.name, words, before, clock, lock)
+        if ended.code:
+            self.fail(step, ended.last.removeprefix("t2r: ") or f"exit code {ended.code}", ended.seconds)
+            return
+        text = ended.output if (made := self.made(step)) is None else made.read_text(encoding="utf-8")
+        kept = record.summary(step.command[0], json.loads(text))
+        part = self.part(step, ended.seconds) | {"result": record.compact(kept, self.places.names)}
+        if step.name in self.places.replaced:
+            part |= {"seconds": None, "given": True}
+        write_text(file, json_text(part, 1))
+        clock.unlink(missing_ok=True)
+        say(f"{step.name}: {ended.seconds:.0f} s")
+
+    def fail(self, step: Step, why: str, seconds: float) -> None:
+        self.failed[step.name] = why
+        say(f"{step.name}: {'skipped' if step.optional else 'failed'}: {why}")
+        if step.optional:
+            part = self.part(step, seconds) | {"failed": record.compact(why, self.places.names)}
+            write_text(self.folder / f"{step.name}.json", json_text(part, 1))
+
+    def part(self, step: Step, seconds: float) -> dict[str, Any]:
+        part = {"name": step.name, "command": step.label, "seconds": round(seconds, 1)}
+        return part | {"date": time.strftime("%Y-%m-%d")} | machine()
+
+    def made(self, step: Step) -> Path | None:
+        """Return the results file in the output folder of a finished step, or None."""
+        if step.command[0] not in TRAINING:
+            return None
+        results = Path(self.places.path("out", step.name)).expanduser() / "results.json"
+        return results if results.is_file() else None
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    return record.machine()

@@ -1,8 +1,8 @@
 """Generates the tables of docs/results.md and docs/performance.md from the records of experiments.
 
 Run `python -m t2r.experiments.tables docs/results.md` to update the page. `<!-- record: NAME -->` starts the record of
-an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several; `<!-- end -->` ends either.
-The text between such parts is written by hand.
+an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several, `<!-- claims: SCALE -->` the
+claims of the paper; `<!-- end -->` ends each. The text between such parts is written by hand.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t2r.experiments.cells import cells_of_record
+from t2r.experiments.claims import claims_list
+from t2r.experiments.comparison import grid_table
+from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
+from t2r.experiments.markup import WIDTH, markdown, wrapped
 from t2r.experiments.record import recorded
 
-PART = re.compile(r"(<!-- (record|together): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-WIDTH = 118
-Row = Sequence[str]
+PART = re.compile(r"(<!-- (record|together|claims): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def page(text: str) -> str:
@@ -26,18 +29,37 @@ def page(text: str) -> str:
 
 
 def _part(kind: str, names: Sequence[str]) -> str:
+    if kind == "claims":
+        return "".join(map(claims_list, names))
     if kind == "record":
         (name,) = names
-        record = recorded(name)
+        record, experiment = recorded(name), of_record(name)
         if record is None:
-            return f"Not recorded yet: `t2r reproduce {name}`.\n"
-        return "\n".join([provenance(record), commands(record), *record_tables(record)])
+            return f"Not recorded yet: `{experiment.call if experiment else f't2r reproduce {name}'}`.\n"
+        if experiment is None or experiment.scale is None:
+            return "\n".join([provenance(record), commands(record), *record_tables(record)])
+        pictures = [f"![{figure['title']}]({figure_file(experiment, figure)})\n" for figure in experiment.figures]
+        return "\n".join([provenance(record), *record_tables(record), *pictures])
     step, *experiments = names
     found = [record for name in experiments if (record := recorded(name)) is not None]
     results = [result for record in found for result in _results(record, step)]
     if not results:
         return f"Not recorded yet: {', '.join(f'`t2r reproduce {name}`' for name in experiments)}.\n"
     return "\n".join(evaluation_tables(_once(results)))
+
+
+def of_record(name: str) -> Experiment | None:
+    """Return the shipped experiment of a record: NAME, or NAME-SCALE. None: there is none."""
+    known = shipped_experiments()
+    if name in known:
+        return None if scales_of(name) else load_experiment(name)
+    base, _, scale = name.rpartition("-")
+    return load_experiment(base, scale) if base in known and scale in scales_of(base) else None
+
+
+def figure_file(experiment: Experiment, figure: Mapping[str, Any]) -> str:
+    """Return the name of the file of a figure, beside the page."""
+    return f"{figure.get('name', experiment.name)}-{experiment.scale}.svg"
 
 
 def _results(record: Mapping[str, Any], step: str) -> list[dict[str, Any]]:
@@ -65,21 +87,13 @@ def provenance(record: Mapping[str, Any]) -> str:
     seconds = [part["seconds"] for part in record["steps"] if part.get("seconds") is not None]
     took = [f"{sum(seconds) / 60:.1f} minutes in total"] if seconds else []
     known = [record["date"], device, versions, f"commit {record['commit']}" if record.get("commit") else "", *took]
-    line = f"`t2r reproduce {record['experiment']}`: " + "; ".join(word for word in known if word) + "."
+    scale = f" --scale {record['scale']}" if "scale" in record else ""
+    line = f"`t2r reproduce {record['experiment']}{scale}`: " + "; ".join(word for word in known if word) + "."
     if record.get("hand_run"):
         line = f"{'; '.join(word for word in known if word)}. {record['hand_run']}"
     if not record.get("complete", True):
         line += " Not all steps are recorded."
     return wrapped(line) + "\n"
-
-
-def wrapped(line: str) -> str:
-    lines = [""]
-    for word in line.split():
-        if len(lines[-1]) + len(word) + 1 > WIDTH:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines)
 
 
 def commands(record: Mapping[str, Any]) -> str:
@@ -107,12 +121,18 @@ def _folded(command: str) -> list[str]:
 
 
 def record_tables(record: Mapping[str, Any]) -> list[str]:
-    """Return the results of every step as Markdown tables."""
+    """Return the results of every step as Markdown tables, or the table of a grid."""
     found: list[str] = []
+    gridded = "scale" in record and bool(cells_of_record(record))
+    if gridded:
+        named = of_record(f"{record['experiment']}-{record['scale']}")
+        found.append(grid_table(named or Experiment(record["experiment"], record["experiment"], ()), record))
     for part in record["steps"]:
         if "result" not in part:
             continue
-        command = part["command"].split()[1]
+        command, kind = (*part["command"].split(), "")[1:3]
+        if gridded and command != "bench":
+            continue
         if command == "evaluate":
             found += evaluation_tables(part["result"])
         elif command == "analyze":
@@ -120,7 +140,7 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
         elif command == "bench" and isinstance(part["result"], list):
             found += [decoding_table(report) for report in part["result"]]
         elif command == "bench":
-            made = {"translate": translation_table, "memory": memory_table}.get(part["command"].split()[2], ops_table)
+            made = {"translate": translation_table, "memory": memory_table}.get(kind, ops_table)
             found.append(made(part["result"]))
         else:
             found.append(training_table(part["result"]))
@@ -305,16 +325,17 @@ def decoding_table(report: Mapping[str, Any]) -> str:
 
 
 def translation_table(report: Mapping[str, Any]) -> str:
-    """Return a table with a row for each model: tokens per second by length, and bytes of its cache."""
+    """Return a table with a row for each model: tokens per second and bytes of its cache, by length."""
     points = report["points"]
     lengths = list(dict.fromkeys(point["length"] for point in points))
+    header = [f"translation, batch {report['settings']['batch']}"]
+    header += [f"tokens/s, {length:,}" for length in lengths] + [f"MiB, {length:,}" for length in lengths]
     rows = []
     for model in dict.fromkeys(point["model"] for point in points):
         own = [point for point in points if point["model"] == model]
-        held = dict.fromkeys(f"{point['cache_bytes'] / 2**20:.3g}" for point in own)
-        rows.append([model, *(f"{point['tokens_per_second']:,.0f}" for point in own), ", ".join(held)])
-    first = f"tokens/s, batch {report['settings']['batch']}"
-    return markdown([first, *(f"{length:,} tokens" for length in lengths), "cache, MiB"], rows)
+        speeds = [f"{point['tokens_per_second']:,.0f}" for point in own]
+        rows.append([model, *speeds, *(f"{point['cache_bytes'] / 2**20:.3g}" for point in own)])
+    return markdown(header, rows)
 
 
 def memory_table(report: Mapping[str, Any]) -> str:
@@ -355,15 +376,6 @@ def _against(value: float | None, base: float | None) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
-
-
-def markdown(header: Row, rows: Iterable[Row]) -> str:
-    """Return a Markdown table without columns that are empty in every row."""
-    body = [list(row) for row in rows]
-    used = [i for i in range(len(header)) if i == 0 or any(row[i] for row in body)]
-    lines = [[header[i] for i in used], *([row[i] for i in used] for row in body)]
-    text = [f"| {' | '.join(line)} |\n" for line in lines]
-    return text[0] + "|" + " --- |" * len(used) + "\n" + "".join(text[1:])
 
 
 if __name__ == "__main__":

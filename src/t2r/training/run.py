@@ -17,18 +17,15 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from t2r.errors import T2RError
-from t2r.storage import whole_file, write_text, writing
+from t2r.storage import take_lock, whole_file, write_text, writing
 from t2r.training import processes
 from t2r.training.checkpoints import checksum
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where there is no lock
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
 FACTS, BACKUP, LOCK = "run.json", "run.json.old", "lock"
+FORGOTTEN = ("checksum", "log", "read", "done", "began", "took")
+"""Facts of a stage that is trained again."""
 
 
 def run_folder(out: str | Path) -> Path:
@@ -106,23 +103,19 @@ class Run:
         self.release_lock()
 
     def take_lock(self) -> None:
-        path = self.folder / LOCK
-        while fcntl is not None and self.lock is None:
+        while self.lock is None:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                lock = path.open("wb")
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                lock.close()
+                self.lock = take_lock(self.folder / LOCK)
+            except FileNotFoundError:  # the previous owner removed the folder when it finished
+                continue
+            except OSError as error:
+                raise T2RError(f"{self.folder} cannot be written: {error}") from error
+            if self.lock is None:
                 raise T2RError(
                     f"another process is working in {self.folder}: wait for it to end, or choose another folder"
-                ) from None
-            # The previous owner of the lock may have removed the folder, and this file with it, when it finished.
-            if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                self.lock = lock
-            else:
-                lock.close()
+                )
 
     def clear(self) -> None:
         """Remove all contents of the folder except the lock."""
@@ -238,7 +231,7 @@ class Run:
             return True
         logger.warning("%s is damaged (%s); stage %s is trained again", path, damaged, stage)
         processes.wait()
-        self.forget(*(f"{stage}.{name}" for name in ("checksum", "log", "read", "done")), f"measured.{stage}")
+        self.forget(*(f"{stage}.{name}" for name in FORGOTTEN), f"measured.{stage}")
         if processes.is_main():
             path.unlink(missing_ok=True)
         return False

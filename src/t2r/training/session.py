@@ -225,8 +225,9 @@ class Session:
 
     def train(self, model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel | None = None) -> PreTrainedModel:
         """Run a stage, or load its result if it is finished."""
+        began = self.run.remember(f"{stage.name}.began", lambda: self.run.seconds)
         with fast_sums(self.place):
-            return run_stage(
+            trained = run_stage(
                 self.run,
                 model,
                 stage,
@@ -237,6 +238,8 @@ class Session:
                 self.seconds_for(stage),
                 self.threads,
             )
+        self.run.remember(f"{stage.name}.took", lambda: self.run.seconds - began)
+        return trained
 
     def most_sensitive(self, model: PreTrainedModel, block_size: int) -> list[list[Any]]:
         """Return pairs of a layer and its increase in loss, the most sensitive first. A resumed run keeps them."""
@@ -251,8 +254,11 @@ class Session:
         return [list(cost) for cost in scan]
 
     def pace(self) -> dict[str, Any]:
-        """Return the steps of each stage and, if the number of threads was tuned, the last number."""
-        return {"steps": self.steps()} | ({} if self.threads is None else {"threads": torch.get_num_threads()})
+        """Return the steps, tokens and seconds of each stage and, if the number of threads was tuned, the last
+        number."""
+        took = {stage.name: round(self.run.facts[f"{stage.name}.took"], 1) for stage in self.plan.stages}
+        made = {"steps": self.steps(), "trained_tokens": self.read_tokens(), "seconds": took}
+        return made | ({} if self.threads is None else {"threads": torch.get_num_threads()})
 
     def logs(self) -> dict[str, Any]:
         """Return the logged losses of each stage."""

@@ -320,9 +320,23 @@ class Watch(TrainerCallback):
 
 def captures(model: nn.Module, settings: Settings) -> bool:
     """Return whether steps are captured as CUDA graphs: if compiled, on one GPU, without gradient checkpointing, which
-    restores the random state in the backward pass and so cannot be captured."""
+    restores the random state in the backward pass and so cannot be captured, and without layer dropout."""
     on_gpu = next(model.parameters()).device.type == "cuda"
-    return on_gpu and settings.compiled and not settings.gradient_checkpointing and processes.count() == 1
+    return (
+        on_gpu
+        and settings.compiled
+        and not settings.gradient_checkpointing
+        and processes.count() == 1
+        and not skips_layers(model)
+    )
+
+
+def skips_layers(model: nn.Module) -> bool:
+    """Return whether the model has layer dropout. A captured step would always skip the layers that it skipped when it
+    was captured."""
+    names = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return any(getattr(config, name, 0.0) for config in configs for name in names)
 
 
 def kept(arguments: Any) -> str:

@@ -1,0 +1,110 @@
+"""The cells of a recorded grid: what was trained, what it cost, and what was measured on it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from statistics import mean, stdev
+from typing import Any
+
+from t2r.experiments.experiment import MAKING
+
+OF_ANALYSIS = ("euclidean", "jensen_shannon", "entropy")
+"""Measures of `t2r analyze`, means over layers and heads."""
+
+
+@dataclass
+class Cell:
+    """A model of a grid, with the values of all its seeds."""
+
+    name: str
+    labels: dict[str, str]
+    """Its label on each axis."""
+    parent: str | None = None
+    """The cell that it was converted from."""
+    tokens: int = 0
+    """Tokens that it was trained on."""
+    seconds: list[float] = field(default_factory=list)
+    """Seconds of training, of each seed."""
+    values: dict[str, list[float]] = field(default_factory=dict)
+    """Measures by name, of each seed: `valid` and `test` (perplexity), `bleu`, or a measure of an analysis."""
+    parameters: int | None = None
+    state: int | None = None
+    """Bytes of the state, or of keys and values after a window."""
+    failed: str = ""
+
+    def __getitem__(self, measure: str) -> float | None:
+        """Return the mean over seeds."""
+        return mean(self.values[measure]) if self.values.get(measure) else None
+
+    def spread(self, measure: str) -> float | None:
+        """Return the standard deviation over seeds, if there are several."""
+        found = self.values.get(measure, [])
+        return stdev(found) if len(found) > 1 else None
+
+    def add(self, measure: str, value: float | None) -> None:
+        if value is not None:
+            self.values.setdefault(measure, []).append(value)
+
+
+def cells_of_record(record: Mapping[str, Any]) -> dict[str, Cell]:
+    """Return the cells of a record by the name of the step that made them."""
+    found: dict[str, Cell] = {}
+    for part in record["steps"]:
+        words = shlex.split(part["command"])
+        if words[1] in MAKING:
+            _trained(found, part, words)
+        elif "result" in part and words[1] == "evaluate":
+            for row in part["result"]:
+                if (cell := found.get(_base(row["model"]))) is not None and "variant" not in row:
+                    _evaluated(cell, row)
+        elif "result" in part and words[1] == "analyze":
+            _analyzed(found, part["result"], words)
+    return found
+
+
+def _base(name: str) -> str:
+    """Return the name of a step without its seed."""
+    return re.sub(r"-seed\d+$", "", name)
+
+
+def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) -> None:
+    labels = {axis: label for axis, label in part.get("cell", {}).items() if axis != "seed"}
+    cell = found.setdefault(_base(part["name"]), Cell(_base(part["name"]), labels))
+    cell.failed = cell.failed or part.get("failed", "")
+    if words[1] != "pretrain" and _base(words[2]) in found:
+        cell.parent = _base(words[2])
+    result = part.get("result", {})
+    cell.tokens = sum(result.get("trained_tokens", {}).values())
+    if words[1] != "swap" and (took := sum(result.get("seconds", {}).values()) or part.get("seconds")):
+        cell.seconds.append(took)
+    if words[1] == "pretrain":  # `swap` counts the base model's
+        cell.parameters = result.get("parameters", cell.parameters)
+
+
+def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:
+    for measured in row.get("measured") or [row]:
+        if "perplexity" in measured:
+            cell.add(text_name(measured["text"]), measured["perplexity"])
+    for measure in ("bleu", "tokenized_bleu"):
+        cell.add(measure, row.get(measure))
+    cell.parameters = row.get("parameters", cell.parameters)
+    cell.state = row.get("kept_bytes", cell.state)
+
+
+def _analyzed(found: dict[str, Cell], result: Mapping[str, Any], words: list[str]) -> None:
+    means = result.get("mean", {})
+    if (cell := found.get(_base(words[2]))) is not None:
+        for measure in OF_ANALYSIS:
+            cell.add(measure, means.get(measure))
+    teacher = words[words.index("--teacher") + 1] if "--teacher" in words else ""
+    if teacher in found and not found[teacher].values.get("entropy"):
+        found[teacher].add("entropy", means.get("teacher_entropy"))
+
+
+def text_name(text: str) -> str:
+    """Return `valid` for wikitext/valid or novels/valid.txt.xz."""
+    return PurePosixPath(text).name.split(".")[0]

@@ -1,0 +1,149 @@
+"""Draws the figures of grids from their records: `python -m t2r.experiments.charts docs`.
+
+A figure is an entry of `figures` in the file of an experiment:
+
+    title       the title
+    name        the name of its file, if not that of the experiment
+    x, y        an axis of the grid or a measure; a measure
+    lines       the axis with one line for each label
+    level       a cell whose measure is a horizontal line
+    by_distance attention by distance instead of x and y
+    where       labels that cells must have
+
+A figure of a benchmark of translation has `bench` instead: the field of its points to draw by length.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from t2r.experiments.cells import Cell, cells_of_record
+from t2r.experiments.comparison import MEASURES, titled
+from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
+from t2r.experiments.record import recorded
+from t2r.experiments.tables import figure_file
+
+Line = tuple[list[float], list[float], list[float]]
+"""x, y and the spread over seeds of y."""
+SIZES = {
+    "k": "feature size",
+    "cross": "feature size of cross attention",
+    "causal": "feature size of causal attention",
+}
+"""Axes of feature sizes, drawn on a logarithmic scale, and their titles."""
+BENCH = {"tokens_per_second": ("tokens per second", 1.0), "cache_bytes": ("MiB", 2.0**20)}
+
+
+def draw(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str, Any], path: Path) -> None:
+    """Draw a figure as an SVG file."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "t2r", "svg.fonttype": "none", "font.size": 9}):
+        canvas = Figure(figsize=(5, 3), facecolor="white", layout="constrained")
+        axes = canvas.subplots()
+        for label, (x, y, spread) in lines(experiment, record, figure).items():
+            axes.errorbar(x, y, spread if any(spread) else None, marker="o", capsize=2, label=label)
+        if "level" in figure:
+            cell = cells_of_record(record).get(figure["level"])
+            if cell is not None and (value := cell[figure["y"]]) is not None:
+                axes.axhline(value, color="gray", linestyle="--", label=titled(experiment, figure["level"]))
+        xlabel, ylabel = names(figure)
+        axes.set(title=figure["title"], xlabel=xlabel, ylabel=ylabel)
+        if figure.get("x") in SIZES or "bench" in figure:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        if "by_distance" in figure or "bench" in figure:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(frameon=False, title=SIZES.get(figure.get("lines", "")))
+        canvas.savefig(path, format="svg", metadata={"Date": None})
+
+
+def names(figure: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the titles of the axes."""
+    if "by_distance" in figure:
+        return "distance in tokens", "attention weight"
+    if "bench" in figure:
+        return "length of source and target", BENCH[figure["bench"]][0]
+    return SIZES.get(figure["x"], MEASURES.get(figure["x"], figure["x"])), MEASURES[figure["y"]]
+
+
+def lines(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str, Any]) -> dict[str, Line]:
+    """Return the lines of a figure by their titles."""
+    if "by_distance" in figure:
+        return by_distance(experiment, record, figure)
+    if "bench" in figure:
+        return by_length(record, figure)
+    found: dict[str, Line] = {}
+    for cell in cells_of_record(record).values():
+        axis, y = figure["lines"], cell[figure["y"]]
+        x = float(cell.labels[figure["x"]]) if figure["x"] in cell.labels else cell[figure["x"]]
+        if axis in cell.labels and x is not None and y is not None and fits(cell, figure):
+            line = found.setdefault(titled(experiment, cell.labels[axis]), ([], [], []))
+            for own, value in zip(line, (x, y, cell.spread(figure["y"]) or 0.0), strict=True):
+                own.append(value)
+    return {label: in_order(line) for label, line in found.items()}
+
+
+def in_order(line: Line) -> Line:
+    ordered = sorted(zip(*line, strict=True))
+    x, y, spread = (list(column) for column in zip(*ordered, strict=True))
+    return x, y, spread
+
+
+def fits(cell: Cell, figure: Mapping[str, Any]) -> bool:
+    return all(cell.labels.get(axis) == str(label) for axis, label in figure.get("where", {}).items())
+
+
+def by_distance(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str, Any]) -> dict[str, Line]:
+    """Return the attention over preceding tokens, by distance, of each analyzed cell and of the teacher."""
+    cells = cells_of_record(record)
+    found: dict[str, Line] = {}
+    for part in record["steps"]:
+        rows = part["result"].get("by_distance") if isinstance(part.get("result"), dict) else None
+        cell = cells.get(part["command"].split()[2])
+        if not rows or cell is None or not fits(cell, figure):
+            continue
+        label = titled(experiment, cell.labels.get(figure["lines"], cell.name))
+        for name, key in ((label, "model"), (titled(experiment, "teacher"), "teacher")):
+            known = [(1 + (row["first"] + row["last"]) / 2, row[key]) for row in rows if row.get(key)]
+            if known and name not in found:
+                found[name] = [x for x, _ in known], [y for _, y in known], [0.0] * len(known)
+    return found
+
+
+def by_length(record: Mapping[str, Any], figure: Mapping[str, Any]) -> dict[str, Line]:
+    """Return the points of a benchmark of translation by length, for each model."""
+    unit = BENCH[figure["bench"]][1]
+    found: dict[str, Line] = {}
+    for part in record["steps"]:
+        report = part.get("result")
+        for point in report["points"] if isinstance(report, dict) and "points" in report else ():
+            x, y, spread = found.setdefault(point["model"], ([], [], []))
+            x.append(point["length"])
+            y.append(point[figure["bench"]] / unit)
+            spread.append(0.0)
+    return found
+
+
+def draw_all(folder: Path) -> list[Path]:
+    """Draw the figures of all shipped records. Returns their files."""
+    drawn = []
+    for name in shipped_experiments():
+        for scale in scales_of(name):
+            if (record := recorded(f"{name}-{scale}")) is not None:
+                experiment = load_experiment(name, scale)
+                for figure in experiment.figures:
+                    drawn.append(folder / figure_file(experiment, figure))
+                    draw(experiment, record, figure, drawn[-1])
+    return drawn
+
+
+if __name__ == "__main__":
+    for path in draw_all(Path(sys.argv[1])):
+        print(path)

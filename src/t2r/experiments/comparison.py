@@ -1,0 +1,116 @@
+"""The table of a grid: a row for each cell, with the paper's numbers beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from t2r.experiments.cells import OF_ANALYSIS, Cell, cells_of_record
+from t2r.experiments.experiment import Experiment
+from t2r.experiments.markup import markdown
+
+MEASURES = {
+    "valid": "perplexity, valid",
+    "test": "perplexity, test",
+    "bleu": "BLEU",
+    "tokenized_bleu": "tokenized BLEU",
+    "euclidean": "Euclidean distance",
+    "jensen_shannon": "Jensen-Shannon divergence",
+    "entropy": "entropy",
+}
+"""Measures in the order of the columns, and their titles."""
+
+
+def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
+    """Return the table of a grid. Rows are the models that were made, in the order of the experiment."""
+    cells = cells_of_record(record)
+    axes = list(dict.fromkeys(axis for cell in cells.values() for axis in cell.labels))
+    axes = [axis for axis in axes if len({cell.labels.get(axis) for cell in cells.values()}) > 1]
+    measures = [measure for measure in MEASURES if any(measure in cell.values for cell in cells.values())]
+    header = [*(axes or ["model"])]
+    for measure in measures:
+        header += [MEASURES[measure], f"{measure} in the paper"]
+    header += ["tokens", "training", "with pretraining", "time against random", "GPU hours in the paper"]
+    header += ["parameters", "state or cache"]
+    rows = []
+    for name, cell in cells.items():
+        if not cell.values and not cell.seconds and not cell.failed:
+            continue
+        paper = experiment.paper.get(name, {})
+        row = [titled(experiment, cell.labels.get(axis, "")) for axis in axes] or [titled(experiment, name)]
+        for measure in measures:
+            row += [shown(cell, measure), number(paper.get(measure))]
+        if cell.failed and not cell.values:
+            row[len(axes or [""])] = "failed"
+        row += [count(cell.tokens), duration(cell), *with_pretraining(cells, cell), number(paper.get("hours"), 0)]
+        rows.append([*row, parameters(cells, cell), size(cell.state)])
+    return markdown(header, rows)
+
+
+def titled(experiment: Experiment, label: str) -> str:
+    return experiment.titles.get(label, label)
+
+
+def shown(cell: Cell, measure: str) -> str:
+    """Format a measure: its mean and, with several seeds, its standard deviation."""
+    value, spread = cell[measure], cell.spread(measure)
+    digits = 3 if measure in OF_ANALYSIS else 2 if value is None or value < 1000 else 0
+    return number(value, digits) + ("" if spread is None else f" ± {spread:.{max(digits, 1)}f}")
+
+
+def number(value: float | str | None, digits: int = 1) -> str:
+    if isinstance(value, str):  # diverged
+        return value
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def count(value: int | None) -> str:
+    """Format a number of tokens or parameters."""
+    if not value:
+        return ""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= unit:
+            return f"{value / unit:.1f}{name}"
+    return str(value)
+
+
+def duration(cell: Cell) -> str:
+    return in_time(sum(cell.seconds) / len(cell.seconds)) if cell.seconds else ""
+
+
+def in_time(seconds: float) -> str:
+    if seconds >= 6000:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 100 else f"{seconds:.0f} s"
+
+
+def with_pretraining(cells: Mapping[str, Cell], cell: Cell) -> tuple[str, str]:
+    """Return tokens and time of a conversion together with those of its teacher, and the time of the same system from
+    random initialization relative to the conversion alone."""
+    parent = cells.get(cell.parent or "")
+    if parent is None or not cell.seconds:
+        return "", ""
+    total = (
+        f"{count(cell.tokens + parent.tokens)}, {in_time(average(cell) + average(parent))}" if parent.seconds else ""
+    )
+    scratch = cells.get(cell.name.replace("pretrained-", "random-"))
+    ratio = f"{average(scratch) / average(cell):.1f}x" if scratch is not None and scratch.seconds else ""
+    return total, "" if scratch is cell else ratio
+
+
+def average(cell: Cell) -> float:
+    return sum(cell.seconds) / len(cell.seconds)
+
+
+def parameters(cells: Mapping[str, Cell], cell: Cell) -> str:
+    """Format the number of parameters, with the share that a conversion adds to its teacher's."""
+    parent = cells.get(cell.parent or "")
+    if parent is None or not parent.parameters or not cell.parameters:
+        return count(cell.parameters)
+    return f"{count(cell.parameters)} ({100 * (cell.parameters / parent.parameters - 1):+.2f} %)"
+
+
+def size(value: int | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / 2**20:.2f} MiB" if value >= 2**18 else f"{value / 2**10:.1f} KiB"

@@ -1,0 +1,216 @@
+"""Grids: scales, cells and seeds; several processes on one folder; going on from a record."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+import yaml
+
+from t2r.errors import T2RError
+from t2r.experiments import command, load_experiment, reproduce, run
+from t2r.experiments.experiment import make_experiment
+
+GRID = """
+title: A grid
+folder: shared
+scales:
+  one: {size: 8, words-elu: --feature-map elu, seconds: 0}
+  slow: {size: 16, words-elu: --feature-map elu, seconds: 0.7}
+steps:
+  - name: teacher
+    command: t2r pretrain gpt2-tiny {out:teacher} --set steps={scale:seconds}
+  - name: "{for:start}-{for:map}"
+    for:
+      start: [pretrained]
+      map: {elu: "{scale:words-{for:map}}", t2r: "--feature-map t2r --feature-size {scale:size}"}
+    seeds: true
+    command: t2r convert {out:teacher} {out:{for:start}-{for:map}} {with:map} --set steps={scale:seconds}
+  - name: random-{for:map}
+    for: {start: [random], map: [elu]}
+    command: t2r pretrain gpt2-tiny {out:random-{for:map}} --feature-map {for:map} --set steps={scale:seconds}
+  - name: quality-{for:map}
+    for: {start: [pretrained], map: [elu, t2r]}
+    seeds: true
+    command: t2r evaluate {out:pretrained-{for:map}} --limit {scale:size}
+"""
+PROGRAM = """
+import json, pathlib, sys, time
+words, log = sys.argv[2:], pathlib.Path(sys.argv[1])
+name = pathlib.Path(words[2] if words[0] in ("pretrain", "convert") else words[1]).name
+def tell(what):
+    with log.open("a") as file:
+        file.write(f"{what} {words[0]} {name}\\n")
+tell("begin")
+time.sleep(next((float(word[6:]) for word in words if word.startswith("steps=")), 0))
+if words[0] in ("pretrain", "convert"):
+    if "bad" in words:
+        sys.exit("t2r: it does not work")
+    folder = pathlib.Path(words[2])
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps({"stages": {}}))
+    (folder / "config.json").write_text("{}")
+else:
+    print(json.dumps([{"model": words[1], "perplexity": 2.0}]))
+tell("end")
+"""
+SCRIPT = """
+import sys
+from t2r.experiments import command, record, run
+command.PROGRAM = [sys.executable, {program!r}, {log!r}]
+record.machine = lambda: {{"machine": {{"cpu": "none", "cores": 1}}, "versions": {{}}, "commit": None}}
+command.BEAT = run.POLL = 0.1
+from t2r.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def grid(tmp_path, monkeypatch):
+    """Write the experiment, and a program in place of t2r that logs its calls."""
+    (tmp_path / "grid.yaml").write_text(GRID)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    log = tmp_path / "log"
+    log.touch()
+    monkeypatch.setattr(command, "PROGRAM", [sys.executable, str(tmp_path / "program.py"), str(log)])
+    monkeypatch.setattr(command, "BEAT", 0.1)
+    monkeypatch.setattr(run, "machine", lambda: {"machine": {"cpu": "none", "cores": 1}, "versions": {}})
+    return tmp_path
+
+
+def test_a_step_for_each_cell_and_seed():
+    said = yaml.safe_load(GRID)
+    experiment = make_experiment(said, "grid", "one", seeds=2)
+    assert (experiment.record, experiment.place, experiment.scales) == ("grid-one", "shared-one", ("one", "slow"))
+    labels = {step.name: step.label for step in experiment.steps}
+    assert labels["pretrained-elu"] == "t2r convert teacher pretrained-elu --feature-map elu --set steps=0"
+    assert labels["pretrained-t2r-seed1"] == (
+        "t2r convert teacher pretrained-t2r-seed1 --feature-map t2r --feature-size 8 --set steps=0 --seed 1"
+    )
+    assert labels["quality-t2r-seed1"] == "t2r evaluate pretrained-t2r-seed1 --limit 8"
+    assert len(labels) == 1 + 4 + 1 + 4
+    cells = {step.name: step.cell for step in experiment.steps}
+    assert cells["pretrained-t2r-seed1"] == {"start": "pretrained", "map": "t2r", "seed": "1"}
+    assert cells["teacher"] == {}
+    chosen = experiment.select(where={"map": "t2r", "start": "pretrained"})
+    assert [step.name for step in chosen] == [
+        "teacher", "pretrained-t2r", "pretrained-t2r-seed1", "quality-t2r", "quality-t2r-seed1"
+    ]  # fmt: skip
+    assert [step.name for step in experiment.required(experiment.select(["quality-elu"]))] == [
+        "teacher", "pretrained-elu", "quality-elu"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "scale", "says"),
+    [
+        ({}, None, "requires a scale: give --scale one or slow"),
+        ({}, "large", "has no scale large"),
+        ({"scales": None}, "one", "has no scales"),
+        ({"for": {"map": []}}, "one", "axis map must have"),
+        ({"for": [1]}, "one", "`for` must be a mapping"),
+        ({"command": "t2r bench ops {for:other}"}, "one", "{for:other} is not known"),
+        ({"command": "t2r bench ops {scale:loop}"}, "one", "contain each other"),
+    ],
+)
+def test_wrong_grids_are_refused(change, scale, says):
+    step = {"name": "a-{for:map}", "for": {"map": ["x"]}, "command": "t2r bench ops"}
+    said = {"scales": {"one": {"loop": "{scale:loop}"}, "slow": {}}, "steps": [step | change]}
+    said |= {key: said["steps"][0].pop(key) for key in list(change) if key == "scales"}
+    with pytest.raises(T2RError, match=re.escape(says)):
+        make_experiment(said, "test", scale)
+
+
+def test_a_grid_goes_on_from_a_record(grid, capfd):
+    file, log = str(grid / "grid.yaml"), grid / "log"
+    first = reproduce(file, scale="one", out=grid / "a", where={"map": "t2r"})
+    assert [part["name"] for part in first["steps"]] == ["teacher", "pretrained-t2r", "quality-t2r"]
+    assert first["steps"][1]["cell"] == {"start": "pretrained", "map": "t2r"}
+    assert (first["experiment"], first["scale"], first["complete"]) == ("grid", "one", False)
+    log.write_text("")
+
+    # Elsewhere, with another teacher: the cells in the record are not run, nor is the teacher.
+    other = grid / "models" / "teacher"
+    shutil.copytree(grid / "a" / "teacher", other)
+    record = grid / "a" / "grid-one.json"
+    second = reproduce(file, scale="one", out=grid / "b", records=[record], models={"teacher": str(other)})
+    assert second["complete"]
+    ran = [line.split()[2] for line in log.read_text().splitlines() if line.startswith("begin")]
+    assert ran == ["pretrained-elu", "random-elu", "pretrained-elu"]  # the last one is evaluated
+    assert second["steps"][0] == first["steps"][0]
+    log.write_text("")
+
+    # Without the teacher it is trained again, because its folder is needed; the other cell is not.
+    third = reproduce(file, scale="one", out=grid / "c", records=[record])
+    assert third["complete"]
+    ran = [line.split()[2] for line in log.read_text().splitlines() if line.startswith("begin")]
+    assert ran == ["teacher", "pretrained-elu", "random-elu", "pretrained-elu"]
+    log.write_text("")
+    assert reproduce(file, scale="one", out=grid / "c") == third
+    assert not log.read_text()
+    with pytest.raises(T2RError, match="no record nothing"):
+        reproduce(file, scale="one", out=grid / "c", records=["nothing"])
+
+
+def test_a_failed_cell_does_not_stop_the_others(grid):
+    (grid / "grid.yaml").write_text(GRID.replace("words-elu: --feature-map elu", "words-elu: bad"))
+    with pytest.raises(
+        T2RError, match=r"step pretrained-elu failed: it does not work.*quality-elu failed: requires pre"
+    ):
+        reproduce(str(grid / "grid.yaml"), scale="one", out=grid / "a")
+    done = json.loads((grid / "a" / "grid-one.json").read_text())
+    assert [part["name"] for part in done["steps"]] == ["teacher", "pretrained-t2r", "random-elu", "quality-t2r"]
+
+
+def test_processes_share_a_grid_and_lose_nothing_when_one_is_killed(grid):
+    """Three processes; one is killed alone, while its command goes on, and one together with its command."""
+    folder, log = grid / "out", grid / "log"
+    script = grid / "t2r"  # a name by which the package knows the command line, and does not import torch
+    script.write_text(SCRIPT.format(program=str(grid / "program.py"), log=str(log)))
+    words = [
+        sys.executable,
+        str(script),
+        "reproduce",
+        str(grid / "grid.yaml"),
+        "--scale",
+        "slow",
+        "--out",
+        str(folder),
+        "--json",
+    ]
+
+    def start():
+        return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0)
+
+    def until(line):
+        deadline = time.monotonic() + 60
+        while line not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    alone = start()
+    until("begin pretrain teacher")
+    alone.kill()  # its command goes on, and holds the lock
+    alone.wait()
+    group = start()
+    until("begin convert")
+    others = [start(), start()]
+    os.killpg(group.pid, signal.SIGKILL)
+    group.wait()
+    said = [process.communicate(timeout=60)[1] for process in others]
+    assert [process.returncode for process in others] == [0, 0], said
+    lines = log.read_text().splitlines()
+    ends = Counter(line for line in lines if line.startswith("end"))
+    assert set(ends.values()) == {1}, lines
+    assert len(ends) == len(load_experiment(str(grid / "grid.yaml"), "slow").steps)
+    begins = Counter(line.removeprefix("begin") for line in lines if line.startswith("begin"))
+    assert sum(begins.values()) == len(ends) + 1, lines  # only the command that was killed ran twice
+    assert begins[" pretrain teacher"] == 1
+    assert json.loads((folder / "grid-slow.json").read_text())["complete"]
+    assert any("waiting for other processes" in text for text in said)

@@ -1,0 +1,306 @@
+"""The tables and figures of the paper: equal budgets, shared steps, tables and figures from records."""
+
+from itertools import pairwise
+
+import pytest
+
+from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
+from t2r.experiments.cells import cells_of_record
+from t2r.experiments.charts import draw, lines
+from t2r.experiments.claims import CLAIMS, claims_list, judged
+from t2r.experiments.comparison import grid_table
+from t2r.experiments.tables import of_record, page, record_tables
+from t2r.training.budget import steps_of
+from t2r.training.preset import load_preset
+from t2r.training.recipe import load_recipe
+
+LM = ("table1", "ablations", "figure-feature-size", "figure-distance", "figure-entropy")
+
+
+def stages_of(step):
+    """Return the stages of a command that trains, with all its overrides."""
+    words = step.words(lambda kind, name: name)
+    flags = {"--block-size": "block_size", "--batch-tokens": "batch_tokens"}
+    given = [f"{flags[word]}={value}" for word, value in pairwise(words) if word in flags]
+    given += [value for word, value in pairwise(words) if word == "--set"]
+    recipe = [value for word, value in pairwise(words) if word == "--recipe"]
+    if step.command[0] == "pretrain":
+        return load_preset(words[1]).plan(given).stages
+    return load_recipe(*recipe, given).stages
+
+
+def tokens_of(step):
+    return sum(stage.batch_tokens * steps_of(stage, 0) for stage in stages_of(step))
+
+
+@pytest.mark.parametrize("scale", ["smoke", "tiny", "small", "paper"])
+def test_cells_have_the_budgets_of_the_paper(scale):
+    """From random initialization the tokens of the teacher; conversions a sixth, also by our own recipe."""
+    for name in LM:
+        steps = load_experiment(name, scale).steps
+        teacher = tokens_of(steps[0])
+        for step in steps:
+            ratio = {"pretrain": 1, "convert": 1 / 6}.get(step.command[0])
+            if ratio is not None:
+                assert tokens_of(step) == pytest.approx(ratio * teacher, rel=0.02), step.label
+                sources = [value for word, value in pairwise(step.command) if word == "--train"]
+                assert sources == [value for word, value in pairwise(steps[0].command) if word == "--train"]
+
+
+@pytest.mark.parametrize("scale", ["smoke", "tiny", "small", "paper"])
+def test_conversions_of_translation_models_have_two_thirds_of_the_steps(scale):
+    for name in ("table2", "ablations-mt"):
+        budgets = {}
+        for step in load_experiment(name, scale).steps:
+            if step.command[0] not in ("pretrain", "convert"):
+                continue
+            given = dict(pairwise(step.command))
+            tokens = next(int(value[7:]) for _, value in pairwise(step.command) if value.startswith("tokens="))
+            budgets.setdefault(step.cell["pair"], {}).setdefault(step.command[0], set()).add(
+                (tokens, given["--batch-tokens"], given["--src"])
+            )
+        for kinds in budgets.values():
+            ((tokens, *rest),), ((fewer, *same),) = kinds["pretrain"], kinds["convert"]
+            assert fewer == pytest.approx(2 / 3 * tokens, rel=1e-6)
+            assert same == rest
+    steps = {step.name: step for step in load_experiment("table2", "paper").steps}
+    assert "tokens=13762560000" in steps["teacher-en-de"].command  # 30,000 steps of 458,752 tokens
+    assert "tokens=27525120000" in steps["teacher-en-fr"].command
+
+
+def test_the_scale_paper_is_the_configuration_of_the_paper():
+    steps = {step.name: step for step in load_experiment("table1", "paper").steps}
+    (scratch,), (conversion,) = stages_of(steps["teacher"]), stages_of(steps["pretrained-t2r-32"])
+    for stage, recipe, count in ((scratch, "paper-lm-scratch", 286_000), (conversion, "paper-lm", 142_000)):
+        (own,) = load_recipe(recipe).stages
+        assert steps_of(stage, 0) == count == own.steps
+        for field in (
+            "batch_tokens",
+            "block_size",
+            "optimizer",
+            "learning_rate",
+            "warmup_steps",
+            "period",
+            "clip_norm",
+        ):
+            assert getattr(stage, field) == getattr(own, field)
+    preset = load_preset(steps["random-elu"].command[1])
+    assert (preset.model["num_hidden_layers"], preset.model["hidden_size"]) == (32, 1024)
+    small = load_preset(load_experiment("table1", "small").steps[0].command[1]).model
+    assert small["num_hidden_layers"] >= 8
+    assert small["hidden_size"] >= 512
+    assert small["hidden_size"] // small["num_attention_heads"] == 128  # of the paper: the same size relative to k
+
+
+def test_experiments_in_one_folder_agree_on_the_steps_that_they_share():
+    """Otherwise the second would refuse the result of the first."""
+    shared = 0
+    for scale in ("smoke", "small"):
+        known = {}
+        for name in shipped_experiments():
+            if scale in scales_of(name):
+                experiment = load_experiment(name, scale)
+                for step in experiment.steps:
+                    key = experiment.place, step.name
+                    shared += key in known
+                    assert known.setdefault(key, step.label) == step.label
+    assert shared
+
+
+def test_a_row_of_table_1_at_the_smallest_scale(tmp_path, monkeypatch):
+    """A teacher and its conversion, for real, in seconds."""
+    monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    record = reproduce("table1", scale="smoke", out=tmp_path / "out", steps=["pretrained-t2r-4"])
+    cells = cells_of_record(record)
+    assert list(cells) == ["teacher", "pretrained-t2r-4"]
+    assert cells["teacher"].tokens == 6 * cells["pretrained-t2r-4"].tokens == 12_288
+    assert all(cell.seconds for cell in cells.values())
+    assert (tmp_path / "out" / "table1-smoke.json").is_file()
+
+
+# --- Tables and figures -------------------------------------------------------------------------------------
+
+
+def made(name, cell, command, seconds, tokens):
+    result = {"trained_tokens": {"a": tokens}, "seconds": {"a": seconds}}
+    return {"name": name, "cell": cell, "command": command, "seconds": seconds + 9, "result": result}
+
+
+def evaluated(name, valid, test, parameters):
+    measured = [{"text": f"wikitext/{t}", "perplexity": x} for t, x in (("valid", valid), ("test", test))]
+    row = {"model": name, "parameters": parameters, "kept_bytes": 1 << 20, "measured": measured}
+    return {"name": f"quality-{name}", "command": f"t2r evaluate {name}", "seconds": 5.0, "result": [row]}
+
+
+def analyzed(name, entropy, teacher=None):
+    rows = [{"first": 0, "last": 0, "model": 0.5, "teacher": 0.7}, {"first": 1, "last": 2, "model": 0.1}]
+    result = {"mean": {"euclidean": entropy / 10, "entropy": entropy}, "by_distance": rows}
+    command = f"t2r analyze {name}" + (f" --teacher {teacher}" if teacher else "")
+    return {"name": f"analysis-{name}", "command": command, "seconds": 5.0, "result": result}
+
+
+def record_of(name, *parts):
+    return {"experiment": name, "scale": "small", "complete": False, "date": "2026-11-16", "machine": {},
+            "steps": list(parts)}  # fmt: skip
+
+
+TEACHER = made("teacher", {"system": "teacher", "start": "random"}, "t2r pretrain x teacher", 300.0, 60_000_000)
+
+
+def test_the_table_of_a_grid():
+    cell, again = {"start": "pretrained", "system": "t2r-32"}, "pretrained-t2r-32-seed1"
+    record = record_of(
+        "table1",
+        TEACHER,
+        made("random-t2r-32", cell | {"start": "random"}, "t2r pretrain x random-t2r-32", 330.0, 60_000_000),
+        made("pretrained-t2r-32", cell, "t2r convert teacher pretrained-t2r-32", 60.0, 10_000_000),
+        made(again, cell | {"seed": "1"}, f"t2r convert teacher {again}", 60.0, 10_000_000),
+        evaluated("teacher", 20.0, 21.0, 40_000_000),
+        evaluated("pretrained-t2r-32", 22.0, 23.0, 40_100_000),
+        evaluated(again, 23.0, 24.0, 40_100_000),
+    )
+    rows = [line.split(" | ") for line in grid_table(of_record("table1-small"), record).splitlines()]
+    head, _, teacher, random, pretrained = [[cell.strip("| ") for cell in row] for row in rows]
+    assert teacher[:6] == ["Transformer", "random", "20.00", "17.9", "21.00", "18.5"]
+    assert random[:6] == ["T2R", "random", "", "20.1", "", "20.8"]
+    assert pretrained[:6] == ["T2R", "pretrained", "22.50 ± 0.71", "19.0", "23.50 ± 0.71", "19.6"]
+    column = dict(zip(head, pretrained, strict=True))
+    assert column["tokens"] == "10.0M"
+    assert column["training"] == "60 s"
+    assert column["with pretraining"] == "70.0M, 6.0 min"
+    assert column["time against random"] == "5.5x"
+    assert column["parameters"] == "40.1M (+0.25 %)"
+    assert column["state or cache"] == "1.00 MiB"
+
+
+def test_pages_show_grids_by_their_scale(monkeypatch):
+    text = "<!-- record: figure-entropy-small -->\nold\n<!-- end -->\n"
+    assert "Not recorded yet: `t2r reproduce figure-entropy --scale small`." in page(text)
+    record = record_of("figure-entropy", TEACHER, evaluated("teacher", 20.0, 21.0, 7))
+    monkeypatch.setattr("t2r.experiments.tables.recorded", lambda name: record)
+    made_page = page(text)
+    assert "`t2r reproduce figure-entropy --scale small`: 2026-11-16" in made_page
+    assert "![Perplexity by entropy of attention](figure-entropy-perplexity-small.svg)" in made_page
+
+
+def test_the_figures_of_a_grid(tmp_path):
+    parts = [made("teacher", {"model": "teacher"}, "t2r pretrain x teacher", 1.0, 1)]
+    for k, entropy in ((8, 4.0), (32, 3.0)):
+        name = f"pretrained-t2r-{k}"
+        parts += [made(name, {"model": "full", "k": str(k)}, f"t2r convert teacher {name}", 1.0, 1)]
+        parts += [evaluated(name, 20.0 + entropy, 30.0 + entropy, 5), analyzed(name, entropy, "teacher")]
+    record, experiment = record_of("figure-distance", *parts), load_experiment("figure-distance", "small")
+    distance, attention = experiment.figures
+    assert lines(experiment, record, distance) == {"finetuned": ([8.0, 32.0], [0.4, 0.3], [0.0, 0.0])}
+    found = lines(experiment, record, attention)
+    assert found["finetuned"] == ([1.0, 2.5], [0.5, 0.1], [0.0, 0.0])
+    assert found["Transformer"] == ([1.0], [0.7], [0.0])
+    scatter = {"title": "x", "x": "entropy", "y": "test", "lines": "model", "level": "teacher"}
+    assert lines(experiment, record, scatter)["finetuned"][:2] == ([3.0, 4.0], [33.0, 34.0])
+    for figure in (distance, attention, scatter):
+        draw(experiment, record, figure, tmp_path / "figure.svg")
+        assert "finetuned" in (tmp_path / "figure.svg").read_text()
+
+
+def test_the_figure_of_a_benchmark(tmp_path):
+    report = {"settings": {"batch": 16}, "points": translation(1.0)}
+    part = {"name": "translate", "command": "t2r bench translate", "seconds": 1.0, "result": report}
+    decode = {"name": "decode", "command": "t2r bench decode", "seconds": 1.0, "failed": "no reason"}
+    record, experiment = record_of("figure-memory", part, decode), load_experiment("figure-memory", "small")
+    (figure,) = experiment.figures
+    assert lines(experiment, record, figure)["T2R 32-4"] == ([128, 2048], [1.0, 1.0], [0.0, 0.0])
+    with_another = record_of("figure-memory", part, decode | {"result": [{"points": []}]})
+    draw(experiment, with_another, figure, tmp_path / "figure.svg")
+    (table,) = record_tables(record)
+    assert "| T2R 32-4 | 100 | 100 | 1 | 1 |" in table
+
+
+# --- Claims -------------------------------------------------------------------------------------------------
+
+
+def translation(gain):
+    speeds = {"softmax": 50.0, "ELU 64-64": 80.0 / gain, "RFA 32-4": 80.0, "T2R 32-4": 100.0}
+    sizes = {"softmax": 9, "ELU 64-64": 4, "RFA 32-4": 1, "T2R 32-4": 1}
+    return [
+        {"model": model, "length": length, "tokens_per_second": speeds[model], "cache_bytes": sizes[model] << 20}
+        for length in (128, 2048)
+        for model in speeds
+    ]
+
+
+def verdicts(record):
+    found = {claim.judge: judged(claim, record) for claim in CLAIMS if claim.experiment == record["experiment"]}
+    return {judge.__name__: None if verdict is None else verdict[0] for judge, verdict in found.items()}
+
+
+def grid_of(name, values, measure=evaluated):
+    """Return a record of conversions and what was measured on them."""
+    parts = [TEACHER]
+    for cell, value in values.items():
+        command = f"t2r pretrain x {cell}" if cell.startswith(("random", "scratch")) else f"t2r convert teacher {cell}"
+        parts.append(made(cell, {}, command, 500.0 if "pretrain " in command else 100.0, 1))
+        parts += [evaluated(cell, value, value, 1001)] if measure is evaluated else measure(cell, *value)
+    return record_of(name, *parts, evaluated("teacher", 20.0, 20.0, 1000))
+
+
+TABLE1 = {"random-t2r-32": 24.0, "random-rfa": 25.0, "pretrained-t2r-32": 22.0, "pretrained-rfa": 26.0,
+          "pretrained-elu": 25.0, "pretrained-t2r-75-32": 20.1, "pretrained-t2r-maps-32": 30.0,
+          "pretrained-t2r-frozen-32": 22.5}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        ({}, set()),
+        ({"pretrained-rfa": 24.0}, {"gains_from_pretraining"}),
+        ({"pretrained-elu": 21.0}, {"best_conversion"}),
+        ({"pretrained-t2r-75-32": 21.0}, {"kept_layers_match"}),
+        ({"pretrained-t2r-frozen-32": 21.9}, {"map_alone_is_worse"}),
+    ],
+)
+def test_claims_about_table_1(change, fails):
+    found = verdicts(grid_of("table1", TABLE1 | change))
+    assert {name for name, holds in found.items() if holds is False} == fails
+    assert None not in found.values()
+
+
+def test_claims_about_figures():
+    sizes = {"random-t2r-8": 40.0, "random-t2r-64": 25.0, "pretrained-t2r-8": 30.0, "pretrained-t2r-64": 24.0}
+    assert verdicts(grid_of("figure-feature-size", sizes)) == {"matters_more_when_small": True}
+    sizes |= {"random-t2r-8": 30.1}
+    assert verdicts(grid_of("figure-feature-size", sizes)) == {"matters_more_when_small": False}
+
+    def both(cell, entropy, perplexity):
+        return [evaluated(cell, perplexity, perplexity, 1), analyzed(cell, entropy)]
+
+    entropies = {"random-t2r-8": (5.0, 40.0), "random-t2r-64": (4.0, 30.0)}
+    entropies |= {"pretrained-t2r-8": (4.5, 35.0), "pretrained-t2r-64": (3.5, 25.0)}
+    assert verdicts(grid_of("figure-entropy", entropies, both)) == {"peakier": True, "correlates": True}
+    entropies |= {"pretrained-t2r-64": (5.5, 20.0)}
+    assert verdicts(grid_of("figure-entropy", entropies, both)) == {"peakier": False, "correlates": False}
+    distances = {"swapped-8": (9.0, 1.0), "pretrained-t2r-frozen-8": (7.0, 1.0), "pretrained-t2r-8": (6.0, 1.0)}
+    distances |= {"swapped-64": (8.0, 1.0), "pretrained-t2r-frozen-64": (6.0, 1.0), "pretrained-t2r-64": (4.0, 1.0)}
+    assert verdicts(grid_of("figure-distance", distances, both)) == {"comes_closer": True, "closer_when_larger": True}
+    distances |= {"pretrained-t2r-64": (6.5, 1.0)}
+    assert verdicts(grid_of("figure-distance", distances, both)) == {"comes_closer": False, "closer_when_larger": False}
+
+
+def test_claims_about_speed(monkeypatch):
+    part = {"name": "translate", "command": "t2r bench translate", "result": {"points": translation(1.0)}}
+    found = verdicts(record_of("figure-speed", part))
+    assert found == {"faster_generation": None, "constant": True, "faster_than_others": True}
+    part["result"]["points"] = translation(0.8)
+    assert not verdicts(record_of("figure-speed", part))["faster_than_others"]
+    points = [
+        {"model": model, "length": 512, "milliseconds": x} for model, x in (("a, engine", 8), ("T2R 32, engine", 2))
+    ]
+    decode = {"name": "decode", "command": "t2r bench decode", "result": [{"points": points}]}
+    assert verdicts(record_of("figure-speed", part, decode))["faster_generation"]
+    part["result"]["points"][-1]["tokens_per_second"] = 300.0
+    assert not verdicts(record_of("figure-speed", part))["constant"]
+    monkeypatch.setattr("t2r.experiments.claims.recorded", lambda name: None)
+    assert claims_list("small").count("not measured yet") == len(CLAIMS)
+    monkeypatch.setattr("t2r.experiments.claims.recorded", lambda name: record_of("x", part))
+    assert claims_list("small").count("holds") == 2  # and those that other records would show
+    assert "- **holds**: T2R has 70 % less memory for attention than ELU. 75 % less" in claims_list("small")
