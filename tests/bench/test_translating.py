@@ -115,7 +115,9 @@ def test_the_analytic_model_counts_operations_and_bytes(family, options):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         step.forward()
     cost = step_cost(model, length, source)
-    assert cost.projections + cost.attention == counter.get_total_flops()
+    # Older versions of transformers compute the angles of rotary positions as a matrix product.
+    angles = model.config.hidden_size // model.config.num_attention_heads if family == "llama" else 0
+    assert counter.get_total_flops() - (cost.projections + cost.attention) in (0, angles)
     assert cost.cache_bytes == step.row_bytes(length, source)
 
 
