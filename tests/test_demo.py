@@ -105,13 +105,15 @@ def test_the_page_has_the_numbers_that_were_printed(demo):
     assert told is not None, result.stdout
     assert (told[1], told[2]) == (rows[0][1], rows[-2][1])
     assert rows[-1][1] == rows[-2][1]  # merging and saving have no visible effect
-    steps = re.findall(r"│ +[\d,]* │ (teacher|RNN) +│ +([\d.]+) │ +([\d,]+) │ +([\d.]+ MiB) │", result.stdout)
+    steps = re.findall(
+        r"│ +[\d,]* │ (teacher|RNN) +│ +([\d.]+) │ +\d+% │ +([\d.]+) │ +([\d,]+) │ +([\d.]+ MiB) │", result.stdout
+    )
     assert len(steps) == 6
     for number in [cell for row in rows + steps for cell in row]:
         assert number in shown
     assert "only time and memory are measured" in page  # 256 exceeds its 128 positions
     assert t2r.__version__ in shown
-    assert len(list(tree.iter(f"{SVG}svg"))) == 5  # perplexities, two stages, speed, memory
+    assert len(list(tree.iter(f"{SVG}svg"))) == 6  # perplexities, two stages, speed, memory, limit
 
 
 def test_the_page_needs_no_network_and_no_scripts(demo):

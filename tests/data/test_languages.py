@@ -35,7 +35,7 @@ def test_a_translation_begins_with_its_language():
     swapped = t2r.swap(model, feature_size=4)
     found = []
     forward = swapped.forward
-    swapped.forward = lambda *args, **given: found.append(given["decoder_input_ids"]) or forward(*args, **given)
+    swapped.forward = lambda *args, **given: found.append(given["decoder_input_ids"].clone()) or forward(*args, **given)
     chosen = {"source_language": "zho_Hans", "target_language": "deu_Latn"}
     text = t2r.generate(swapped, "abc", tokenizer=tokenizer, max_new_tokens=4, num_beams=2, **chosen)[0].text
     assert "deu_Latn" not in text

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from families import tiny
-from t2r.generation.engine.norms import available, fusable, fused_norms
+from t2r.generation.engine.norms import ROUNDING, available, fusable, fused_norms
 
 pytestmark = pytest.mark.skipif(not available(), reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +31,7 @@ def test_the_norms_of_families(model_type, dtype):
         found = norm(x)
     assert not vars(norm).get("forward")
     assert found.dtype == dtype
-    assert ((found - expected).abs() <= 2 * torch.finfo(dtype).eps * expected.abs()).all()
+    assert ((found - expected).abs() <= (2 * torch.finfo(dtype).eps + ROUNDING) * expected.abs()).all()
     if dtype == torch.bfloat16 and DEVICE == "cuda":  # the interpreter truncates where a GPU rounds
         assert (found != expected).float().mean() < 0.02  # the same formula, so that only sums differ
 

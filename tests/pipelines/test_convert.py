@@ -801,6 +801,7 @@ def test_two_processes_get_the_losses_of_one(world, tmp_path):
     assert not Path(f"{tmp_path / 'two'}.run").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_time_budget(world, tmp_path):
     arguments = command(world, tmp_path / "two", "--device", "cpu", "--json", "--minutes", "0.3")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

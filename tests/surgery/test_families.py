@@ -35,6 +35,11 @@ from t2r.surgery.adapters import family as registered
 LOGITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.15}
 
 family = pytest.mark.parametrize("model_type", FAMILIES)
+DIFFERENT = ("adaptive_lm", "falcon", "gemma2", "gpt2", "llama", "marian", "qwen3", "t5")
+"""Families that differ most. Tests of several seconds run on these, and on the others with the slow tests."""
+family_or_slow = pytest.mark.parametrize(
+    "model_type", [pytest.param(f, marks=() if f in DIFFERENT else pytest.mark.slow) for f in FAMILIES]
+)
 decoder = pytest.mark.parametrize("model_type", [f for f in FAMILIES if not is_seq2seq(f)])
 seq2seq = pytest.mark.parametrize("model_type", [f for f in FAMILIES if is_seq2seq(f)])
 kept = pytest.mark.parametrize("softmax_layers", [None, [1]], ids=["pure", "kept"])
@@ -488,7 +493,7 @@ def test_gradient_checkpointing_changes_nothing(model_type):
         assert torch.allclose(plain[name], checkpointed[name]), name
 
 
-@family
+@family_or_slow
 def test_the_real_trainer_trains_it(model_type, tmp_path):
     model = swapped(model_type, torch.float32)
     inputs = batch(model_type, padding="right", size=4)
@@ -532,7 +537,7 @@ def test_a_peft_adapter_attaches(model_type):
 # --- Compilation --------------------------------------------------------------------------------------------
 
 
-@family
+@family_or_slow
 def test_the_forward_compiles_to_one_graph(model_type):
     torch._dynamo.reset()
     model = swapped(model_type, torch.float32)
@@ -547,7 +552,7 @@ def test_the_forward_compiles_to_one_graph(model_type):
     assert torch.allclose(actual, expected, atol=1e-4)
 
 
-@family
+@family_or_slow
 def test_the_decoding_step_compiles_to_one_graph(model_type):
     torch._dynamo.reset()
     model = swapped(model_type, torch.float32)

@@ -6,6 +6,7 @@ extra) and embedded as SVG.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -272,8 +273,7 @@ def _svg(draw: Any, words: str) -> str:
     inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
     look: Any = {name: INK for name in inks}
     look |= {"svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
-    # Ids in an SVG must be unique in the page, and reproducible.
-    look["svg.hashsalt"] = words
+    look["svg.hashsalt"] = ""  # reproducible ids
     with matplotlib.rc_context(look):
         figure = Figure(figsize=(5.6, 3.6), layout="constrained")
         draw(figure.add_subplot())
@@ -282,6 +282,8 @@ def _svg(draw: Any, words: str) -> str:
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor").strip()
-    used = set(re.findall(r"#([\w.-]+)", svg))
-    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
+    # Ids must be unique in the page: those that are used get the mark of the figure, others are removed.
+    used, mark = set(re.findall(r"#([\w.-]+)", svg)), hashlib.sha256(svg.encode()).hexdigest()[:8]
+    svg = re.sub(r' id="([^"]*)"', lambda match: f' id="{match[1]}-{mark}"' if match[1] in used else "", svg)
+    svg = re.sub(r'(url\(#|href="#)([\w.-]+)', rf"\1\2-{mark}", svg)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(words)}" ', 1)
