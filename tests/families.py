@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -145,6 +146,8 @@ FAMILIES = {
     # In transformers 5.17 the fused attention of its decoder is not causal; the eager one always is.
     "umt5": Row("UMT5ForConditionalGeneration", "UMT5Config", T5 | {"attn_implementation": "eager"}, seq2seq=True),
 }
+DIFFERENT = ("adaptive_lm", "falcon", "gemma2", "gpt2", "llama", "marian", "qwen3", "t5")
+"""Families that differ most. Tests of several seconds run on these, and on the others with the slow tests."""
 
 
 @functools.cache
@@ -210,3 +213,8 @@ def real_positions(inputs: dict) -> torch.Tensor:
     if "decoder_input_ids" in inputs:
         return torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool)
     return inputs["attention_mask"].bool()
+
+
+def some_slow() -> list[Any]:
+    """Return all families as parameters of a test. Those that are not among the most different ones are slow."""
+    return [pytest.param(f, marks=() if f in DIFFERENT else pytest.mark.slow) for f in FAMILIES]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import t2r
-from families import FAMILIES, batch, is_seq2seq, tiny
+from families import FAMILIES, batch, is_seq2seq, some_slow, tiny
 from t2r.attention.recurrence import recurrent_sites
 
 family = pytest.mark.parametrize("model_type", sorted(FAMILIES))
@@ -45,7 +45,7 @@ def in_threads(functions):
     return results
 
 
-@family
+@pytest.mark.parametrize("model_type", some_slow())
 def test_eight_threads_generate_what_each_generates_alone(model_type):
     model = swapped(model_type)
     prompts = [batch(model_type, seed=i) for i in range(8)]

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.pytorch_utils import Conv1D
 
 import t2r
-from families import FAMILIES, PAD, POSITIONS, VOCABULARY, batch, is_seq2seq, real_positions, tiny
+from families import FAMILIES, PAD, POSITIONS, VOCABULARY, batch, is_seq2seq, real_positions, some_slow, tiny
 from t2r.attention.cache import RecurrentLayer, cache_bytes
 from t2r.attention.recurrence import recurrent_sites
 from t2r.feature_maps import FEATURE_MAPS
@@ -35,11 +35,7 @@ from t2r.surgery.adapters import family as registered
 LOGITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.15}
 
 family = pytest.mark.parametrize("model_type", FAMILIES)
-DIFFERENT = ("adaptive_lm", "falcon", "gemma2", "gpt2", "llama", "marian", "qwen3", "t5")
-"""Families that differ most. Tests of several seconds run on these, and on the others with the slow tests."""
-family_or_slow = pytest.mark.parametrize(
-    "model_type", [pytest.param(f, marks=() if f in DIFFERENT else pytest.mark.slow) for f in FAMILIES]
-)
+family_or_slow = pytest.mark.parametrize("model_type", some_slow())
 decoder = pytest.mark.parametrize("model_type", [f for f in FAMILIES if not is_seq2seq(f)])
 seq2seq = pytest.mark.parametrize("model_type", [f for f in FAMILIES if is_seq2seq(f)])
 kept = pytest.mark.parametrize("softmax_layers", [None, [1]], ids=["pure", "kept"])
