@@ -73,6 +73,8 @@ def test_the_largest_batch_is_computed_from_counted_bytes():
     assert "times the batch of softmax" in memory_page(report).html()
     half = memory.run(models, context=64, memory=0.004, most=1, steps=1, repeats=1, state_dtype=torch.bfloat16).rows[1]
     assert 2 * half.sequence_bytes == recurrent.sequence_bytes
+    with pytest.raises(T2RError, match="more than 0 GiB"):
+        memory.run(models, context=64, memory=0)
     with pytest.raises(T2RError, match="memory must be given"):
         memory.run(models, context=64)
 

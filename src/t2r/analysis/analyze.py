@@ -98,13 +98,13 @@ def analyze(
         raise T2RError("give --text for a language model, or --src and --tgt for an encoder-decoder")
     if trials < 1 or (words is not None and words < 1):
         raise T2RError("trials and words must be at least 1")
-    if tokenizer is None:
-        if isinstance(model, PreTrainedModel):
-            raise T2RError("a model given as an object requires the tokenizer argument")
-        tokenizer = need_tokenizer(str(model))
+    if tokenizer is None and isinstance(model, PreTrainedModel):
+        raise T2RError("a model given as an object requires the tokenizer argument")
     own = Subject(model, dtype, device)
     other = None if teacher is None else Subject(teacher, dtype, device)
     _check_pair(own, other, translates=source is not None)
+    if tokenizer is None:  # after the model: with a wrong name, the Hub is asked for a single file
+        tokenizer = need_tokenizer(str(model))
     facts: dict[str, Any] = {"model": own.name, "teacher": None if other is None else other.name}
     read = None
     if text is not None:

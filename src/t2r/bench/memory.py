@@ -105,6 +105,8 @@ def run(
     for name, number in (("context", context), ("steps", steps), ("repeats", repeats), ("most", most or 1)):
         if number < 1:
             raise T2RError(f"{name} must be at least 1; got {number}")
+    if memory is not None and memory <= 0:
+        raise T2RError(f"memory must be more than 0 GiB; got {memory:g}")
     for name, model in models.items():
         refuse_seq2seq(model.config, name)
     check_alike(models)
