@@ -8,8 +8,6 @@ needs only the vocabulary, but given targets are divided into pieces of the sour
 proportional to 1 / rank, which is enough for a unigram model:
 
     python -m t2r.data.pieces opus-mt-zh-en     # replaces target.spm, which was a copy of source.spm
-
-The loss of opus-mt-zh-en on the first 100 references of newstest2017 falls from 6.34 to 2.11 per token.
 """
 
 from __future__ import annotations
