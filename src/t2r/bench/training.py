@@ -103,7 +103,7 @@ def run(
     )
     plan = load_recipe(recipe)
     task = RandomText(model.config.get_text_config().vocab_size)
-    base = copy.deepcopy(model).float()
+    base = copy.deepcopy(model).float().requires_grad_(True)
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     if how.bf16:
         halve(teacher)
@@ -111,7 +111,8 @@ def run(
     rows = [("softmax model, finetuned", finetune, base)]
     student = swap(copy.deepcopy(base), **over(plan.swap, dict(options or {})))
     rows += [(f"converted, {stage.name}", stage, student) for stage in plan.stages]
-    rows += [("converted, finetuned", finetune, student)]
+    if not any(stage.objective == "task" for stage in plan.stages):
+        rows += [("converted, finetuned", finetune, student)]
     measured = []
     with fast_sums(model.device):
         for name, stage, trained in rows:

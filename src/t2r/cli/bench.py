@@ -299,12 +299,14 @@ def bench_train(
     \b
     t2r bench train smollm2 --feature-size 128
     t2r bench train gpt2 --batch-tokens 8192 --block-size 4096 --recipe paper-lm
+    t2r bench train random:paper-lm --recipe paper-lm              random weights, as in bench decode
     """
     from t2r.bench import training
-    from t2r.hub import choose_device, load_model
+    from t2r.bench.models import load_models
+    from t2r.hub import choose_device
 
     with calm(quiet or as_json):
-        loaded = load_model(model, dtype="float32", device=str(choose_device(device)))
+        (loaded,) = load_models([model], dtype="float32", device=str(choose_device(device))).values()
         report = training.run(
             loaded,
             recipe=recipe,

@@ -140,7 +140,7 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
         elif command == "bench" and isinstance(part["result"], list):
             found += [decoding_table(report) for report in part["result"]]
         elif command == "bench":
-            made = {"translate": translation_table, "memory": memory_table}.get(kind, ops_table)
+            made = {"translate": translation_table, "memory": memory_table, "train": steps_table}.get(kind, ops_table)
             found.append(made(part["result"]))
         else:
             found.append(training_table(part["result"]))
@@ -337,6 +337,19 @@ def translation_table(report: Mapping[str, Any]) -> str:
         speeds = [f"{point['tokens_per_second']:,.0f}" for point in own]
         rows.append([model, *speeds, *(f"{point['cache_bytes'] / 2**20:.3g}" for point in own)])
     return markdown(header, rows)
+
+
+def steps_table(report: Mapping[str, Any]) -> str:
+    """Return a table of optimizer steps, and their times relative to that of the softmax model."""
+    settings, rows = report["settings"], report["rows"]
+    title = f"steps of {settings['batch_tokens'] // settings['block_size']} × {settings['block_size']:,} tokens"
+    cells = []
+    for row in rows:
+        ratio = row["milliseconds"] / rows[0]["milliseconds"]
+        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
+        speed = f"{row['tokens_per_second']:,.0f}"
+        cells.append((row["step"], f"{row['milliseconds']:.1f}", speed, f"{ratio:.2f}", peak))
+    return markdown((title, "ms", "tokens/s", "against softmax", "peak, GiB"), cells)
 
 
 def memory_table(report: Mapping[str, Any]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -197,18 +197,20 @@ class DecodeStep:
         self.captured_as = "recording"
         return replay
 
-    def with_few_kernels(self) -> None:
-        """Run the step. Norms are one kernel each; what depends only on the weights is computed in the first call."""
+    @contextmanager
+    def few_kernels(self) -> Iterator[None]:
+        """Norms are one kernel each; what depends only on the weights is computed in the first step."""
         with constant_weights(self.constants), fused_norms(self.model) if available() else nullcontext():
-            self.forward()
+            yield
 
     @torch.no_grad()
     def captured(self) -> Callable[[], None]:
         with NoValues():
             self.forward()
-        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.with_few_kernels
+        forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
         device = self.tokens.device
-        with torch.cuda.device(device):
+        # One context for all steps: on entry it computes norms to compare them, which cannot be captured.
+        with torch.cuda.device(device), nullcontext() if self.compiled else self.few_kernels():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
