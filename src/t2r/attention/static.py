@@ -87,11 +87,11 @@ class StaticRecurrentLayer(RecurrentLayer):
                 own[row].copy_(new[other_row])
         self.length, self.is_initialized = max(self.length, other.length), True
 
-    def put_first(self, other: Any, index: Tensor) -> None:
-        """Copy the rows `index` of another layer to the first rows."""
+    def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
+        """Copy the rows `index` of another layer to these rows."""
         for own, new in zip(self.state, other.state, strict=True):
             if own is not None:
-                own[: len(index)].copy_(new.index_select(0, index))
+                own[rows] = new.index_select(0, index).to(own.dtype)
         self.length, self.is_initialized = max(self.length, other.length), True
 
     def reset(self, rows: Any = slice(None)) -> None:
@@ -169,9 +169,9 @@ class StaticSoftmaxLayer(CacheLayerMixin):
         self.values[row, :, :length].copy_(values)
         self.filled = True
 
-    def put_first(self, other: Any, index: Tensor) -> None:
-        """Copy the rows `index` of another layer to the first rows. There must be no padding."""
-        copy_first(self, other, index)
+    def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
+        """Copy the rows `index` of another layer to these rows. There must be no padding."""
+        copy_rows(self, rows, other, index)
         self.filled = True
 
     def reset(self, rows: Any = slice(None)) -> None:
@@ -213,8 +213,8 @@ class StaticSourceLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return int(self.keys.shape[2])
 
-    def put_first(self, other: Any, index: Tensor) -> None:
-        copy_first(self, other, index)
+    def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
+        copy_rows(self, rows, other, index)
 
     def put(self, row: int, other: Any, other_row: int = 0) -> None:
         length = other.keys.shape[2]
@@ -225,13 +225,13 @@ class StaticSourceLayer(CacheLayerMixin):
         self.length = 0
 
 
-def copy_first(layer: Any, other: Any, index: Tensor) -> None:
-    """Copy keys and values of the rows `index` of another layer to the first rows."""
+def copy_rows(layer: Any, rows: Tensor, other: Any, index: Tensor) -> None:
+    """Copy keys and values of the rows `index` of another layer to these rows."""
     length, size = other.keys.shape[2], layer.keys.shape[2]
     if length > size:
         raise T2RError(f"{length} tokens do not fit in a static cache of {size} tokens")
     for own, new in ((layer.keys, other.keys), (layer.values, other.values)):
-        own[: len(index), :, :length].copy_(new.index_select(0, index))
+        own[rows, :, :length] = new.index_select(0, index).to(own.dtype)
 
 
 class StaticT2RCache(T2RCache):
@@ -288,16 +288,16 @@ class StaticT2RCache(T2RCache):
             own.put(row, new, other_row, real)
         self.lengths[row] = length
 
-    def put_first(self, other: T2RCache, index: Tensor) -> None:
-        """Copy the sequences `index` of another cache to the first rows, without their padding."""
+    def put_rows(self, rows: Tensor, other: T2RCache, index: Tensor) -> None:
+        """Copy the sequences `index` of another cache to these rows, without their padding."""
         if other.padding is not None and self.kept is not None:  # each row has its own padding to remove
-            for row, other_row in enumerate(index.tolist()):
+            for row, other_row in zip(rows.tolist(), index.tolist(), strict=True):
                 self.put(row, other, other_row)
             return
         for own, new in zip(self.layers, other.layers, strict=True):
-            own.put_first(new, index)
+            own.put_rows(rows, new, index)
         padding = 0 if other.padding is None else other.padding.tokens.to(index.device)[index]
-        self.lengths[: len(index)] = other.get_seq_length() - padding
+        self.lengths[rows] = other.get_seq_length() - padding
 
     def take(self, row: int) -> Any:
         """Return one row as a separate default cache."""

@@ -23,12 +23,13 @@ from transformers import PreTrainedModel, StaticCache
 
 from t2r.attention.cache import cache_bytes
 from t2r.bench.analytic import bandwidth, step_cost
-from t2r.bench.models import check_alike, feature_sizes, on_the_engine
+from t2r.bench.models import check_alike, feature_sizes
 from t2r.bench.summary import crossover, from_length
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.evaluation.logits import evaluating
 from t2r.generation.engine.engine import no_static_cache
+from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.model.modeling import T2RModel
 from t2r.surgery.adapters import family_of

@@ -18,10 +18,11 @@ import torch
 from transformers import PreTrainedModel
 
 from t2r.bench.decoding import with_positions
-from t2r.bench.models import check_alike, on_the_engine
+from t2r.bench.models import check_alike
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.evaluation.logits import evaluating
+from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.model.modeling import T2RModel
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from t2r.attention.cache import cache_bytes
-from t2r.bench.models import check_alike, feature_sizes, on_the_engine
+from t2r.bench.models import check_alike, feature_sizes
 from t2r.bench.summary import crossover, from_length
 from t2r.errors import T2RError
 from t2r.evaluation.logits import evaluating
 from t2r.generation.engine import Engine
+from t2r.generation.engine.softmax import on_the_engine
 from t2r.surgery.adapters import family_of
 
 if TYPE_CHECKING:
