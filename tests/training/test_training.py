@@ -18,13 +18,13 @@ from families import VOCABULARY, tiny
 from t2r.attention.recurrence import exact_attention, recurrent_sites
 from t2r.attention.softmax import softmax_attention
 from t2r.errors import T2RError
-from t2r.model.logits import AT_ONCE
+from t2r.model.logits import AT_ONCE, LinearHead
 from t2r.tasks import LanguageModeling, language_modeling
 from t2r.tasks.base import exchanged
 from t2r.training import budget, deadline, learner, objectives, stages, timing
 from t2r.training import trainer as trainers
 from t2r.training.checkpoints import last_checkpoint, seal
-from t2r.training.objectives import distillation_loss, transferring
+from t2r.training.objectives import distillation_loss, in_pieces, loss_and_gradient, transferring
 from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.recipe import Stage
 from t2r.training.run import Run, load_weights, save_weights
@@ -143,6 +143,41 @@ def test_distillation_loss_matches_kl_and_cross_entropy(monkeypatch, form, chunk
         student, teacher, labels, count=16, student_head=heads[0], teacher_head=heads[1], **weights
     )
     torch.testing.assert_close(part, expected * 8 / 16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_bias_and_a_scale_after_the_head_are_those_of_any_head(monkeypatch, bias):
+    """Marian adds a constant to its logits, and Granite scales them: their losses are computed as for linear layers."""
+    tokens, hidden, vocabulary = 11, 6, 13
+    monkeypatch.setitem(AT_ONCE, "cpu", 6 * vocabulary)
+    torch.manual_seed(0)
+    layers = [nn.Linear(hidden, vocabulary, bias=bias, dtype=torch.float64) for _ in "st"]
+    added = torch.randn(2, vocabulary, dtype=torch.float64)
+    heads = [LinearHead.of(x).plus(y).divided(1.7) for x, y in zip(layers, added, strict=True)]
+    plain = [lambda s, x=x, y=y: (x(s) + y) / 1.7 for x, y in zip(layers, added, strict=True)]
+    for head in plain:
+        head.out_features = vocabulary
+    student = torch.randn(tokens, hidden, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(tokens, hidden, dtype=torch.float64)
+    labels = torch.randint(vocabulary, (tokens,))
+    labels[3] = -100
+    inputs = [student, *layers[0].parameters()]
+    terms = {"kl_weight": 0.7, "task_weight": 0.3, "temperature": 1.5, "label_smoothing": 0.1}
+    expected, *_ = in_pieces(student, teacher, labels, None, *plain, *terms.values())
+    wanted = torch.autograd.grad(expected, inputs)
+    monkeypatch.setattr(objectives, "in_pieces", None)
+    seen = set()
+    monkeypatch.setattr(
+        objectives, "loss_and_gradient", lambda x, *rest: seen.add(len(x)) or loss_and_gradient(x, *rest)
+    )
+    for fixed, sizes in ((False, {6, 5}), (True, {2})):
+        seen.clear()
+        how = {"student_head": heads[0], "teacher_head": heads[1], "fixed": fixed, **terms}
+        loss, *_ = distillation_loss(student, teacher, labels, **how)
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+        for ours, theirs in zip(torch.autograd.grad(loss, inputs, retain_graph=True), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        assert seen == sizes
 
 
 @pytest.mark.parametrize("head", [None, "linear", "any"])

@@ -24,6 +24,8 @@ class Learner(nn.Module):
     Args:
         student: the model that learns, with its LoRA adapters if there are any.
         teacher: the teacher of a distillation.
+        compiled: compile the loss, or the errors of a transfer.
+        compiled_loss: compile the loss for chunks of one size, so that the shapes of batches may vary.
         whole: compute the logits of a whole batch with the model's own forward. Otherwise they are computed in slices
             where the model's head allows it.
     """
@@ -36,11 +38,13 @@ class Learner(nn.Module):
         teacher: PreTrainedModel | None = None,
         *,
         compiled: bool = False,
+        compiled_loss: bool = False,
         whole: bool = False,
     ) -> None:
         super().__init__()
         self.student = student
-        self.stage, self.task, self.compiled, self.whole = stage, task, compiled, whole
+        self.stage, self.task, self.whole = stage, task, whole
+        self.compiled, self.compiled_loss = compiled, compiled_loss
         self._teacher = (teacher,)  # in a tuple, so that it is not registered as a submodule
         self._readouts: dict[int, Readout] = {}
         # An adaptive softmax computes only the logits that the loss needs.
@@ -102,7 +106,8 @@ class Learner(nn.Module):
             task_weight=task_weight,
             temperature=stage.temperature,
             label_smoothing=stage.label_smoothing,
-            compiled=self.compiled,
+            compiled=self.compiled or self.compiled_loss,
+            fixed=self.compiled_loss,
         )
         if not distills:
             return loss, {}

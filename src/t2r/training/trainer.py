@@ -60,6 +60,7 @@ class Settings:
         seed: seed of the data order, of dropout and of token noise.
         bf16: train with bfloat16 autocast; weights stay in float32.
         compiled: compile layers and losses, and on a GPU replay a step as one CUDA graph.
+        compiled_loss: compile the loss of distillation and cross entropy, for batches that vary in shape.
         gradient_checkpointing: recompute the activations of a layer in the backward pass, to save memory.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
         report_to: `none`, or an experiment tracker of transformers.
@@ -69,6 +70,7 @@ class Settings:
     seed: int = 0
     bf16: bool = False
     compiled: bool = False
+    compiled_loss: bool = False
     gradient_checkpointing: bool = False
     save_steps: int | None = None
     report_to: str = "none"
@@ -122,7 +124,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             ddp_find_unused_parameters=False,
         )
         compat.use_one_gpu(arguments)
-        learner = Learner(model, stage, task, teacher, compiled=settings.compiled)
+        how = {"compiled": settings.compiled, "compiled_loss": settings.compiled_loss}
+        learner = Learner(model, stage, task, teacher, **how)
         self.order = Order(
             task.dataset(stage.block_size), most * accumulation * rows * processes.count(), settings.seed
         )
