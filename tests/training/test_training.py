@@ -180,6 +180,21 @@ def test_a_bias_and_a_scale_after_the_head_are_those_of_any_head(monkeypatch, bi
         assert seen == sizes
 
 
+def test_a_loss_in_chunks_of_one_size_is_compiled_once(monkeypatch):
+    monkeypatch.setitem(AT_ONCE, "cpu", 8 * 13)
+    graphs, head = [], nn.Linear(6, 13)
+    backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
+    compiled = torch.compile(loss_and_gradient, dynamic=False, backend=backend)
+    monkeypatch.setattr(objectives, "fused", lambda function: compiled)
+    for tokens in (3, 11, 12):
+        student, labels = torch.randn(tokens, 6), torch.arange(tokens)
+        loss, *_ = distillation_loss(
+            student, None, labels, student_head=head, task_weight=1.0, compiled=True, fixed=True
+        )
+        torch.testing.assert_close(loss, cross_entropy(head(student), labels))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("head", [None, "linear", "any"])
 @pytest.mark.parametrize("kl", [0.0, 0.5])
 def test_label_smoothing_is_that_of_torch(monkeypatch, head, kl):

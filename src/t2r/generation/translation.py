@@ -110,8 +110,8 @@ def translate_to_tokens(
             if whole:
                 continue
             raise T2RError(f"{name}:{first + i}: {len(row)} tokens are beyond the {limit} positions of the model")
-        check_vocabulary(model, row)
         buckets.setdefault(bucket_of(len(row)), []).append(i)
+    check_vocabulary(model, [max(rows[i]) for batch in buckets.values() for i in batch if rows[i]])
     done = len(lines) - sum(map(len, buckets.values()))
     found: list[list[int]] = [[] for _ in lines]
     stops, pad = special_tokens(model, tokenizer)
