@@ -24,8 +24,7 @@ class Learner(nn.Module):
     Args:
         student: the model that learns, with its LoRA adapters if there are any.
         teacher: the teacher of a distillation.
-        compiled: compile the loss, or the errors of a transfer.
-        compiled_loss: compile the loss for chunks of one size, so that the shapes of batches may vary.
+        compiled: compile the loss. The errors of a transfer are compiled if all batches have the same shape.
         whole: compute the logits of a whole batch with the model's own forward. Otherwise they are computed in slices
             where the model's head allows it.
     """
@@ -38,13 +37,11 @@ class Learner(nn.Module):
         teacher: PreTrainedModel | None = None,
         *,
         compiled: bool = False,
-        compiled_loss: bool = False,
         whole: bool = False,
     ) -> None:
         super().__init__()
         self.student = student
-        self.stage, self.task, self.whole = stage, task, whole
-        self.compiled, self.compiled_loss = compiled, compiled_loss
+        self.stage, self.task, self.compiled, self.whole = stage, task, compiled, whole
         self._teacher = (teacher,)  # in a tuple, so that it is not registered as a submodule
         self._readouts: dict[int, Readout] = {}
         # An adaptive softmax computes only the logits that the loss needs.
@@ -74,7 +71,7 @@ class Learner(nn.Module):
                 share = share * (reading >= self.stage.noise_from)[:, None]
             inputs = self.task.disturbed(inputs, share)
         if self.stage.objective == "transfer":
-            with transferring(self.student, self.compiled) as errors:
+            with transferring(self.student, self.compiled and self.task.one_shape) as errors:
                 self.student(**inputs, use_cache=False, **self.without_logits)
             return torch.stack(errors).mean(), {}
         if self.own_loss:
@@ -106,8 +103,8 @@ class Learner(nn.Module):
             task_weight=task_weight,
             temperature=stage.temperature,
             label_smoothing=stage.label_smoothing,
-            compiled=self.compiled or self.compiled_loss,
-            fixed=self.compiled_loss,
+            compiled=self.compiled,
+            fixed=self.compiled and not self.task.one_shape,
         )
         if not distills:
             return loss, {}

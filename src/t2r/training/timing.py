@@ -141,8 +141,7 @@ def stage_step(
     """Yield a function that runs forward and backward of a stage on one batch, as a session does."""
     with prepared(trained, model, teacher, stage, settings, task):
         choose_trained(trained, stage)
-        how = {"compiled": settings.compiled, "compiled_loss": settings.compiled_loss}
-        learner = Learner(trained, stage, task, teacher, **how).train()
+        learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
 
         def work(batch: dict[str, Any]) -> dict[str, Any]:
             with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
