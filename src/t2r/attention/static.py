@@ -244,6 +244,9 @@ class StaticT2RCache(T2RCache):
         self.lengths = lengths
         self.kept = next((layer for layer in layers if isinstance(layer, StaticSoftmaxLayer)), None)
         self.counts_by_row = False
+        size = 1 if self.kept is None else self.kept.get_max_length()
+        self.columns = torch.arange(size, device=lengths.device)
+        self.real = torch.ones(lengths.shape[0], 1, dtype=torch.long, device=lengths.device)
 
     @property
     def rows(self) -> int:
@@ -271,12 +274,8 @@ class StaticT2RCache(T2RCache):
 
         Rows may have different lengths. Without a mask, some models inspect the tokens to warn about padding, which
         synchronizes with the device."""
-        size = 1 if self.kept is None else self.kept.get_max_length()
-        column = torch.arange(size, device=self.lengths.device)
-        return {
-            "position_ids": self.lengths[:, None].clone(),
-            "attention_mask": (column <= self.lengths[:, None]).long(),
-        }
+        mask = self.real if self.kept is None else (self.columns <= self.lengths[:, None]).long()
+        return {"position_ids": self.lengths[:, None].clone(), "attention_mask": mask}
 
     def put(self, row: int, other: T2RCache, other_row: int = 0) -> None:
         """Copy one sequence of another cache (a prefill or a saved state) to a row, without its padding."""
