@@ -114,6 +114,8 @@ class StaticSoftmaxLayer(CacheLayerMixin):
 
     is_compileable = True
     is_sliding = False
+    only_real_tokens = False
+    """Whether all further inputs are single tokens without padding (see `StaticT2RCache.only_steps`)."""
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Tensor, counts: bool) -> None:
         super().__init__()
@@ -141,10 +143,13 @@ class StaticSoftmaxLayer(CacheLayerMixin):
             for own, x in zip((self.keys, self.values), new, strict=True):
                 own[:, :, start : start + time] = x
             held = self.keys[:, :, : start + time], self.values[:, :, : start + time]
+        self.count(time)
+        return held
+
+    def count(self, tokens: int) -> None:
         self.filled = True
         if self.counts:
-            self.lengths.add_(time)
-        return held
+            self.lengths.add_(tokens)
 
     def get_seq_length(self) -> Any:
         return self.lengths.max()

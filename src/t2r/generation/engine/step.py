@@ -200,7 +200,8 @@ class DecodeStep:
     @contextmanager
     def few_kernels(self) -> Iterator[None]:
         """Operations share kernels; what depends only on the weights is computed in the first step."""
-        with constant_weights(self.constants), fused(self.model, self.forward) if available() else nullcontext():
+        fewer = fused(self.model, self.own, self.forward) if available() else nullcontext()
+        with constant_weights(self.constants), fewer:
             yield
 
     @torch.no_grad()

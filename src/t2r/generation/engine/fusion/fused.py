@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
+from t2r.generation.engine.fusion.attention import fuse_attention
 from t2r.generation.engine.fusion.layers import fuse_layers
 from t2r.generation.engine.fusion.norms import fuse_norms
 from t2r.generation.engine.fusion.products import join_products
@@ -21,12 +23,13 @@ from t2r.ops.registry import BACKENDS
 
 
 @contextmanager
-def fused(model: nn.Module, step: Callable[[], None]) -> Iterator[None]:
-    """Compute steps of the model in fewer kernels, inside the `with` block and in this thread.
+def fused(model: nn.Module, cache: Any, step: Callable[[], None]) -> Iterator[None]:
+    """Compute steps of the model on a static cache in fewer kernels, inside the `with` block and in this thread.
 
     On entry, `step` is run once, to see which layers read the same input."""
     sums = DeferredSums()
     with Replacing() as replacing:
+        fuse_attention(model, cache, replacing)
         join_products(model, replacing, step)
         fuse_layers(model, replacing)
         fuse_norms(model, replacing, sums)

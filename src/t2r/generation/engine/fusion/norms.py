@@ -46,7 +46,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     from t2r.ops.triton.norm import LARGEST
 
     named, centered = type(module).__name__, type(module) is nn.LayerNorm
-    if not (centered or named.endswith("RMSNorm") or named == "T5LayerNorm"):
+    if not (centered or named.endswith(("RMSNorm", "T5LayerNorm"))):
         return None
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))

@@ -32,7 +32,8 @@ class DeferredSums(TorchFunctionMode):
         if func not in FREE and getattr(func, "__name__", "") != "__get__":
             self.compute()
         if func in SUMS and not kwargs and len(args) == 2 and alike(*args):
-            self.deferred = Sum(*args, torch.empty_like(args[0]))
+            x, other = args
+            self.deferred = Sum(x, other, torch.empty_like(x))
             return self.deferred.total
         return func(*args, **(kwargs or {}))
 
