@@ -13,6 +13,7 @@ import t2r
 from families import tiny
 from kernels import counted_kernels
 from t2r import compat
+from t2r.attention.layers import layer_tensors
 from t2r.bench import models
 from t2r.generation.engine.fusion import available
 from t2r.generation.engine.fusion.attention import parts_of, reproduced
@@ -192,6 +193,12 @@ def paper_lm(layers: int, options: str = ",feature_size=4,merged"):
         return models.random_model("random:tiny-lm" + options, {}, DEVICE)[1]
 
 
+def paper_mt(layers: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models.SHAPES, "tiny-mt", models.marian(64, layers, 2, 200, 128))
+        return models.random_model("random:tiny-mt,feature_size=4,cross_feature_size=8,merged", {}, DEVICE)[1]
+
+
 def llama(layers: int, **options):
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 3, "num_key_value_heads": 1}
     base = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=layers, pad_token_id=0, **sizes)).eval()
@@ -203,12 +210,14 @@ MODELS = {
     "paper-lm": paper_lm,
     "llama": llama,
     "llama, softmax": lambda layers: llama(layers + 1, softmax_layers=list(range(layers))),  # the last is recurrent
+    "paper-mt": paper_mt,
     "paper-lm, softmax": lambda layers: models.on_the_engine(paper_lm(layers, "")),
 }
 KERNELS = {
     "paper-lm": (7, 13),
     "llama": (8, 11),
     "llama, softmax": (8, 26 + 8),
+    "paper-mt": (13, 15),
     "paper-lm, softmax": (7, 18),
 }
 """The numbers of kernels of a layer, and of everything else."""
@@ -243,6 +252,8 @@ def test_the_values_of_steps(name, dtype):
     def run():
         step.reset()
         step.active.fill_(1)
+        for x in (x for layer in step.cross for x in layer_tensors(layer).values()):
+            x.copy_(torch.linspace(0.1, 1, x.numel()).view(x.shape))
         for tokens in ([[3], [5]], [[7], [11]], [[13], [17]]):
             step.tokens.copy_(torch.tensor(tokens))
             step.forward()

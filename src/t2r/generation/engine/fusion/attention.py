@@ -15,6 +15,7 @@ from t2r.generation.engine.fusion.layers import near
 from t2r.generation.engine.fusion.products import affine
 from t2r.generation.engine.fusion.replacing import Replacing, sample
 
+ARGUMENTS = ("hidden_states", "attention_mask", "past_key_values", "position_embeddings")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LARGEST = 256
 """The largest head size of the kernel."""
@@ -29,12 +30,12 @@ def fuse_attention(model: Any, cache: Any, replacing: Replacing) -> None:
     rotary = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
     for site in model.t2r_family.sites(model):
         module, layer = site.module, cache.layers[site.layer]
-        if site.cross or not isinstance(layer, StaticSoftmaxLayer) or not replacing.replaceable(module):
+        if site.cross or not isinstance(layer, StaticSoftmaxLayer) or layer.keys.dtype == torch.float64:
             continue
-        if parts_of(module) is None or layer.keys.dtype == torch.float64 or module.head_dim > LARGEST:
+        if not replacing.replaceable(module, *ARGUMENTS[: 3 if rotary is None else 4]) or parts_of(module) is None:
             continue
-        if reproduced(copy.deepcopy(module).double(), rotary):
-            replacing.replace(module, fused_forward(module))
+        if module.head_dim <= LARGEST and reproduced(copy.deepcopy(module).double(), rotary):
+            replacing.replace(module, fused_forward(module), single=False)
 
 
 def parts_of(module: Any) -> tuple[Project, nn.Module] | None:
@@ -55,12 +56,13 @@ def fused_forward(module: Any) -> Callable[..., Any]:
     assert parts is not None
     (project, output), stock, size = parts, module.forward, module.head_dim
 
-    def forward(hidden_states: Tensor, **kwargs: Any) -> Any:
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache, rotation = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
         layer: Any = cache.layers[module.layer_idx] if isinstance(cache, StaticT2RCache) else None
         fits = isinstance(layer, StaticSoftmaxLayer) and layer.only_real_tokens and hidden_states.shape[1] == 1
-        if not fits or kwargs.get("t2r_window") is not None or not (rotation is None or rotation[0].shape[-1] == size):
-            return stock(hidden_states, **kwargs)
+        known = not args and kwargs.get("t2r_window") is None
+        if not fits or not known or (rotation is not None and rotation[0].shape[-1] != size):
+            return stock(hidden_states, *args, **kwargs)
         q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in project(hidden_states))
         out = softmax_step(q, k, v, layer.keys, layer.values, layer.lengths, module.scaling, rotation)
         layer.count(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, Self
@@ -26,15 +27,22 @@ class Replacing:
         for module in self.modules.values():
             del module.forward
 
-    def replaceable(self, module: nn.Module) -> bool:
-        """Return whether the module computes what its class defines, and computes it for inference."""
-        return "forward" not in vars(module) and not module.training
+    def replaceable(self, module: nn.Module, *arguments: str) -> bool:
+        """Return whether the module computes what its class defines, for inference, from these arguments or one."""
+        if "forward" in vars(module) or module.training:
+            return False
+        some = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        known = inspect.signature(module.forward).parameters.values()
+        required = [x.name for x in known if x.default is x.empty and x.kind not in some]
+        return set(required) <= set(arguments) if arguments else len(required) == 1
 
-    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def replace(self, module: nn.Module, forward: Callable[..., Any], *, single: bool = True) -> None:
+        """Replace the forward of a module, if `single` only for calls with a single positional argument."""
         thread, stock = self.thread, module.forward
 
         def in_thread(*args: Any, **kwargs: Any) -> Any:
-            return (forward if threading.get_ident() == thread else stock)(*args, **kwargs)
+            fits = threading.get_ident() == thread and (not single or (len(args) == 1 and not kwargs))
+            return (forward if fits else stock)(*args, **kwargs)
 
         module.forward = in_thread
         self.modules[id(module)] = module

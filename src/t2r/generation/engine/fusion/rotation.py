@@ -12,6 +12,8 @@ from t2r.attention.recurrence import recurrent_sites
 from t2r.generation.engine.fusion.replacing import Replacing
 from t2r.ops.constants import derived
 
+ARGUMENTS = ("x", "position_ids", "layer_type")
+
 
 def skip_rotation(model: Any, replacing: Replacing) -> None:
     """Compute cosines and sines in the first step only, if no layer of a swapped model reads them."""
@@ -19,8 +21,8 @@ def skip_rotation(model: Any, replacing: Replacing) -> None:
     if model.kept_layers() or not all(isinstance(site, InterfaceAttention) and unrotated(site) for site in sites):
         return
     for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding") and replacing.replaceable(module):
-            replacing.replace(module, first_value(module))
+        if type(module).__name__.endswith("RotaryEmbedding") and replacing.replaceable(module, *ARGUMENTS):
+            replacing.replace(module, first_value(module), single=False)
 
 
 def unrotated(site: InterfaceAttention) -> bool:
