@@ -11,26 +11,28 @@ from torch import Tensor
 
 from t2r.ops.triton.blocks import inner, on_device
 
-TILE = 8192
-"""The number of products of queries and keys that a program holds at a time."""
+TILE = 4096
+"""The number of products of queries and keys that a program holds at a time. More of them take too many registers."""
+MOST_HEADS = 4
+"""The largest number of query heads of a program."""
 PROGRAMS = 512
 """Keys are split until there are about this many programs, a few for each multiprocessor of a large GPU."""
 MOST_SPLITS = 64
-SIZES = ["heads", "key_heads", "group", "dim"]
+SIZES = ["heads", "key_heads", "group"]
 
 
 @triton.jit
-def rows_of(x, offsets, ok, cos, sin, d, dim, ROTATED: tl.constexpr):
+def rows_of(x, offsets, ok, cos, sin, d, DIM: tl.constexpr, ROTATED: tl.constexpr):
     """Load rows of queries or keys, and rotate them with the roundings of three separate operations."""
-    ok = ok[:, None] & (d < dim)[None, :]
+    ok = ok[:, None] & (d < DIM)[None, :]
     y = tl.load(x + offsets[:, None] + d[None, :], mask=ok, other=0.0).to(tl.float32)
     if ROTATED:
-        low = d < dim // 2
-        partner = tl.where(low, d + dim // 2, d - dim // 2)
+        low = d < DIM // 2
+        partner = tl.where(low, d + DIM // 2, d - DIM // 2)
         z = tl.load(x + offsets[:, None] + partner[None, :], mask=ok, other=0.0).to(tl.float32)
         z = tl.where(low[None, :], -z, z)
-        c = tl.load(cos + d, mask=d < dim, other=0.0).to(tl.float32)
-        s = tl.load(sin + d, mask=d < dim, other=0.0).to(tl.float32)
+        c = tl.load(cos + d, mask=d < DIM, other=0.0).to(tl.float32)
+        s = tl.load(sin + d, mask=d < DIM, other=0.0).to(tl.float32)
         y = (y * c[None, :]).to(x.dtype.element_ty).to(tl.float32)
         y += (z * s[None, :]).to(x.dtype.element_ty).to(tl.float32)
     return y.to(x.dtype.element_ty).to(tl.float32)
@@ -40,8 +42,8 @@ def rows_of(x, offsets, ok, cos, sin, d, dim, ROTATED: tl.constexpr):
 def attend(
     q, k, v, cos, sin, keys, values, lengths, out, peaks, sums,
     q_b, q_h, k_b, k_h, v_b, v_h, cos_b, keys_b, keys_h, keys_t, values_b, values_h, values_t,
-    heads, key_heads, group, dim, scaling,
-    ROTATED: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    heads, key_heads, group, scaling,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Attend to every SPLITS-th block of the keys of one head, for up to BG query heads that share it.
@@ -51,12 +53,12 @@ def attend(
     h = (tl.program_id(0) // PARTS % key_heads).to(tl.int64)
     part, split = tl.program_id(0) % PARTS, tl.program_id(1)
     d, n = tl.arange(0, BD), tl.arange(0, BN)
-    d_ok = d < dim
+    d_ok = d < DIM
     g = part * BG + tl.arange(0, BG)
     g_ok = g < group
     head = h * group + g
     length = tl.load(lengths + b).to(tl.int32)
-    query = rows_of(q, b * q_b + head * q_h, g_ok, cos + b * cos_b, sin + b * cos_b, d, dim, ROTATED) * scaling
+    query = rows_of(q, b * q_b + head * q_h, g_ok, cos + b * cos_b, sin + b * cos_b, d, DIM, ROTATED) * scaling
     peak = tl.full([BG], float("-inf"), tl.float32)
     total = tl.zeros([BG], tl.float32)
     acc = tl.zeros([BG, BD], tl.float32)
@@ -75,7 +77,7 @@ def attend(
         peak = new
     if split == 0:
         one = tl.zeros([1], tl.int64)
-        fresh = rows_of(k, b * k_b + h * k_h + one, one == 0, cos + b * cos_b, sin + b * cos_b, d, dim, ROTATED)
+        fresh = rows_of(k, b * k_b + h * k_h + one, one == 0, cos + b * cos_b, sin + b * cos_b, d, DIM, ROTATED)
         value = tl.load(v + b * v_b + h * v_h + one[:, None] + d[None, :], mask=d_ok[None, :], other=0.0).to(tl.float32)
         score = tl.sum(query * fresh, 1)
         new = tl.maximum(peak, score)
@@ -94,22 +96,22 @@ def attend(
     else:
         tl.store(peaks + row, peak, mask=g_ok)
         tl.store(sums + row, total, mask=g_ok)
-    tl.store(out + row[:, None] * dim + d[None, :], acc.to(out.dtype.element_ty), mask=g_ok[:, None] & d_ok[None, :])
+    tl.store(out + row[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=g_ok[:, None] & d_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["dim"])
-def combine(parts, peaks, sums, out, dim, SPLITS: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
+@triton.jit
+def combine(parts, peaks, sums, out, DIM: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
     """Combine the splits of one query head."""
     row = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, BS), tl.arange(0, BD)
-    s_ok, d_ok = s < SPLITS, d < dim
+    s_ok, d_ok = s < SPLITS, d < DIM
     peak = tl.load(peaks + row * SPLITS + s, mask=s_ok, other=float("-inf"))
     weight = tl.exp(peak - tl.max(peak, 0))
     total = tl.sum(weight * tl.load(sums + row * SPLITS + s, mask=s_ok, other=0.0), 0)
-    here = parts + (row * SPLITS + s)[:, None] * dim + d[None, :]
+    here = parts + (row * SPLITS + s)[:, None] * DIM + d[None, :]
     part = tl.load(here, mask=s_ok[:, None] & d_ok[None, :], other=0.0)
     y = tl.sum(weight[:, None] * part, 0) / total
-    tl.store(out + row * dim + d, y.to(out.dtype.element_ty), mask=d_ok)
+    tl.store(out + row * DIM + d, y.to(out.dtype.element_ty), mask=d_ok)
 
 
 def softmax_step(
@@ -135,7 +137,7 @@ def softmax_step(
     (rows, heads, _, dim), key_heads, size = q.shape, keys.shape[1], keys.shape[2]
     cos, sin = (q, q) if rotation is None else (inner(x.expand(rows, 1, dim)) for x in rotation)
     group, columns = heads // key_heads, triton.next_power_of_2(dim)
-    together = min(triton.next_power_of_2(group), 8)
+    together = min(triton.next_power_of_2(group), MOST_HEADS)
     parts, block = triton.cdiv(group, together), max(16, TILE // (together * columns))
     programs = rows * key_heads * parts
     splits = max(1, min(PROGRAMS // programs, triton.cdiv(size, 2 * block), MOST_SPLITS))
@@ -149,12 +151,13 @@ def softmax_step(
             q, k, v, cos, sin, keys, values, lengths, partial, peaks, sums,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             0 if rotation is None else cos.stride(0), *keys.stride()[:3], *values.stride()[:3],
-            heads, key_heads, group, dim, scaling,
-            ROTATED=rotation is not None, SPLITS=splits, PARTS=parts, BG=together, BN=block, BD=columns, num_warps=4,
+            heads, key_heads, group, scaling,
+            DIM=dim, ROTATED=rotation is not None, SPLITS=splits, PARTS=parts, BG=together, BN=block, BD=columns,
+            num_warps=4,
         )  # fmt: skip
         if splits > 1:
             combine[(rows * heads,)](
-                partial, peaks, sums, out, dim, SPLITS=splits, BS=triton.next_power_of_2(splits), BD=columns,
+                partial, peaks, sums, out, DIM=dim, SPLITS=splits, BS=triton.next_power_of_2(splits), BD=columns,
                 num_warps=4,
             )  # fmt: skip
     return out
