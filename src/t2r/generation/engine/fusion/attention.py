@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ def fuse_attention(model: Any, cache: Any, replacing: Replacing) -> None:
 
     A layer is replaced only if its output and its keys and values are reproduced, which is checked in float64."""
     rotary = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    if rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters:
+        return  # rotations differ between layers
     for site in model.t2r_family.sites(model):
         module, layer = site.module, cache.layers[site.layer]
         if site.cross or not isinstance(layer, StaticSoftmaxLayer) or layer.keys.dtype == torch.float64:
@@ -41,7 +44,11 @@ def fuse_attention(model: Any, cache: Any, replacing: Replacing) -> None:
 def parts_of(module: Any) -> tuple[Project, nn.Module] | None:
     """Return how a known attention module projects its input to queries, keys and values; and its output layer."""
     parts: dict[str, Any] = {k: x for k, x in module._modules.items() if not isinstance(x, nn.Dropout)}
-    if set(parts) == set(PROJECTIONS):
+    if not isinstance(getattr(module, "scaling", None), float) or not isinstance(
+        getattr(module, "head_dim", None), int
+    ):
+        return None
+    if set(parts) == set(PROJECTIONS) and all(type(x) is nn.Linear for x in parts.values()):
         q, k, v, o = (parts[name] for name in PROJECTIONS)
         return lambda x: (q(x), k(x), v(x)), o
     if set(parts) == {"c_attn", "c_proj"} and type(parts["c_attn"]) is Conv1D:
