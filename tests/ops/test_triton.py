@@ -76,6 +76,18 @@ def test_both_ways_through_time_on_a_gpu(size, flags, dtype, monkeypatch):
 
 
 @needs_triton
+@pytest.mark.parametrize("arguments", [{"signed": True}, {"value": 17, "dtype": torch.bfloat16}], ids=str)
+@torch.no_grad()
+def test_one_query_reads_a_state_in_one_kernel(arguments):
+    case = make_case(**{"dtype": torch.float32, "time": 1, "state": True, "key_heads": 2, "group": 2, **arguments})
+    expected = ops.look(case.exact.q, case.exact.state, torch.float64)
+    here = case.to(DEVICE)
+    assert_same(
+        {"out": ops.look(here.q, here.state, here.v.dtype, backend="triton")}, {"out": expected}, case.tolerance
+    )
+
+
+@needs_triton
 def test_float64_goes_to_another_backend():
     case = make_case().to(DEVICE)
     with pytest.raises(T2RError, match="does not support float64"):

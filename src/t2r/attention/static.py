@@ -114,6 +114,8 @@ class StaticSoftmaxLayer(CacheLayerMixin):
 
     is_compileable = True
     is_sliding = False
+    only_real_tokens = False
+    """Whether all further inputs are single tokens without padding (see `StaticT2RCache.only_steps`)."""
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Tensor, counts: bool) -> None:
         super().__init__()
@@ -141,10 +143,13 @@ class StaticSoftmaxLayer(CacheLayerMixin):
             for own, x in zip((self.keys, self.values), new, strict=True):
                 own[:, :, start : start + time] = x
             held = self.keys[:, :, : start + time], self.values[:, :, : start + time]
+        self.count(time)
+        return held
+
+    def count(self, tokens: int) -> None:
         self.filled = True
         if self.counts:
-            self.lengths.add_(time)
-        return held
+            self.lengths.add_(tokens)
 
     def get_seq_length(self) -> Any:
         return self.lengths.max()
@@ -244,6 +249,9 @@ class StaticT2RCache(T2RCache):
         self.lengths = lengths
         self.kept = next((layer for layer in layers if isinstance(layer, StaticSoftmaxLayer)), None)
         self.counts_by_row = False
+        size = 1 if self.kept is None else self.kept.get_max_length()
+        self.columns = torch.arange(size, device=lengths.device)
+        self.real = torch.ones(lengths.shape[0], 1, dtype=torch.long, device=lengths.device)
 
     @property
     def rows(self) -> int:
@@ -271,12 +279,8 @@ class StaticT2RCache(T2RCache):
 
         Rows may have different lengths. Without a mask, some models inspect the tokens to warn about padding, which
         synchronizes with the device."""
-        size = 1 if self.kept is None else self.kept.get_max_length()
-        column = torch.arange(size, device=self.lengths.device)
-        return {
-            "position_ids": self.lengths[:, None].clone(),
-            "attention_mask": (column <= self.lengths[:, None]).long(),
-        }
+        mask = self.real if self.kept is None else (self.columns <= self.lengths[:, None]).long()
+        return {"position_ids": self.lengths[:, None].clone(), "attention_mask": mask}
 
     def put(self, row: int, other: T2RCache, other_row: int = 0) -> None:
         """Copy one sequence of another cache (a prefill or a saved state) to a row, without its padding."""

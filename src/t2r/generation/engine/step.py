@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from t2r.attention.layers import layer_tensors
 from t2r.attention.static import StaticRecurrentLayer, StaticSourceLayer
-from t2r.generation.engine.norms import available, fused_norms
+from t2r.generation.engine.fusion import available, fused
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
 from t2r.ops.constants import constant_weights
@@ -178,7 +178,7 @@ class DecodeStep:
             self.bias = torch.zeros_like(self.logits[0])
         torch.add(logits, self.bias, out=self.logits)
         best = self.logits.argmax(-1, keepdim=True)
-        self.tokens.copy_(torch.where(self.greedy, best, self.tokens))
+        torch.where(self.greedy, best, self.tokens, out=self.tokens)
 
     def run(self) -> None:
         """Advance every row by one token, without synchronizing with the device."""
@@ -219,8 +219,9 @@ class DecodeStep:
 
     @contextmanager
     def few_kernels(self) -> Iterator[None]:
-        """Norms are one kernel each; what depends only on the weights is computed in the first step."""
-        with constant_weights(self.constants), fused_norms(self.model) if available() else nullcontext():
+        """Operations share kernels; what depends only on the weights is computed in the first step."""
+        fewer = fused(self.model, self.own, self.forward) if available() else nullcontext()
+        with constant_weights(self.constants), fewer:
             yield
 
     @torch.no_grad()
@@ -229,7 +230,7 @@ class DecodeStep:
             self.forward()
         forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
         device = self.tokens.device
-        # One context for all steps: on entry it computes norms to compare them, which cannot be captured.
+        # One context for all steps: on entry it compares formulas, which cannot be captured.
         with torch.cuda.device(device), nullcontext() if self.compiled else self.few_kernels():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
