@@ -125,7 +125,7 @@ def test_the_tokens_are_the_same_in_float32(model_type, feature_map, kept):
     model = swapped(model_type, torch.float32, feature_map=feature_map, softmax_layers=kept)
     folded = merged(model)
     for generation in ({"num_beams": 1}, {"num_beams": 3}):
-        generation |= {"max_new_tokens": 8, "do_sample": False}
+        generation |= {"max_new_tokens": 5, "do_sample": False}
         inputs = prompts(model_type)
         assert torch.equal(folded.generate(**inputs, **generation), model.generate(**inputs, **generation))
 
