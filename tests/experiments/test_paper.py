@@ -1,13 +1,17 @@
 """The tables and figures of the paper: equal budgets, shared steps, tables and figures from records."""
 
+import time
 from itertools import pairwise
 
 import pytest
+from typer.testing import CliRunner
 
+from t2r.cli import app
 from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
 from t2r.experiments.cells import cells_of_record
 from t2r.experiments.charts import draw, drawn, lines
 from t2r.experiments.claims import CLAIMS, claims_list, judged
+from t2r.experiments.command import Ended
 from t2r.experiments.comparison import grid_table
 from t2r.experiments.tables import of_record, page, record_tables
 from t2r.training.budget import steps_of
@@ -107,10 +111,19 @@ def test_experiments_in_one_folder_agree_on_the_steps_that_they_share():
     assert shared
 
 
+def in_this_process(step, words, before, clock, lock):
+    """Run a command of an experiment here. tests/experiments/test_experiments.py runs commands in processes."""
+    began = time.monotonic()
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    return Ended(done.exit_code, before + time.monotonic() - began, done.stdout, "")
+
+
 def test_a_row_of_table_1_at_the_smallest_scale(tmp_path, monkeypatch):
     """A teacher and its conversion, for real, in seconds."""
     monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("t2r.experiments.run.call", in_this_process)
     record = reproduce("table1", scale="smoke", out=tmp_path / "out", steps=["pretrained-t2r-4"])
     cells = cells_of_record(record)
     assert list(cells) == ["teacher", "pretrained-t2r-4"]
