@@ -209,14 +209,11 @@ def assert_generates_like_recomputation(model, model_type, **options):
 
 GENERATION = {
     "greedy": {"do_sample": False},
-    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
-    "beam": {"num_beams": 4, "do_sample": False},
+    "several samples": {"do_sample": True, "top_k": 20, "temperature": 0.8, "num_return_sequences": 3},
     "beam sampling": {"num_beams": 3, "do_sample": True},
     "several beams": {"num_beams": 4, "num_return_sequences": 3, "do_sample": False},
-    "several samples": {"do_sample": True, "num_return_sequences": 3},
-    "min length": {"do_sample": False, "min_new_tokens": 6},
     "length penalty": {"num_beams": 3, "length_penalty": 0.6, "early_stopping": True, "do_sample": False},
-    "repetition penalty": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "processors": {"do_sample": False, "min_new_tokens": 6, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
 }
 
 
