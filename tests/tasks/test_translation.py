@@ -15,7 +15,10 @@ from t2r.errors import T2RError
 from t2r.generation import translation as translating_module
 from t2r.generation.translation import translate, write_translations
 from t2r.tasks import Translation
+from t2r.training.learner import Learner
 from t2r.training.objectives import transferring
+from t2r.training.order import collate
+from t2r.training.recipe import Stage
 from translating import make_model, make_tokenizer, sentences, translated, write_pairs
 
 
@@ -79,6 +82,34 @@ def test_padding_changes_nothing(tmp_path, tokenizer, teacher):
             for i in (0, len(pairs) - 1):
                 alone = model(**task.inputs(task.collate([[pairs[i]]])), use_cache=False).logits
                 torch.testing.assert_close(together[i, : alone.shape[1]], alone[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["distill", "task"])
+def test_batches_in_few_shapes_have_the_same_loss(tmp_path, tokenizer, teacher, objective):
+    """Padding to the width of a block, and copies of rows, change neither the loss nor its gradients."""
+    base = copy.deepcopy(teacher).double()
+    model = t2r.swap(copy.deepcopy(base), feature_size=4, cross_feature_size=8)
+    task = make_task(tmp_path, tokenizer, base)
+    learner = Learner(model, Stage("only", objective, "all", steps=1), task, base if objective == "distill" else None)
+    blocks, shapes = task.dataset(64), set()
+    for block in blocks:
+        batch = collate([(block, 1)], task.collate, task.rows_of)
+        shaped = task.in_few_shapes(batch, 64)
+        assert {x.shape[:1] for x in shaped.values()} == {(blocks.shape_of(max(map(max_length, block)))[0],)}
+        shapes.add(shaped["labels"].shape)
+        assert shaped["labels"].shape == shaped["input_ids"].shape == shaped["attention_mask"].shape
+        found = []
+        for each in (batch, shaped):
+            model.zero_grad()
+            loss, _ = learner(each)
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        torch.testing.assert_close(found[1], found[0])
+    assert 1 < len(shapes) <= 3
+
+
+def max_length(pair):
+    return max(map(len, pair))
 
 
 def test_noise_spares_padding_and_the_first_token(tmp_path, tokenizer, teacher):

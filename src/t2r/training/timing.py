@@ -137,7 +137,7 @@ def stage_step(
     """Yield a function that runs forward and backward of a stage on one batch, as a session does."""
     with prepared(trained, model, teacher, stage, settings, task):
         choose_trained(trained, stage)
-        learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
+        learner = Learner(trained, stage, task, teacher, compiled=settings.compiled and task.one_shape).train()
 
         def work(batch: dict[str, Any]) -> dict[str, Any]:
             with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
