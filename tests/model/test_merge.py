@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import t2r
-from families import FAMILIES, FSMT, batch, is_seq2seq, tiny
+from families import FAMILIES, FSMT, batch, copier, is_seq2seq, tiny
 from t2r.attention.recurrence import recurrent_sites
 from t2r.feature_maps import ACTIVATIONS
 from t2r.model import merge as merging
@@ -49,7 +49,7 @@ def swapped(model_type, dtype=torch.float64, noise=True, **options):
 
 def merged(model):
     """Return a merged copy."""
-    return t2r.merge(copy.deepcopy(model), force=True)
+    return t2r.merge(copier(model)(), force=True)
 
 
 @torch.no_grad()
