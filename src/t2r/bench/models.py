@@ -1,4 +1,4 @@
-"""The models of a benchmark: loaded by name, or built with random weights.
+"""The models of a benchmark: loaded by name, or built with random weights, and copies with more positions.
 
 Time and memory do not depend on the values of weights, so models of the paper's sizes need no training:
 
@@ -8,12 +8,14 @@ Time and memory do not depend on the values of weights, so models of the paper's
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import yaml
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from t2r.attention.recurrence import recurrent_sites
@@ -167,3 +169,32 @@ def check_alike(models: Mapping[str, PreTrainedModel]) -> None:
                 f"{name} is {model.dtype} on {model.device}, but the first model is {first.dtype} on {first.device}: "
                 "use one dtype and one device for all models"
             )
+
+
+def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
+    """Return the model if it has this many positions, otherwise a copy with its position embeddings repeated.
+
+    The copy is only for timing: its output is not meaningful."""
+    try:
+        family = family_of(model)
+    except T2RError:  # an unknown family: its forward raises if there are too few positions
+        return model
+    limit = family.max_positions(model)
+    if limit is None or limit >= length:
+        family.extend_positions(model, length)
+        return model
+    model = copy.deepcopy(model)
+    words = model.get_input_embeddings()
+    tables = [m for m in model.base_model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    # Some families keep rows for padding before those of the positions.
+    tables = [table for table in tables if 0 <= table.num_embeddings - limit <= 2]
+    if not tables:
+        raise T2RError(f"this {family.model_type} model has {limit} positions, and their embeddings were not found")
+    for table in tables:
+        extra = table.num_embeddings - limit
+        times = -(-length // limit)
+        weight = torch.cat([table.weight.detach()[:extra], table.weight.detach()[extra:].repeat(times, 1)])
+        table.weight = nn.Parameter(weight, requires_grad=False)
+        table.num_embeddings = len(weight)
+    model.config.max_position_embeddings = limit * times
+    return model
