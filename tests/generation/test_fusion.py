@@ -22,6 +22,7 @@ from t2r.generation.engine.fusion.norms import fuse_norms, norm_of
 from t2r.generation.engine.fusion.products import join_products
 from t2r.generation.engine.fusion.replacing import ROUNDING, Replacing
 from t2r.generation.engine.fusion.sums import DeferredSums
+from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.ops import registry
 from t2r.surgery.adapters import family_of
@@ -211,7 +212,7 @@ MODELS = {
     "llama": llama,
     "llama, softmax": lambda layers: llama(layers + 1, softmax_layers=list(range(layers))),  # the last is recurrent
     "paper-mt": paper_mt,
-    "paper-lm, softmax": lambda layers: models.on_the_engine(paper_lm(layers, "")),
+    "paper-lm, softmax": lambda layers: on_the_engine(paper_lm(layers, "")),
 }
 KERNELS = {
     "paper-lm": (7, 13),
