@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from t2r.attention.cache import cache_bytes
+from t2r.bench.models import feature_sizes
 from t2r.errors import T2RError
 from t2r.generation.engine.engine import no_static_cache
 from t2r.generation.engine.softmax import on_the_engine
@@ -215,13 +216,14 @@ def captured(
 def windowed(readers: Sequence[Reader]) -> Reader | None:
     """Return a reader of the first model with a window, of as many bytes as the smallest state of the others.
 
-    None: the first model is converted itself, or no other one is."""
+    Models with softmax layers count only if there are no others, because their memory grows. None: the first model is
+    converted itself, or no other one is."""
     teacher = readers[0]
-    states = []
-    for reader in readers:
-        reader.read_until(1)
-        states += [reader.held_bytes()] if isinstance(reader.model, T2RModel) else []
-    if not states or isinstance(teacher.model, T2RModel):
+    converted = [reader for reader in readers if isinstance(reader.model, T2RModel)]
+    if not converted or teacher in converted:
         return None
-    size = max(1, min(states) // teacher.held_bytes())
+    pure = [reader for reader in converted if feature_sizes(reader.model) is not None]
+    for reader in (teacher, *(pure or converted)):
+        reader.read_until(1)
+    size = max(1, min(reader.held_bytes() for reader in pure or converted) // teacher.held_bytes())
     return Reader(f"{teacher.name}, window of {size:,}", teacher.model, teacher.batch, teacher.seed, size)
