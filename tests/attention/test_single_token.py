@@ -43,11 +43,12 @@ def test_the_map_of_one_token(name, grouped, shared, key_weights):
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     q, k = torch.randn(3, 6, 1, 4).double(), torch.randn(3, 2, 1, 4).double()
-    expected = made(q, k)
-    with torch.no_grad():
-        got = made(q, k)
-    for own, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(own, other.detach(), rtol=1e-12, atol=1e-12)
+    for rows in (3, 1):
+        expected = made(0.5 * q[:rows], k[:rows])
+        with torch.no_grad():
+            for got in (made(0.5 * q[:rows], k[:rows]), made.of_token(q[:rows], k[:rows], 0.5)):
+                for own, other in zip(got, expected, strict=True):
+                    torch.testing.assert_close(own, other.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_heads_are_repeated_one_by_one():
