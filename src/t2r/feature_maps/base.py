@@ -135,7 +135,7 @@ class FeatureMap(nn.Module):
 
     def of_token(self, q: Tensor, k: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Map the queries, without their scale, and the keys of a single token. Gradients are disabled."""
-        return self(q * scaling, k)
+        return self.forward(q * scaling, k)
 
     def step_features(self, scaling: float) -> Features | None:
         """Return how `ops.step` can compute the features itself, from queries without their scale. None: it cannot."""
@@ -239,7 +239,7 @@ class AffineMap(FeatureMap):
         """Apply `activate` to keys. The last row is the logarithm of the key weight, if there is one."""
         if not self.weighs_keys:
             return self.activate(x)
-        x, log_weight = x.split((self.rows, 1), dim=-1)
+        x, log_weight = x.split_with_sizes((self.rows, 1), dim=-1)
         factor = full_precision(log_weight).clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
         return (self.activate(x) * factor).type_as(x)
 

@@ -78,7 +78,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     if x.shape[1] >= heads:
         return x
     times = heads // x.shape[1]
-    return x[:, :, None].expand(-1, -1, times, *x.shape[2:]).flatten(1, 2)
+    return x.unsqueeze(2).expand(-1, -1, times, *x.shape[2:]).flatten(1, 2)
 
 
 def full_precision(x: Tensor) -> Tensor:

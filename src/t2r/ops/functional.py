@@ -12,7 +12,7 @@ from t2r.errors import T2RError
 from t2r.ops import reference
 from t2r.ops.common import HALF, Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
 from t2r.ops.contract import Request
-from t2r.ops.registry import prefer, select
+from t2r.ops.registry import PREFERENCE, prefer, select
 
 LARGEST_MAPPED = 256
 """The largest input of a feature map that a step computes itself."""
@@ -215,9 +215,12 @@ def computes_features(q: Tensor, v: Tensor, size: int) -> bool:
     """Return whether the backend that `auto` selects for a step can compute `size` features per head itself.
 
     A compiled step computes them outside, where the compiler fuses them with other operations."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[3] > LARGEST_MAPPED:
+    device = q.device.type
+    if device not in PREFERENCE or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    request = Request("step", q.device.type, (q.dtype, v.dtype), size, v.shape[3], state=True, features=True)
+    if q.shape[3] > LARGEST_MAPPED:
+        return False
+    request = Request("step", device, (q.dtype, v.dtype), size, v.shape[3], state=True, features=True)
     return prefer(request) is not None
 
 
