@@ -71,11 +71,11 @@ def recurrent(model_type, merged):
 # More than softmax attention. GPT-2 has few operations: one projection instead of three after a merge, no rotation, and
 # one fused operation for attention, where a step in plain PyTorch updates S and z, reads both and divides.
 PLAIN = {
-    ("llama", False, 1): 5,
-    ("llama", False, 2): 13,  # the matrix products of the maps are by head, so rows and heads are transposed
+    ("llama", False, 1): 6,
+    ("llama", False, 2): 14,  # the matrix products of the maps are by head, so rows and heads are transposed
     ("llama", True, 1): -1,
     ("llama", True, 2): -1,
-    ("gpt2", False, 1): 13,
+    ("gpt2", False, 1): 14,
     ("gpt2", True, 1): 14,
 }
 

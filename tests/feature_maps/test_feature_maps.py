@@ -824,11 +824,11 @@ def test_constant_weights_are_derived_once():
     feature_map = make_feature_map("t2r", head_dim=4, num_heads=2, decay=True, key_weights=True, activation="softmax")
     q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
     with torch.no_grad():
-        expected, rates = feature_map.of_token(q, k, 0.5), feature_map.decay
+        expected, rates = feature_map.of_token(q, k), feature_map.decay
         kept = {}
         with constant_weights(kept):
             for _ in range(2):
-                assert all(map(torch.equal, feature_map.of_token(q, k, 0.5), expected))
+                assert all(map(torch.equal, feature_map.of_token(q, k), expected))
             first = feature_map.decay
             assert torch.equal(first, rates)
             assert feature_map.decay is first

@@ -50,10 +50,8 @@ class Recurrence(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float) -> Tensor:
         """Compute causal attention of new tokens, from the state of the cache: `[batch, heads, time, head_dim]`."""
         if (features := self.fused(q, v, mask, layer, scaling)) is None:
-            if q.shape[2] == 1 and layer is not None and not torch.is_grad_enabled():
-                q, k = self.feature_map.of_token(q, k, scaling)
-            else:
-                q, k = self.feature_map(q * scaling, k)
+            one = q.shape[2] == 1 and layer is not None and not torch.is_grad_enabled()
+            q, k = (self.feature_map.of_token if one else self.feature_map)(q * scaling, k)
         return self.advance(q, k, v, mask, layer, features)
 
     def fused(self, q: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float = 1.0) -> ops.Features | None:
