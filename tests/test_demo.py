@@ -51,7 +51,7 @@ def demo(world, tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "demo", module)
     spec.loader.exec_module(module)
-    module.MINUTES, module.FULL_MINUTES, module.WINDOWS, module.FULL_WINDOWS = 0.3, 1.0, 4, 4
+    module.MINUTES, module.FULL_MINUTES, module.WINDOWS, module.FULL_WINDOWS = 0.15, 1.0, 4, 4
     # Independent of the load of the machine.
     monkeypatch.setattr(module, "fitting", lambda models, seconds: list(module.LENGTHS))
     module.LENGTHS, module.SAMPLE = (16, 64, 256), module.SAMPLE | {"max_new_tokens": 12}
@@ -146,7 +146,7 @@ def test_a_finished_conversion_is_reused_and_another_is_replaced(demo, monkeypat
     assert "already contains this conversion" in result.stdout
     assert (demo.out / "rnn" / "results.json").stat().st_mtime_ns == written
 
-    demo.module.MINUTES = 0.31
+    demo.module.MINUTES = 0.16
     result = demo()
     assert result.exit_code == 0, result.output
     assert "it is replaced" in result.stdout

@@ -14,8 +14,8 @@ DECAY = {"decay": True, "rotary": False, "activation": "softmax", "shared": Fals
 KINDS = {"pure": {}, "decay": DECAY, "kept": {"softmax_layers": [1]}, "signed": {"feature_map": "rfa"}}
 
 
-def swapped(model_type, dtype=torch.float64, **options):
-    return t2r.swap(tiny(model_type, dtype), **({"feature_size": 8} | options)).eval()
+def swapped(model_type, dtype=torch.float64, layers=None, **options):
+    return t2r.swap(tiny(model_type, dtype, layers=layers), **({"feature_size": 8} | options)).eval()
 
 
 class NoWaiting(TorchDispatchMode):
@@ -82,7 +82,7 @@ def test_a_step_does_not_wait_for_the_device(model_type, kind):
 @torch.no_grad()
 def test_a_step_compiles_once_to_one_graph(model_type, kind):
     torch._dynamo.reset()
-    model, graphs = swapped(model_type, torch.float32, **KINDS[kind]), []
+    model, graphs = swapped(model_type, torch.float32, layers=2, **KINDS[kind]), []
 
     def count(graph, example_inputs):
         graphs.append(graph)

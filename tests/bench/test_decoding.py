@@ -13,6 +13,9 @@ from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 import t2r
 from families import POSITIONS, tiny
 from t2r.bench import decoding
+from t2r.bench.models import with_positions
+from t2r.bench.readers import EngineReader
+from t2r.bench.summary import crossover
 from t2r.errors import T2RError
 
 SHORT = {"steps": 2, "repeats": 2}
@@ -69,7 +72,7 @@ def test_timed_steps_have_the_whole_context_in_the_cache():
 def test_learned_positions_are_repeated_in_a_copy(model_type):
     model = tiny(model_type, torch.float32)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    longer = decoding.with_positions(model, 3 * POSITIONS - 5)
+    longer = with_positions(model, 3 * POSITIONS - 5)
     assert longer is not model
     assert longer.config.max_position_embeddings == 3 * POSITIONS
     assert model.config.max_position_embeddings == POSITIONS
@@ -80,7 +83,7 @@ def test_learned_positions_are_repeated_in_a_copy(model_type):
     again = torch.arange(POSITIONS, POSITIONS + 10)[None]
     with torch.no_grad():
         torch.testing.assert_close(longer(ids, position_ids=again).logits, model(ids).logits)
-    assert decoding.with_positions(model, POSITIONS) is model
+    assert with_positions(model, POSITIONS) is model
 
 
 def test_measuring_beyond_the_positions_is_reported():
@@ -103,7 +106,7 @@ def test_measuring_beyond_the_positions_is_reported():
     ],
 )
 def test_crossover(reference, times, expected):
-    assert decoding.crossover([100, 200, 300], reference, times) == expected
+    assert crossover([100, 200, 300], reference, times) == expected
 
 
 def test_tables_and_notes():
@@ -188,16 +191,17 @@ def test_the_engine_alone_does_not_read_the_context():
 
 
 def test_a_model_that_does_not_fit_is_left_out(monkeypatch):
-    measure = decoding.EngineReader.milliseconds
+    measure = EngineReader.milliseconds
 
     def limited(self, steps):
         if self.name == "teacher, engine" and self.length > 6:
             raise torch.OutOfMemoryError
         return measure(self, steps)
 
-    monkeypatch.setattr(decoding.EngineReader, "milliseconds", limited)
+    monkeypatch.setattr(EngineReader, "milliseconds", limited)
     report = decoding.run(pair("llama", feature_size=8), [6, 20, 30], engine=True, own=False, **SHORT)
     assert report.out_of_memory == {"teacher, engine": 20}
     assert [p.length for p in report.of("teacher, engine")] == [6]
     assert [p.length for p in report.of("RNN, engine")] == [6, 20, 30]
     assert "teacher, engine does not fit into memory at 20 tokens." in decoding.notes(report)
+    assert [row[0] for row in decoding.cells(report)] == ["6", "", "20", "30"]  # also without the first model

@@ -13,8 +13,9 @@ from families import tiny
 from t2r.bench import memory, translating
 from t2r.bench.analytic import step_cost
 from t2r.bench.figures import memory_page, translating_page
-from t2r.bench.models import add_feature_sizes, load_models, on_the_engine
+from t2r.bench.models import add_feature_sizes, load_models
 from t2r.errors import T2RError
+from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 
 

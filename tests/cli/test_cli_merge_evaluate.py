@@ -120,10 +120,21 @@ def test_evaluate_runs_the_task_that_ships(folders, monkeypatch, tmp_path):
     assert all(row["perplexity"] > 1 and 0 <= row["tasks"]["next_words"]["acc,none"] <= 1 for row in both)
 
 
-def test_an_unknown_task_is_refused_before_the_text_is_measured(folders):
-    pytest.importorskip("lm_eval", reason="needs the lm-eval extra")
+@pytest.mark.parametrize("indexed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "indexed"])
+def test_an_unknown_task_is_refused_before_the_text_is_measured(folders, monkeypatch, indexed):
+    """The tasks of lm-eval are searched too. Reading their thousands of files takes ten seconds."""
+    tasks = pytest.importorskip("lm_eval.tasks", reason="needs the lm-eval extra")
+    searched = []
+
+    class Manager(tasks.TaskManager):
+        def __init__(self, include_path, include_defaults):
+            searched.append(include_defaults)
+            super().__init__(include_path=include_path, include_defaults=include_defaults and indexed)
+
+    monkeypatch.setattr(tasks, "TaskManager", Manager)
     command = ("evaluate", folders / "gpt2", "--text", "no-such-file.txt", "--task", "no_such_task")
     assert "no task no_such_task" in str(run(*command).exception)
+    assert searched == [False, True]
 
 
 def test_a_task_without_its_data_is_one_line(folders, monkeypatch, tmp_path):

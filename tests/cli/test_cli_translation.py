@@ -57,10 +57,14 @@ def test_convert_and_evaluate(world, tmp_path):
     assert "BLEU" in measured.stdout
     assert "nrefs:1" in measured.stdout
     assert "against the first" in measured.stdout
+    assert "state or cache, cross" in measured.stdout
     assert len((tmp_path / "texts" / "2-out.txt").read_text().splitlines()) == 5
-    first, _ = json.loads(run("evaluate", world / "teacher", out, *pair, "--json").stdout)
+    first, second = json.loads(run("evaluate", world / "teacher", out, *pair, "--json").stdout)
     assert first["bleu"] > 5  # it has learned a little
     assert first["copied"]["numbers"]["total"] == 0
+    assert first["kept_tokens"] is not None
+    assert second["kept_tokens"] is None
+    assert second["causal_bytes"] > 0
     assert sum(part["lines"] for part in first["by_length"]) == 5
     assert "tok:moses-en" in first["tokenized_bleu_signature"]
     assert "paired bootstrap" in measured.stdout

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import processors
 
 from t2r.data.mixture import WeightedSource
-from t2r.data.parallel import PairBlocks, find_file, parse_pairs, tokenize_pairs
+from t2r.data.parallel import PairBlocks, find_file, parse_pairs, tokenize_pairs, width_of
 from t2r.errors import T2RError
 from t2r.training.order import Order
 from translating import make_tokenizer, write_pairs
@@ -126,12 +126,21 @@ def test_blocks_hold_every_pair_once_and_fit(tmp_path, tokenizer):
     sizes = []
     for i in range(len(blocks)):
         sizes.append((len(blocks[i]), max(len(side) for pair in blocks[i] for side in pair)))
-    assert all(rows * longest <= 48 for rows, longest in sizes)
-    # Little is padded: what the blocks have room for is mostly what is in them.
-    padded = sum(rows * longest for rows, longest in sizes)
-    assert corpus.lengths.sum() > 0.9 * padded
-    # And they are full, but for the last one of each length.
-    assert np.mean([(rows + 1) * longest > 48 for rows, longest in sizes]) > 0.8
+    shapes = [blocks.shape_of(longest) for _, longest in sizes]
+    assert all(rows <= most and most * width <= 48 for (rows, _), (most, width) in zip(sizes, shapes, strict=True))
+    # There are few shapes, and little is padded.
+    assert set(shapes) == {(6, 8), (4, 12), (3, 16)}
+    assert corpus.lengths.sum() > 0.7 * sum(rows * width for rows, width in shapes)
+    # Blocks are full, but for the last one and those with what was left of a smaller width.
+    assert sum(rows < most for (rows, _), (most, _) in zip(sizes, shapes, strict=True)) <= 3
+
+
+def test_widths_of_blocks():
+    lengths = np.arange(1, 600)
+    widths = width_of(lengths)
+    assert np.unique(widths).tolist() == [8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768]
+    assert (widths >= lengths).all()
+    assert (widths[8:] <= 1.5 * lengths[8:]).all()
 
 
 def test_blocks_depend_on_the_seed_alone(tmp_path, tokenizer):

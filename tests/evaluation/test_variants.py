@@ -8,11 +8,13 @@ import torch
 import t2r
 from families import tiny
 from t2r import T2RError
+from t2r.attention.cache import cache_bytes
 from t2r.attention.softmax import SoftmaxWindow
 from t2r.evaluation import Variant
 from t2r.evaluation.generation import wilson
 from t2r.evaluation.logits import logits_by_slice
-from t2r.evaluation.variants import Memory, memory_of
+from t2r.evaluation.memory import Memory, memory_of, translation_memory
+from t2r.evaluation.translation import memory_at
 from t2r.surgery.adapters import family_of
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float64, except that logits are rounded to float32
@@ -146,6 +148,24 @@ def test_memory_is_what_the_cache_holds():
         state = rnn(ids_of(12, rows=1), use_cache=True).past_key_values.nbytes
     assert memory_of(rnn) == Memory(state, 0, None)
     assert memory_of(rnn, Variant(state="bfloat16")).at(1000) == state // 2
+
+
+def test_memory_of_causal_and_cross_attention():
+    def held(model, source, target):
+        with torch.no_grad():
+            cache = model(ids_of(source, rows=1), decoder_input_ids=ids_of(target, rows=1)).past_key_values
+        return cache_bytes(cache.self_attention_cache), cache_bytes(cache.cross_attention_cache)
+
+    teacher = tiny("marian", torch.bfloat16)
+    causal, cross = translation_memory(teacher)
+    assert (causal.at(5), cross.at(9)) == held(teacher, source=9, target=5)
+    rnn = t2r.swap(tiny("marian", torch.float32), feature_size=4, cross_feature_size=8)
+    assert translation_memory(rnn) == tuple(Memory(size, 0) for size in held(rnn, source=9, target=5))
+    assert memory_at(rnn, 9) == memory_at(rnn, 30)
+    kept = t2r.swap(tiny("marian", torch.float32), feature_size=4, softmax_layers=[0])
+    assert memory_at(kept, 9)["kept_tokens"] == 9
+    assert memory_at(rnn, 9)["cross_bytes"] < memory_at(kept, 30)["cross_bytes"]
+    assert memory_of(rnn) is None  # of an encoder-decoder: see above
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """The tables and figures of the paper: equal budgets, shared steps, tables and figures from records."""
 
+import time
 from itertools import pairwise
 
 import pytest
+from typer.testing import CliRunner
 
+from t2r.cli import app
 from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
 from t2r.experiments.cells import cells_of_record
-from t2r.experiments.charts import draw, lines
+from t2r.experiments.charts import draw, drawn, lines
 from t2r.experiments.claims import CLAIMS, claims_list, judged
+from t2r.experiments.command import Ended
 from t2r.experiments.comparison import grid_table
 from t2r.experiments.tables import of_record, page, record_tables
 from t2r.training.budget import steps_of
@@ -107,10 +111,19 @@ def test_experiments_in_one_folder_agree_on_the_steps_that_they_share():
     assert shared
 
 
+def in_this_process(step, words, before, clock, lock):
+    """Run a command of an experiment here. tests/experiments/test_experiments.py runs commands in processes."""
+    began = time.monotonic()
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    return Ended(done.exit_code, before + time.monotonic() - began, done.stdout, "")
+
+
 def test_a_row_of_table_1_at_the_smallest_scale(tmp_path, monkeypatch):
     """A teacher and its conversion, for real, in seconds."""
     monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("t2r.experiments.run.call", in_this_process)
     record = reproduce("table1", scale="smoke", out=tmp_path / "out", steps=["pretrained-t2r-4"])
     cells = cells_of_record(record)
     assert list(cells) == ["teacher", "pretrained-t2r-4"]
@@ -174,6 +187,28 @@ def test_the_table_of_a_grid():
     assert column["state or cache"] == "1.00 MiB"
 
 
+def test_the_table_of_translation_shows_the_memory_of_causal_and_cross_attention():
+    cell = {"pair": "en-de", "start": "pretrained", "system": "t2r-32-4"}
+    name, teacher = "pretrained-t2r-32-4-en-de", "teacher-en-de"
+    kept = {"causal_bytes": 3 << 20, "cross_bytes": 5 << 20, "kept_tokens": 30}
+    state = {"causal_bytes": 1 << 16, "cross_bytes": 1 << 19, "kept_tokens": None}
+    rows = [{"model": teacher, "parameters": 50_000_000} | kept, {"model": name, "parameters": 50_100_000} | state]
+    record = record_of(
+        "table2",
+        made(teacher, cell | {"start": "random", "system": "teacher"}, f"t2r pretrain x {teacher}", 300.0, 60_000_000),
+        made(name, cell, f"t2r convert {teacher} {name}", 60.0, 40_000_000),
+        *({"name": f"quality-{row['model']}", "command": f"t2r evaluate {row['model']}", "seconds": 5.0,
+           "result": [row | {"bleu": 20.0}]} for row in rows),
+    )  # fmt: skip
+    lines_ = grid_table(of_record("table2-small"), record).splitlines()
+    head, _, first, second = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines_]
+    assert (head[-2:], first[-2:], second[-2:]) == (
+        ["parameters", "state or cache, causal + cross"],
+        ["50.0M", "3.00 MiB + 5.00 MiB at 30 tokens"],
+        ["50.1M (+0.20 %)", "64.0 KiB + 0.50 MiB"],
+    )
+
+
 def test_pages_show_grids_by_their_scale(monkeypatch):
     text = "<!-- record: figure-entropy-small -->\nold\n<!-- end -->\n"
     assert "Not recorded yet: `t2r reproduce figure-entropy --scale small`." in page(text)
@@ -198,6 +233,10 @@ def test_the_figures_of_a_grid(tmp_path):
     assert found["Transformer"] == ([1.0], [0.7], [0.0])
     scatter = {"title": "x", "x": "entropy", "y": "test", "lines": "model", "level": "teacher"}
     assert lines(experiment, record, scatter)["finetuned"][:2] == ([3.0, 4.0], [33.0, 34.0])
+    in_page = drawn(experiment, record)
+    assert list(in_page) == [distance["title"], attention["title"]]
+    assert all("finetuned" in svg for svg in in_page.values())
+    assert drawn(experiment, record_of("figure-distance", TEACHER)) == {}
     for figure in (distance, attention, scatter):
         draw(experiment, record, figure, tmp_path / "figure.svg")
         assert "finetuned" in (tmp_path / "figure.svg").read_text()

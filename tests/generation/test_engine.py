@@ -215,6 +215,35 @@ def test_sequences_join_and_leave_a_running_batch(case):
         assert sequence.finished
 
 
+@pytest.mark.parametrize("case", ["gpt2", "gpt2 kept"])
+def test_batches_follow_each_other_in_a_running_batch(case):
+    """Ended sequences make room for the next batch. Forbidden, first and last tokens are those of `generate`."""
+    model, given = swapped(case), prompts([5, 2, 7, 5, 3, 6, 4])
+    free = [alone(model, prompt, max_new_tokens=9) for prompt in given]
+    stops, common = [free[0][2], free[1][5]], {"max_new_tokens": 9, "pad_token_id": PAD}
+    common |= {"eos_token_id": stops, "forced_eos_token_id": stops[0], "bad_words_ids": [[free[2][3]]]}
+    other = {"bad_words_ids": None, "suppress_tokens": sorted({*free[4][:3], *free[5][:3]} - set(stops))}
+    options = [common] * 4 + [common | other] * 3
+    expected = [alone(model, prompt, **how) for prompt, how in zip(given, options, strict=True)]
+    assert len({len(tokens) for tokens in expected}) > 2
+    assert any(len(tokens) == 9 for tokens in expected)
+    engine, running = Engine(model, rows=2, max_length=16, source_length=8), []
+    engine.look_every = 4
+    found = {}
+    batches = [{"input_ids": x, "attention_mask": torch.ones_like(x), **o} for x, o in zip(given, options, strict=True)]
+    for number, tokens in engine.generate_each(batches):
+        found[number] = tokens
+        running.append(len(engine.groups))
+    assert [found[i] for i in range(7)] == expected
+    assert any(running)  # a sequence ended while another one ran
+    assert not engine.busy
+    assert sorted(engine.free) == [0, 1]
+    generation = engine.generate_each(batches)
+    next(generation)
+    generation.close()
+    assert not engine.busy
+
+
 @pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe", "marian"])
 def test_stops_between_two_reads(case):
     """Tokens generated after a stop token and before the next read are dropped and do not affect other rows."""

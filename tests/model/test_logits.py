@@ -4,11 +4,10 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 import t2r
 from families import FAMILIES, VOCABULARY, batch, tiny
-from t2r.model.logits import AT_ONCE, Readout
+from t2r.model.logits import AT_ONCE, LinearHead, Readout
 
 
 def gives_whole_logits(model):
@@ -48,11 +47,17 @@ def test_body_and_head_give_the_logits(model_type, swapped):
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("llama", nn.Linear), ("gemma2", Readout), ("marian", Readout)])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [("llama", LinearHead), ("gemma2", Readout), ("marian", LinearHead), ("bart", LinearHead), ("granite", LinearHead)],
+)
 def test_a_head_alone_is_a_projection(model_type, kind):
     readout = Readout(special(model_type), inputs_of(model_type))
-    assert type(readout.projection) is kind
-    assert readout.projection.out_features == VOCABULARY
+    head = readout.projection
+    assert type(head) is kind
+    assert head.out_features == VOCABULARY
+    states = torch.randn(3, 32, dtype=readout.model.dtype)
+    torch.testing.assert_close(head(states), readout(states))
 
 
 def test_an_unknown_head_gives_whole_logits():

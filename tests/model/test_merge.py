@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import t2r
-from families import FAMILIES, FSMT, batch, is_seq2seq, tiny
+from families import FAMILIES, FSMT, batch, copier, is_seq2seq, tiny
 from t2r.attention.recurrence import recurrent_sites
 from t2r.feature_maps import ACTIVATIONS
 from t2r.model import merge as merging
@@ -49,7 +49,7 @@ def swapped(model_type, dtype=torch.float64, noise=True, **options):
 
 def merged(model):
     """Return a merged copy."""
-    return t2r.merge(copy.deepcopy(model), force=True)
+    return t2r.merge(copier(model)(), force=True)
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def test_the_tokens_are_the_same_in_float32(model_type, feature_map, kept):
     model = swapped(model_type, torch.float32, feature_map=feature_map, softmax_layers=kept)
     folded = merged(model)
     for generation in ({"num_beams": 1}, {"num_beams": 3}):
-        generation |= {"max_new_tokens": 8, "do_sample": False}
+        generation |= {"max_new_tokens": 5, "do_sample": False}
         inputs = prompts(model_type)
         assert torch.equal(folded.generate(**inputs, **generation), model.generate(**inputs, **generation))
 

@@ -25,8 +25,8 @@ KINDS = {"pure": {}, "kept": {"softmax_layers": [1]}}
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": PAD}
 
 
-def swapped(model_type, dtype=torch.float64, **options):
-    return t2r.swap(tiny(model_type, dtype), **({"feature_size": 8} | options)).eval()
+def swapped(model_type, dtype=torch.float64, layers=None, **options):
+    return t2r.swap(tiny(model_type, dtype, layers=layers), **({"feature_size": 8} | options)).eval()
 
 
 def prompt(model_type, **options):
@@ -60,7 +60,7 @@ def test_a_generation_on_a_static_cache_compiles_one_step_once(model_type, kind)
     """`generate` compiles the step on a GPU. A change of the shape or stride of an input would recompile it for each
     token."""
     torch._dynamo.reset()
-    model, inputs, graphs = swapped(model_type, torch.float32, **KINDS[kind]), prompt(model_type), []
+    model, inputs, graphs = swapped(model_type, torch.float32, layers=2, **KINDS[kind]), prompt(model_type), []
 
     def count(graph, example_inputs):
         graphs.append(graph)

@@ -81,29 +81,41 @@ def test_every_shipped_record_has_a_page(tmp_path):
             assert " ".join(cell.split()) in text
 
 
-def test_the_folder_of_a_grid(tmp_path):
-    """The records of experiments with scales are named after them, and several can share a folder."""
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """Return the folder of two grids: one shipped, with figures of its own, and one that is not."""
     rows = [{"first": i, "last": i, "model": 0.5, "teacher": 0.4} for i in range(3)]
-    analysis = {"model": "rnn", "teacher": "teacher", "by_distance": rows, "mean": {"euclidean": 0.125}}
-    steps = [
-        {"cell": {"k": k}, "name": f"quality-{k}", "command": "t2r evaluate x", "seconds": 1.0, "result": [
-            {"model": f"rnn-{k}", "text": "valid", "window": 8, "tokens": 9, "perplexity": 10.0 * k}
-        ]} for k in (1, 2)
-    ]  # fmt: skip
-    steps.append({"cell": {"k": 1}, "name": "analysis", "command": "t2r analyze rnn", "result": analysis})
-    for name in ("one", "two"):
-        record = {"experiment": name, "scale": "smoke", "date": "2026-01-01", "machine": {"cores": 2}, "steps": steps}
-        (tmp_path / f"{name}-smoke.json").write_text(json.dumps(record))
-    text = words(t2r.report(tmp_path))
-    for part in (
-        "Experiment one",
-        "Experiment two",
-        "Perplexity of each model",
-        "Attention by distance",
-        "20.00",
-        "0.125",
-    ):
-        assert part in text
+    steps = [{"cell": {"model": "teacher"}, "name": "teacher", "command": "t2r pretrain x teacher", "seconds": 1.0}]
+    for k in (8, 64):
+        name, cell = f"pretrained-t2r-{k}", {"model": "full", "k": str(k)}
+        scores = {"text": "valid", "window": 8, "tokens": 9, "perplexity": 10.0 * k}
+        analysis = {"model": name, "teacher": "teacher", "by_distance": rows, "mean": {"euclidean": 1 / k}}
+        for step, command, result in (
+            (name, f"t2r convert teacher {name}", {"seconds": {"a": 1.0}}),
+            (f"quality-{k}", f"t2r evaluate {name}", [{"model": name} | scores]),
+            (f"analysis-{k}", f"t2r analyze {name}", analysis),
+        ):
+            steps.append({"cell": cell, "name": step, "command": command, "seconds": 1.0, "result": result})
+    folder = tmp_path_factory.mktemp("grid")
+    for name in ("figure-distance", "mine"):
+        record = {"experiment": name, "scale": "paper", "date": "2026-01-01", "machine": {"cores": 2}, "steps": steps}
+        (folder / f"{name}-paper.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_the_folder_of_a_grid(grid):
+    """The records of experiments with scales are named after them, and several can share a folder."""
+    text = words(t2r.report(grid))
+    shipped, _, mine = text.partition("Experiment mine")
+    assert "Experiment figure-distance" in shipped
+    # The figures of the experiment, with a line for each label, come before those that every grid has.
+    assert "Distance to the teacher's attention by feature size" in shipped
+    assert shipped.index("finetuned") < shipped.index("Perplexity of each model")
+    assert "Distance to" not in mine
+    for part in (shipped, mine):
+        assert part.count("Attention by distance") == 1
+        for number in ("640.00", "0.125"):
+            assert number in part
 
 
 def test_several_results_on_one_page(tmp_path, conversion):
@@ -127,9 +139,9 @@ def test_no_results(tmp_path):
 
 
 @pytest.mark.skipif(browser.PROGRAM is None, reason="no Chromium or Chrome is installed")
-def test_in_a_browser(tmp_path, conversion):
+def test_in_a_browser(tmp_path, conversion, grid):
     (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
-    page = t2r.report([conversion, tmp_path / "evaluation.json"], tmp_path / "all.html")
+    page = t2r.report([conversion, tmp_path / "evaluation.json", grid], tmp_path / "all.html")
     phone = browser.measure(page, tmp_path, 390, dark=True)
     desk = browser.measure(page, tmp_path, 1200)
     for seen in (phone, desk):
@@ -137,8 +149,8 @@ def test_in_a_browser(tmp_path, conversion):
         assert not seen["requests"]
         assert not seen["wide"]
         assert seen["scroll"] <= seen["width"]
-        assert seen["figures"] == 6
-        assert seen["tables"] >= 5
+        assert seen["figures"] == 6 + 5
+        assert seen["tables"] >= 7
     assert phone["width"] == 390
     assert phone["background"] != desk["background"]
 

@@ -446,13 +446,13 @@ def test_a_resumed_run_keeps_its_schedule(world, tmp_path, monkeypatch, caplog):
     assert "interrupted: the same command resumes this run" in caplog.text
     monkeypatch.setattr(sessions, "time_all", None)
     # The time is nearly over: the stages share the rest.
-    monkeypatch.setattr(Run, "seconds", property(lambda self: 50.0))
+    monkeypatch.setattr(Run, "seconds", property(lambda self: 55.0))
     caplog.clear()
     with caplog.at_level("INFO", "t2r"):
         results = run(world, tmp_path / "out", **options)
     assert asked[0] == asked[1] < 10**6
     assert "resuming the unfinished run in" in caplog.text
-    # How many steps fit into the ten seconds that are left depends on the machine; that they end in time does not.
+    # How many steps fit into the five seconds that are left depends on the machine; that they end in time does not.
     spent = [int(seconds) for seconds in re.findall(r"stage \w+: [\d,]+ steps in (\d+) seconds", caplog.text)]
     assert len(spent) == len(results["log"]) == 2
     assert max(spent) <= 12  # each may end with one step more; of the whole minute it would be 20 and more

@@ -1,6 +1,9 @@
 """Translation as a task: what a model reads, what is scored against what, and what is measured."""
 
 import copy
+import weakref
+from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +13,18 @@ from torch.nn.functional import cross_entropy, kl_div
 
 import t2r
 from families import EOS, PAD, tiny
+from t2r.attention.recurrence import exact_attention
 from t2r.data.parallel import tokenize_pairs
 from t2r.errors import T2RError
 from t2r.generation import translation as translating_module
-from t2r.generation.translation import translate, write_translations
+from t2r.generation.engine.step import DecodeStep
+from t2r.generation.text import until_stop
+from t2r.generation.translation import bucket_of, translate, translate_to_tokens, write_translations
 from t2r.tasks import Translation
+from t2r.training.learner import Learner
 from t2r.training.objectives import transferring
+from t2r.training.order import collate
+from t2r.training.recipe import Stage
 from translating import make_model, make_tokenizer, sentences, translated, write_pairs
 
 
@@ -79,6 +88,34 @@ def test_padding_changes_nothing(tmp_path, tokenizer, teacher):
             for i in (0, len(pairs) - 1):
                 alone = model(**task.inputs(task.collate([[pairs[i]]])), use_cache=False).logits
                 torch.testing.assert_close(together[i, : alone.shape[1]], alone[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["distill", "task"])
+def test_batches_in_few_shapes_have_the_same_loss(tmp_path, tokenizer, teacher, objective):
+    """Padding to the width of a block, and copies of rows, change neither the loss nor its gradients."""
+    base = copy.deepcopy(teacher).double()
+    model = t2r.swap(copy.deepcopy(base), feature_size=4, cross_feature_size=8)
+    task = make_task(tmp_path, tokenizer, base)
+    learner = Learner(model, Stage("only", objective, "all", steps=1), task, base if objective == "distill" else None)
+    blocks, shapes = task.dataset(64), set()
+    for block in blocks:
+        batch = collate([(block, 1)], task.collate, task.rows_of)
+        shaped = task.in_few_shapes(batch, 64)
+        assert {x.shape[:1] for x in shaped.values()} == {(blocks.shape_of(max(map(max_length, block)))[0],)}
+        shapes.add(shaped["labels"].shape)
+        assert shaped["labels"].shape == shaped["input_ids"].shape == shaped["attention_mask"].shape
+        found = []
+        for each in (batch, shaped):
+            model.zero_grad()
+            loss, _ = learner(each)
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        torch.testing.assert_close(found[1], found[0])
+    assert 1 < len(shapes) <= 3
+
+
+def max_length(pair):
+    return max(map(len, pair))
 
 
 def test_noise_spares_padding_and_the_first_token(tmp_path, tokenizer, teacher):
@@ -167,6 +204,91 @@ def test_lines_are_translated_as_one_at_a_time(tokenizer, teacher, swapped):
     assert len(set(together)) > 4
     assert done == sorted(done)
     assert done[-1] == len(lines)
+
+
+def ways(kind, teacher):
+    """A teacher, or a model that a conversion measures, in float64."""
+    model = copy.deepcopy(teacher).double()
+    model.generation_config.forced_eos_token_id = EOS
+    model.generation_config.bad_words_ids = [[PAD], [9]]
+    if kind == "bart":
+        torch.manual_seed(0)
+        model = tiny("bart", torch.float64)
+        model.generation_config.forced_bos_token_id = 5
+    return model if kind in ("teacher", "bart") else t2r.swap(model, feature_size=4, cross_feature_size=8).eval()
+
+
+@pytest.mark.parametrize("kind", ["teacher", "swapped", "exact", "bart"])
+def test_the_engine_translates_as_generate(kind, tokenizer, teacher, monkeypatch, caplog):
+    """Lines join and leave a running batch of 4, and each has the translation of `generate` for it alone."""
+    model, all_beams = ways(kind, teacher), (1, 3) if kind == "teacher" else (1,)
+    few = 1 if kind == "teacher" else 2  # the others write until their limits
+    lines = [*sentences(12 // few, 1, longest=14), *sentences(3 // few, 2, shortest=20, longest=30)]
+    with exact_attention(model) if kind == "exact" else nullcontext():
+        expected = {}
+        for beams in all_beams:
+            how = {"num_beams": beams, "do_sample": False} | ({"length_penalty": 0.6} if beams > 1 else {})
+            expected[beams] = []
+            for line in lines:
+                ids = torch.tensor([tokenizer(line).input_ids])
+                limit = 2 * bucket_of(ids.shape[1]) + 16
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(limit, 63), **how)
+                expected[beams].append(until_stop(out[0, 1:].tolist(), [EOS]))
+        steps, before = Counter(), []
+        build = DecodeStep.__init__
+
+        def counted(self, model, rows, length, source, **how):
+            assert not any(step() for step in before)  # one cache at a time
+            before.append(weakref.ref(self))
+            steps[how["reorders"], rows, length, source] += 1
+            build(self, model, rows, length, source, **how)
+
+        monkeypatch.setattr(DecodeStep, "__init__", counted)
+        monkeypatch.setitem(translating_module.TOKENS, "cpu", 4 * 16)
+        monkeypatch.setattr(type(model), "generate", refuse_own_loop(type(model).generate))
+        for beams in all_beams:
+            assert translate_to_tokens(model, tokenizer, lines, beams, 0.6, name="") == expected[beams]
+    assert len({len(row) for row in expected[1]}) > 1
+    assert max(steps.values()) == 1
+    buffers = {(length, source) for reorders, _, length, source in steps if not reorders}
+    assert buffers == ({(None, None)} if kind == "swapped" else {(49, 16), (64, 32)})
+    assert not caplog.records
+
+
+def refuse_own_loop(real):
+    """`generate` may prepare a call of the engine, but not decode."""
+
+    def generate(self, *args, **kwargs):
+        assert "custom_generate" in kwargs
+        return real(self, *args, **kwargs)
+
+    return generate
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_translation_that_does_not_end_is_empty(tokenizer, teacher, beams):
+    """Also if the model's configuration forces an EOS token at the limit."""
+    model = copy.deepcopy(teacher)
+    model.final_logits_bias[0, EOS] = -1e4
+    model.generation_config.forced_eos_token_id = EOS
+    model.generation_config.eos_token_id = [EOS, 3]
+    lines = sentences(12, 3, longest=5)
+    given, whole = (
+        translate_to_tokens(model, tokenizer, lines, beams, 0.6, name="", whole=whole) for whole in (False, True)
+    )
+    endless = [row[-1] == EOS for row in given]
+    assert 0 < sum(endless) < 12
+    assert whole == [[] if never else row for row, never in zip(given, endless, strict=True)]
+
+
+def test_a_model_that_the_engine_does_not_support_translates_with_generate(tokenizer, caplog):
+    torch.manual_seed(0)
+    model = tiny("t5", torch.float64)
+    ids = torch.tensor([tokenizer("w3 w4").input_ids])
+    expected = until_stop(model.generate(ids, max_new_tokens=48)[0, 1:].tolist(), [EOS])
+    assert translate_to_tokens(model, tokenizer, ["w3 w4"], 1, 0.6, name="") == [expected]
+    assert "translating with model.generate()" in caplog.text
+    assert "relative bias" in caplog.text
 
 
 def test_a_line_beyond_the_positions_is_told_by_its_number(tokenizer, teacher):

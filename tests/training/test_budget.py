@@ -31,7 +31,7 @@ from t2r.training.budget import (
 from t2r.training.plan import within
 from t2r.training.recipe import Recipe, Stage
 from t2r.training.run import Run
-from t2r.training.timing import Cost, Speeds, slices, time_all, time_optimizer, time_slices
+from t2r.training.timing import Cost, Speeds, sizes_to_time, slices, time_all, time_optimizer, time_slices
 from t2r.training.trainer import Settings
 
 PLAN = Recipe(
@@ -198,6 +198,21 @@ def test_slices_grow_until_they_take_long_enough(monkeypatch, token, sizes):
 
     assert time_slices(step, Counted(), torch.device("cpu"), slices(16, 512)) == pytest.approx(token)
     assert seen == sizes
+
+
+def test_on_a_gpu_the_whole_batch_is_timed_after_a_warm_up(monkeypatch):
+    clock, seen = Clock(), []
+    monkeypatch.setattr("t2r.training.timing.time.perf_counter", clock)
+
+    def step(batch):
+        seen.append(tuple(batch["labels"].shape))
+        clock.now += 0.025 if len(seen) > 3 else 5.0  # kernels are loaded; then launches take the time
+
+    gpu = torch.device("meta")  # any device that is not a CPU
+    what = Stage("distill", "distill", steps=9, block_size=512, batch_tokens=2048)
+    sizes = sizes_to_time(what, gpu)
+    assert time_slices(step, Counted(), gpu, sizes) == pytest.approx(0.025 / 2048)
+    assert seen == [(4, 512)] * 4
 
 
 def test_slices_end_with_the_batch():

@@ -1,8 +1,8 @@
 """The run folder: its path, its lock, and recovery from damaged files."""
 
 import json
-import subprocess
-import sys
+import multiprocessing
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,13 @@ from t2r.errors import T2RError
 from t2r.training.checkpoints import COMPLETE, is_whole, last_checkpoint, seal
 from t2r.training.run import Run, run_folder
 
-HOLD = """
-import sys
-from pathlib import Path
-from t2r.training.run import Run
-with Run(Path(sys.argv[1]), {}) as run:
-    run.remember("begun", lambda: True)
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+
+def hold(folder, held):
+    """Work in a run folder until this process is killed."""
+    with Run(folder, {}) as run:
+        run.remember("begun", lambda: True)
+        held.set()
+        signal.pause()
 
 
 @pytest.mark.parametrize("written", ["out", "out/", "out//", "./out", "sub/../out/"])
@@ -35,15 +33,16 @@ def test_the_run_folder_is_beside_its_destination(tmp_path, monkeypatch, written
 
 def test_a_second_process_is_refused_until_the_first_dies(tmp_path):
     folder = tmp_path / "out.run"
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert first.stdout.readline() == "held\n"
+    forked = multiprocessing.get_context("fork")  # without importing torch again
+    held = forked.Event()
+    first = forked.Process(target=hold, args=(folder, held), daemon=True)
+    first.start()
+    assert held.wait(60)
     run = Run(folder, {})
     with pytest.raises(T2RError, match="another process is working in"), run:
         pytest.fail("it was let in")
     first.kill()
-    first.wait()
+    first.join()
     with run:
         assert run.facts["begun"] is True
 

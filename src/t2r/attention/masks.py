@@ -67,7 +67,9 @@ def fixed_mask(position: Tensor, size: int, mask: Tensor | None) -> Tensor | Non
         # A slice would keep the stride of the growing mask, and a compiled step would recompile for each token.
         return None if mask is None else mask[:, -1:].contiguous()
     seen = torch.arange(size, device=position.device)[None] <= position
-    return seen if mask is None else seen & pad(mask.bool(), (0, size - mask.shape[1]))
+    if mask is not None and mask.shape[1] < size:
+        mask = pad(mask, (0, size - mask.shape[1]))
+    return seen if mask is None else seen & mask.bool()
 
 
 class Padding(NamedTuple):

@@ -87,11 +87,11 @@ class StaticRecurrentLayer(RecurrentLayer):
                 own[row].copy_(new[other_row])
         self.length, self.is_initialized = max(self.length, other.length), True
 
-    def put_first(self, other: Any, index: Tensor) -> None:
-        """Copy the rows `index` of another layer to the first rows."""
+    def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
+        """Copy the rows `index` of another layer to these rows."""
         for own, new in zip(self.state, other.state, strict=True):
             if own is not None:
-                own[: len(index)].copy_(new.index_select(0, index))
+                own[rows] = new.index_select(0, index).to(own.dtype)
         self.length, self.is_initialized = max(self.length, other.length), True
 
     def reset(self, rows: Any = slice(None)) -> None:
@@ -114,6 +114,8 @@ class StaticSoftmaxLayer(CacheLayerMixin):
 
     is_compileable = True
     is_sliding = False
+    only_real_tokens = False
+    """Whether all further inputs are single tokens without padding (see `StaticT2RCache.only_steps`)."""
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Tensor, counts: bool) -> None:
         super().__init__()
@@ -141,10 +143,13 @@ class StaticSoftmaxLayer(CacheLayerMixin):
             for own, x in zip((self.keys, self.values), new, strict=True):
                 own[:, :, start : start + time] = x
             held = self.keys[:, :, : start + time], self.values[:, :, : start + time]
+        self.count(time)
+        return held
+
+    def count(self, tokens: int) -> None:
         self.filled = True
         if self.counts:
-            self.lengths.add_(time)
-        return held
+            self.lengths.add_(tokens)
 
     def get_seq_length(self) -> Any:
         return self.lengths.max()
@@ -169,9 +174,9 @@ class StaticSoftmaxLayer(CacheLayerMixin):
         self.values[row, :, :length].copy_(values)
         self.filled = True
 
-    def put_first(self, other: Any, index: Tensor) -> None:
-        """Copy the rows `index` of another layer to the first rows. There must be no padding."""
-        copy_first(self, other, index)
+    def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
+        """Copy the rows `index` of another layer to these rows. There must be no padding."""
+        copy_rows(self, rows, other, index)
         self.filled = True
 
     def reset(self, rows: Any = slice(None)) -> None:
@@ -213,8 +218,8 @@ class StaticSourceLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return int(self.keys.shape[2])
 
-    def put_first(self, other: Any, index: Tensor) -> None:
-        copy_first(self, other, index)
+    def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
+        copy_rows(self, rows, other, index)
 
     def put(self, row: int, other: Any, other_row: int = 0) -> None:
         length = other.keys.shape[2]
@@ -225,13 +230,13 @@ class StaticSourceLayer(CacheLayerMixin):
         self.length = 0
 
 
-def copy_first(layer: Any, other: Any, index: Tensor) -> None:
-    """Copy keys and values of the rows `index` of another layer to the first rows."""
+def copy_rows(layer: Any, rows: Tensor, other: Any, index: Tensor) -> None:
+    """Copy keys and values of the rows `index` of another layer to these rows."""
     length, size = other.keys.shape[2], layer.keys.shape[2]
     if length > size:
         raise T2RError(f"{length} tokens do not fit in a static cache of {size} tokens")
     for own, new in ((layer.keys, other.keys), (layer.values, other.values)):
-        own[: len(index), :, :length].copy_(new.index_select(0, index))
+        own[rows, :, :length] = new.index_select(0, index).to(own.dtype)
 
 
 class StaticT2RCache(T2RCache):
@@ -244,6 +249,9 @@ class StaticT2RCache(T2RCache):
         self.lengths = lengths
         self.kept = next((layer for layer in layers if isinstance(layer, StaticSoftmaxLayer)), None)
         self.counts_by_row = False
+        size = 1 if self.kept is None else self.kept.get_max_length()
+        self.columns = torch.arange(size, device=lengths.device)
+        self.real = torch.ones(lengths.shape[0], 1, dtype=torch.long, device=lengths.device)
 
     @property
     def rows(self) -> int:
@@ -271,12 +279,8 @@ class StaticT2RCache(T2RCache):
 
         Rows may have different lengths. Without a mask, some models inspect the tokens to warn about padding, which
         synchronizes with the device."""
-        size = 1 if self.kept is None else self.kept.get_max_length()
-        column = torch.arange(size, device=self.lengths.device)
-        return {
-            "position_ids": self.lengths[:, None].clone(),
-            "attention_mask": (column <= self.lengths[:, None]).long(),
-        }
+        mask = self.real if self.kept is None else (self.columns <= self.lengths[:, None]).long()
+        return {"position_ids": self.lengths[:, None].clone(), "attention_mask": mask}
 
     def put(self, row: int, other: T2RCache, other_row: int = 0) -> None:
         """Copy one sequence of another cache (a prefill or a saved state) to a row, without its padding."""
@@ -288,16 +292,16 @@ class StaticT2RCache(T2RCache):
             own.put(row, new, other_row, real)
         self.lengths[row] = length
 
-    def put_first(self, other: T2RCache, index: Tensor) -> None:
-        """Copy the sequences `index` of another cache to the first rows, without their padding."""
+    def put_rows(self, rows: Tensor, other: T2RCache, index: Tensor) -> None:
+        """Copy the sequences `index` of another cache to these rows, without their padding."""
         if other.padding is not None and self.kept is not None:  # each row has its own padding to remove
-            for row, other_row in enumerate(index.tolist()):
+            for row, other_row in zip(rows.tolist(), index.tolist(), strict=True):
                 self.put(row, other, other_row)
             return
         for own, new in zip(self.layers, other.layers, strict=True):
-            own.put_first(new, index)
+            own.put_rows(rows, new, index)
         padding = 0 if other.padding is None else other.padding.tokens.to(index.device)[index]
-        self.lengths[: len(index)] = other.get_seq_length() - padding
+        self.lengths[rows] = other.get_seq_length() - padding
 
     def take(self, row: int) -> Any:
         """Return one row as a separate default cache."""

@@ -39,9 +39,7 @@ def add_decoding(page: Page, report: decoding.Report) -> None:
         figures[caption] = lines(bounds, x, "tokens/s", log_y=True, **LOOK)
     figures |= by_feature_size(report.features, points)
     page.figures(figures)
-    page.table(decoding.HEADER, decoding.cells(report), decoding.title(report))
-    for note in decoding.notes(report):
-        page.paragraph(note)
+    add_table(page, decoding, report)
 
 
 def translating_page(report: translating.Report) -> Page:
@@ -54,9 +52,7 @@ def translating_page(report: translating.Report) -> Page:
         ),
     }
     page.figures(figures | by_feature_size(report.features, report.points))
-    page.table(translating.HEADER, translating.cells(report), translating.title(report))
-    for note in translating.notes(report):
-        page.paragraph(note)
+    add_table(page, translating, report)
     return page
 
 
@@ -68,10 +64,15 @@ def memory_page(report: memory.Report) -> Page:
     if speeds:
         figures["Speed of that batch"] = bars(speeds, "tokens/s")
     page.figures(figures)
-    page.table(memory.HEADER, memory.cells(report), memory.title(report))
-    for note in memory.notes(report):
-        page.paragraph(note)
+    add_table(page, memory, report)
     return page
+
+
+def add_table(page: Page, benchmark: Any, report: Any) -> None:
+    """Add the table and the notes of a report, by the module of its benchmark."""
+    page.table(benchmark.HEADER, benchmark.cells(report), benchmark.title(report))
+    for note in benchmark.notes(report):
+        page.paragraph(note)
 
 
 def by_length(points: Sequence[Any], field: str, unit: float = 1.0) -> dict[str, tuple[list[int], list[float]]]:

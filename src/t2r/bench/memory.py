@@ -11,17 +11,17 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
-from t2r.bench.decoding import with_positions
-from t2r.bench.models import check_alike, on_the_engine
+from t2r.bench.models import check_alike, with_positions
+from t2r.bench.summary import mebibytes, median_and_spread, titled_table
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.evaluation.logits import evaluating
+from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.model.modeling import T2RModel
 
@@ -222,11 +222,11 @@ class Search:
                 decode.run()
             wait(device)
             times.append(1e3 * (time.perf_counter() - started) / self.steps)
-        each = median(times[1:])
+        each, spread = median_and_spread(times[1:])
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         decode = None  # type: ignore[assignment]
         release(device)
-        return each, 1e3 * rows / each, (max(times[1:]) - min(times[1:])) / each, peak
+        return each, 1e3 * rows / each, spread, peak
 
 
 def release(device: torch.device) -> None:
@@ -264,7 +264,7 @@ def cells(report: Report) -> list[tuple[str, ...]]:
         (
             row.model,
             f"{row.batch:,}" + (" (limit)" if row.limited else ""),
-            f"{row.sequence_bytes / 2**20:.2f} MiB",
+            mebibytes(row.sequence_bytes),
             number(row.milliseconds, ".2f"),
             number(row.tokens_per_second, ",.0f"),
             number(row.spread, ".0%"),
@@ -274,14 +274,7 @@ def cells(report: Report) -> list[tuple[str, ...]]:
 
 
 def tables(report: Report) -> list[Table | str]:
-    from rich.table import Table
-
-    table = Table(title=title(report))
-    for heading in HEADER:
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for row in cells(report):
-        table.add_row(*row)
-    return [table, *notes(report)]
+    return [titled_table(title(report), HEADER, cells(report), sections=False), *notes(report)]
 
 
 def notes(report: Report) -> list[str]:

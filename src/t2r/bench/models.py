@@ -1,4 +1,4 @@
-"""The models of a benchmark: loaded by name, or built with random weights; and softmax models in the engine.
+"""The models of a benchmark: loaded by name, or built with random weights, and copies with more positions.
 
 Time and memory do not depend on the values of weights, so models of the paper's sizes need no training:
 
@@ -15,19 +15,18 @@ from typing import Any, cast
 
 import torch
 import yaml
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from t2r import compat
-from t2r.attention.interface import NAME
 from t2r.attention.recurrence import recurrent_sites
-from t2r.config import OPTIONS, T2RConfig
+from t2r.config import OPTIONS
 from t2r.errors import T2RError
+from t2r.generation.engine.softmax import sharing_weights
 from t2r.hub import choose_dtype, load_model
 from t2r.model.merge import merge
-from t2r.model.modeling import T2RModel, t2r_class
+from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.surgery.adapters import family_of
-from t2r.surgery.adapters.base import change_class
 from t2r.training.preset import load_preset, shipped_presets
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -153,35 +152,12 @@ def feature_sizes(model: PreTrainedModel) -> list[int] | None:
     return sorted({int(site.feature_map.feature_size) for site in recurrent_sites(cast(Any, model))}, reverse=True)
 
 
-def on_the_engine(model: PreTrainedModel) -> Any:
-    """Return a model that the engine can decode, and that computes the same. It shares the weights of the model.
-
-    A swapped model is returned itself. For another model, all its layers are softmax layers of a swapped model, so
-    that softmax attention is measured with the same captured step as recurrent attention."""
-    if isinstance(model, T2RModel):
-        return model
-    family, shared = family_of(model), sharing_weights(model)
-    base: Any = type(model)
-    sites = list(family.sites(shared))
-    layers = len(family.decoder_layers(shared))
-    family.finish(shared, [], sites)
-    compat.set_attention_implementation(shared, NAME)
-    change_class(shared, cast(Any, t2r_class(base)))
-    cast(T2RModel, shared).adopt(T2RConfig(softmax_layers=list(range(layers))))
-    return shared
-
-
 def half_dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype in which states are stored, by name; None for float32."""
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     if name is not None and name not in (*known, "float32"):
         raise T2RError(f"no state dtype {name!r}: choose float32, bfloat16 or float16")
     return known.get(name or "")
-
-
-def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the modules with the same parameters and buffers."""
-    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
 def check_alike(models: Mapping[str, PreTrainedModel]) -> None:
@@ -193,3 +169,32 @@ def check_alike(models: Mapping[str, PreTrainedModel]) -> None:
                 f"{name} is {model.dtype} on {model.device}, but the first model is {first.dtype} on {first.device}: "
                 "use one dtype and one device for all models"
             )
+
+
+def with_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
+    """Return the model if it has this many positions, otherwise a copy with its position embeddings repeated.
+
+    The copy is only for timing: its output is not meaningful."""
+    try:
+        family = family_of(model)
+    except T2RError:  # an unknown family: its forward raises if there are too few positions
+        return model
+    limit = family.max_positions(model)
+    if limit is None or limit >= length:
+        family.extend_positions(model, length)
+        return model
+    model = copy.deepcopy(model)
+    words = model.get_input_embeddings()
+    tables = [m for m in model.base_model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    # Some families keep rows for padding before those of the positions.
+    tables = [table for table in tables if 0 <= table.num_embeddings - limit <= 2]
+    if not tables:
+        raise T2RError(f"this {family.model_type} model has {limit} positions, and their embeddings were not found")
+    for table in tables:
+        extra = table.num_embeddings - limit
+        times = -(-length // limit)
+        weight = torch.cat([table.weight.detach()[:extra], table.weight.detach()[extra:].repeat(times, 1)])
+        table.weight = nn.Parameter(weight, requires_grad=False)
+        table.num_embeddings = len(weight)
+    model.config.max_position_embeddings = limit * times
+    return model

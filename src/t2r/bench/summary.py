@@ -1,8 +1,19 @@
-"""Conclusions from measurements at several lengths."""
+"""What the reports of benchmarks have in common: spreads, crossovers, and tables with a row for each measurement."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def median_and_spread(times: Sequence[float]) -> tuple[float, float]:
+    """Return the median, and the difference between the slowest and the fastest relative to it."""
+    middle = median(times)
+    return middle, (max(times) - min(times)) / middle
 
 
 def crossover(lengths: Sequence[int], reference: Sequence[float], values: Sequence[float]) -> float | None:
@@ -19,6 +30,16 @@ def crossover(lengths: Sequence[int], reference: Sequence[float], values: Sequen
     return lengths[last] + share * (lengths[last + 1] - lengths[last])
 
 
+def crossovers(reference: Sequence[Any], points: Sequence[Any], *fields: str) -> list[float | None]:
+    """Return the crossover of each field of the points of two models, over the lengths that both have."""
+    pairs = [(a, b) for a in reference for b in points if a.length == b.length]
+    lengths = [own.length for _, own in pairs]
+    return [
+        crossover(lengths, [getattr(a, field) for a, _ in pairs], [getattr(b, field) for _, b in pairs])
+        for field in fields
+    ]
+
+
 def from_length(name: str, reference: str, word: str, length: float | None, lengths: Sequence[int]) -> str:
     """Say from which length on a model is `word` (faster, smaller) than the reference."""
     if length is None:
@@ -26,3 +47,34 @@ def from_length(name: str, reference: str, word: str, length: float | None, leng
     if length == lengths[0]:
         return f"{name} is {word} than {reference} at all lengths measured, from {lengths[0]:,} tokens."
     return f"{name} is {word} than {reference} from about {length:,.0f} tokens on."
+
+
+# --- Formatting ---------------------------------------------------------------------------------------------
+
+
+def place(settings: Any) -> str:
+    """Return the dtype and device of the settings of a benchmark, on a CPU with the number of threads."""
+    threads = f" ({settings.threads} threads)" if settings.device == "cpu" else ""
+    return f"{settings.dtype} on {settings.device}{threads}"
+
+
+def shown_lengths(points: Sequence[Any]) -> list[str]:
+    """Return the first cell of each row: the length of a point, in the first row of each length only."""
+    before = [None, *(point.length for point in points)]
+    return [f"{point.length:,}" if point.length != last else "" for point, last in zip(points, before, strict=False)]
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+def titled_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, sections: bool = True) -> Table:
+    """Return a table for the terminal. With `sections`, a line is drawn above each row with a first cell."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    for heading in header:
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        table.add_row(*row, end_section=sections and following is not None and following[0] != "")
+    return table

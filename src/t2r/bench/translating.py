@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +17,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from t2r.attention.cache import cache_bytes
-from t2r.bench.models import check_alike, feature_sizes, on_the_engine
-from t2r.bench.summary import crossover, from_length
+from t2r.bench.models import check_alike, feature_sizes
+from t2r.bench.summary import (
+    crossovers,
+    from_length,
+    mebibytes,
+    median_and_spread,
+    place,
+    shown_lengths,
+    titled_table,
+)
 from t2r.errors import T2RError
 from t2r.evaluation.logits import evaluating
 from t2r.generation.engine import Engine
+from t2r.generation.engine.softmax import on_the_engine
 from t2r.surgery.adapters import family_of
 
 if TYPE_CHECKING:
@@ -137,8 +145,7 @@ def run(
                     if round_:
                         times[name].append(seconds)
             for name, own in times.items():
-                each = median(own)
-                spread = (max(own) - min(own)) / each
+                each, spread = median_and_spread(own)
                 points.append(Point(name, length, each, batch * length / each, held[name], spread, peaks[name]))
             for way in ways.values():
                 way.forget()
@@ -151,10 +158,8 @@ def run(
     )
     reference, *others = ways
     for name in others:
-        pairs = list(zip(report.of(reference), report.of(name), strict=True))
-        report.crossovers[name] = crossover(lengths, [a.seconds for a, _ in pairs], [b.seconds for _, b in pairs])
-        sizes = [[float(point.cache_bytes) for point in side] for side in zip(*pairs, strict=True)]
-        report.smaller[name] = crossover(lengths, *sizes)
+        base, other = report.of(reference), report.of(name)
+        report.crossovers[name], report.smaller[name] = crossovers(base, other, "seconds", "cache_bytes")
     return report
 
 
@@ -228,37 +233,26 @@ HEADER = ("length", "model", "tokens/s", "spread", "cache")
 
 def title(report: Report) -> str:
     s = report.settings
-    threads = f" ({s.threads} threads)" if s.device == "cpu" else ""
-    return (
-        f"Translation: greedy, batch {s.batch}, source and target of equal length, {s.dtype} on {s.device}{threads}, "
-        f"median of {s.repeats}"
-    )
+    how = f"greedy, batch {s.batch}, source and target of equal length"
+    return f"Translation: {how}, {place(s)}, median of {s.repeats}"
 
 
 def cells(report: Report) -> list[tuple[str, ...]]:
-    """Return the rows under `HEADER`. A length is shown in its first row only."""
-    first = report.points[0].model
+    """Return the rows under `HEADER`."""
     return [
         (
-            f"{point.length:,}" if point.model == first else "",
+            length,
             point.model,
             f"{point.tokens_per_second:,.0f}",
             f"{point.spread:.0%}",
-            f"{point.cache_bytes / 2**20:.2f} MiB",
+            mebibytes(point.cache_bytes),
         )
-        for point in report.points
+        for length, point in zip(shown_lengths(report.points), report.points, strict=True)
     ]
 
 
 def tables(report: Report) -> list[Table | str]:
-    from rich.table import Table
-
-    table = Table(title=title(report))
-    for heading in HEADER:
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for row, following in zip(rows := cells(report), [*rows[1:], None], strict=True):
-        table.add_row(*row, end_section=following is not None and following[0] != "")
-    return [table, *notes(report)]
+    return [titled_table(title(report), HEADER, cells(report)), *notes(report)]
 
 
 def notes(report: Report) -> list[str]:

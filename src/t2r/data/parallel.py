@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 LINES = 4096
 """Lines per tokenization batch."""
-ALIKE = 8
-"""Lengths are sorted in steps of this many tokens, and within a step by target length."""
+NARROWEST = 8
+"""The smallest width of a block."""
 SHOWN = 3
 """Line numbers shown in a notice."""
 
@@ -332,8 +332,25 @@ def notice(lines: Sequence[int], where: str, what: str) -> None:
 # --- Blocks -------------------------------------------------------------------------------------------------
 
 
+def last_of_each(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the different values of a sorted array, and where each ends."""
+    different, counts = np.unique(values, return_counts=True)
+    return different, np.cumsum(counts)
+
+
+def width_of(length: Any) -> Any:
+    """Return the width of the blocks for pairs of this length: 8, 12, 16, 24, 32, 48, 64, 96, ...
+
+    There are few widths, so that on a GPU a training step is captured for each of them. `length` may be an array."""
+    power = 2 ** np.ceil(np.log2(np.maximum(length, NARROWEST))).astype(np.int64)
+    return np.where((3 * power // 4 >= length) & (power > NARROWEST), 3 * power // 4, power)
+
+
 class PairBlocks(Dataset[list[Pair]]):
     """Blocks of pairs of similar length, with the number of readings of each part per epoch.
+
+    A block has a width, and `block_size // width` pairs that are not longer. Pairs that do not fill a block of their
+    width are in wider blocks, so only the last block may be incomplete.
 
     Args:
         sources: the sources with their weights.
@@ -388,15 +405,21 @@ class PairBlocks(Dataset[list[Pair]]):
             targets.append(corpus.target_lengths[kept])
         pair, length, target = map(np.concatenate, (pairs, lengths, targets))
         shuffled = random.permutation(len(pair))
-        order = shuffled[np.lexsort((length[shuffled], target[shuffled], -(-length[shuffled] // ALIKE)))]
-        start, widest = 0, 0
-        for end in range(len(order)):
-            widest = max(widest, int(length[order[end]]))
-            if (end - start + 1) * widest > self.block_size:
-                yield pair[order[start:end]]
-                start, widest = end, int(length[order[end]])
-        if len(order):
+        width = np.minimum(width_of(length), self.longest)
+        order = shuffled[np.lexsort((length[shuffled], target[shuffled], width[shuffled]))]
+        start = 0
+        for value, end in zip(*(x.tolist() for x in last_of_each(width[order])), strict=True):
+            count = self.block_size // value
+            while end - start >= count:
+                yield pair[order[start : start + count]]
+                start += count
+        if start < len(order):
             yield pair[order[start:]]
+
+    def shape_of(self, length: int) -> tuple[int, int]:
+        """Return the number of rows and the width of a block whose longest side has this many tokens."""
+        width = min(int(width_of(length)), self.longest)
+        return self.block_size // width, width
 
     def notices(self) -> None:
         """Log the pairs that are too long."""

@@ -17,9 +17,10 @@ from t2r.errors import T2RError
 from t2r.evaluation.generation import DISTANCES, fitting_distances, recall, repeated, repetition
 from t2r.evaluation.harness import find_tasks, harness
 from t2r.evaluation.inputs import Text, encode, positions_of, read_text, refuse_seq2seq
+from t2r.evaluation.memory import memory_of
 from t2r.evaluation.perplexity import WINDOW, Perplexity, perplexity
 from t2r.evaluation.translation import BLEU_TOKENIZE, evaluate_translation
-from t2r.evaluation.variants import Variant, memory_of
+from t2r.evaluation.variants import Variant
 from t2r.generation.translation import BEAMS, LENGTH_PENALTY
 from t2r.hub import auto_class, load_config, load_model, load_tokenizer
 from t2r.options import RunOptions, check

@@ -57,6 +57,10 @@ def _translated(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
         "chrF": lambda r: _number(r["chrf"]),
         "  against the first ": lambda r: _signed(r.get("chrf_difference")),
         "BLEU, tokenized as in the paper": lambda r: _number(r.get("tokenized_bleu")),
+        "parameters": lambda r: f"{r['parameters']:,}" if "parameters" in r else "",
+        "state or cache, causal": lambda r: _mebibytes(r.get("causal_bytes")),
+        "state or cache, cross": lambda r: _mebibytes(r.get("cross_bytes")),
+        "  at tokens": lambda r: _number(r.get("kept_tokens"), 0),
         "numbers copied": lambda r: _copied(r, "numbers"),
         "names copied": lambda r: _copied(r, "names"),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from t2r.evaluation.bleu import (
     score,
     tokenized_bleu,
 )
+from t2r.evaluation.memory import translation_memory
 from t2r.generation.translation import BEAMS, LENGTH_PENALTY, translate
 from t2r.hub import load_config, load_model, need_tokenizer
 from t2r.model.logits import Readout, evaluating, logits_at_once, widened
@@ -88,6 +90,7 @@ def evaluate_translation(
 
     The arguments are those of `evaluate`; `tokenize` is its `bleu_tokenize`. Each result has BLEU and chrF with their
     signatures, the paper's tokenized BLEU, BLEU by source length, and the share of numbers and names that were copied.
+    The memory of causal and of cross attention is that of a translation of the mean length of the sources.
     With several models, intervals and p-values of a paired bootstrap against the first are added."""
     metrics(tokenize)  # fails early
     for model in models:
@@ -113,6 +116,7 @@ def evaluate_translation(
                 own, words, sources, beams=beams, length_penalty=length_penalty, name=str(source), report=report
             )
         result: dict[str, Any] = {"model": name, "parameters": own.num_parameters()}
+        result |= memory_at(own, round(mean(lengths)))
         result |= {"source": str(source), "reference": str(reference)}
         result |= {"lines": len(sources), "beams": beams, "length_penalty": length_penalty}
         result |= score(texts, references, tokenize=tokenize)
@@ -136,6 +140,18 @@ def evaluate_translation(
         for result, tested in zip(results, paired_bootstrap(systems, references, tokenize=tokenize), strict=True):
             result |= tested
     return results
+
+
+def memory_at(model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+    """Return the bytes of causal and cross attention for a source and a translation of this length, one sequence.
+
+    `kept_tokens` is the length if the memory depends on it, otherwise None."""
+    memory = translation_memory(model)
+    if memory is None:
+        return {}
+    causal, cross = memory
+    kept = {"causal_bytes": causal.at(tokens), "cross_bytes": cross.at(tokens)}
+    return kept | {"kept_tokens": tokens if causal.token or cross.token else None}
 
 
 def opened(

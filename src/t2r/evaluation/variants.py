@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from t2r.attention.layers import RecurrentLayer, layer_tensors
+from t2r.attention.layers import RecurrentLayer
 from t2r.attention.softmax import SoftmaxWindow
 from t2r.errors import T2RError
 from t2r.model.logits import Readout, accepts, evaluating
@@ -25,8 +25,6 @@ from t2r.ops import State, step
 from t2r.ops.common import HALF
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KEY_BYTES = 2
-"""Bytes per number in keys and values, counted as bfloat16 regardless of the dtype of the evaluation."""
 
 
 @dataclass(frozen=True)
@@ -213,39 +211,3 @@ class RoundedReadout(Readout):
             if isinstance(layer, RecurrentLayer):
                 cache.layers[i] = RoundedLayer(self.dtype, self.every)
         return cache
-
-
-class Memory(NamedTuple):
-    """The memory of a model for one sequence.
-
-    `state` is the size of the recurrent states in bytes, `token` that of the keys and values of one token in bfloat16,
-    and `tokens` the maximum number of tokens with keys and values (None: all)."""
-
-    state: int
-    token: int
-    tokens: int | None = None
-
-    def at(self, context: int) -> int:
-        """Return the number of bytes for this number of tokens."""
-        return self.state + self.token * (context if self.tokens is None else min(context, self.tokens))
-
-
-def memory_of(model: PreTrainedModel, variant: Variant | None = None) -> Memory | None:
-    """Measure the memory of a model with a cache of two tokens. Returns None for unknown kinds of cache."""
-    with evaluating(model):
-        ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-        cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
-    state = token = 0
-    for layer in getattr(cache, "layers", None) or ():
-        held = layer_tensors(layer)
-        numbers = sum(x.numel() for x in held.values())
-        if isinstance(layer, RecurrentLayer):
-            stored = None if variant is None or variant.state is None else DTYPES[variant.state].itemsize
-            state += sum(x.numel() * (stored or x.element_size()) for x in held.values())
-        elif not held or getattr(layer, "is_sliding", False):
-            return None
-        else:
-            token += numbers // ids.shape[1] * KEY_BYTES
-    if not state and not token:
-        return None
-    return Memory(state, token, None if variant is None or variant.window is None else variant.window + variant.sinks)

@@ -33,7 +33,11 @@ class Cell:
     """Measures by name, of each seed: `valid` and `test` (perplexity), `bleu`, or a measure of an analysis."""
     parameters: int | None = None
     state: int | None = None
-    """Bytes of the state, or of keys and values after a window."""
+    """Bytes of the state, or of keys and values after a window. For translation, those of causal attention."""
+    cross: int | None = None
+    """For translation, the bytes of cross attention."""
+    kept_tokens: int | None = None
+    """For translation, the tokens of source and target for which bytes were counted, if they depend on it."""
     failed: str = ""
 
     def __getitem__(self, measure: str) -> float | None:
@@ -92,7 +96,9 @@ def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:
     for measure in ("bleu", "tokenized_bleu"):
         cell.add(measure, row.get(measure))
     cell.parameters = row.get("parameters", cell.parameters)
-    cell.state = row.get("kept_bytes", cell.state)
+    cell.state = row.get("kept_bytes", row.get("causal_bytes", cell.state))
+    cell.cross = row.get("cross_bytes", cell.cross)
+    cell.kept_tokens = row.get("kept_tokens", cell.kept_tokens)
 
 
 def _analyzed(found: dict[str, Cell], result: Mapping[str, Any], words: list[str]) -> None:

@@ -18,13 +18,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from t2r.experiments.cells import Cell, cells_of_record
 from t2r.experiments.comparison import MEASURES, titled
 from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
 from t2r.experiments.record import recorded
 from t2r.experiments.tables import figure_file
+from t2r.reporting.page import svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Line = tuple[list[float], list[float], list[float]]
 """x, y and the spread over seeds of y."""
@@ -45,23 +49,40 @@ def draw(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str,
     with matplotlib.rc_context({"svg.hashsalt": "t2r", "svg.fonttype": "none", "font.size": 9}):
         canvas = Figure(figsize=(5, 3), facecolor="white", layout="constrained")
         axes = canvas.subplots()
-        for label, (x, y, spread) in lines(experiment, record, figure).items():
-            axes.errorbar(x, y, spread if any(spread) else None, marker="o", capsize=2, label=label)
-        if "level" in figure:
-            cell = cells_of_record(record).get(figure["level"])
-            if cell is not None and (value := cell[figure["y"]]) is not None:
-                axes.axhline(value, color="gray", linestyle="--", label=titled(experiment, figure["level"]))
-        xlabel, ylabel = names(figure)
-        axes.set(title=figure["title"], xlabel=xlabel, ylabel=ylabel)
-        if figure.get("x") in SIZES or "bench" in figure:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-        if "by_distance" in figure or "bench" in figure:
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(frameon=False, title=SIZES.get(figure.get("lines", "")))
+        axes.set_title(figure["title"])
+        plot(axes, experiment, record, figure)
         canvas.savefig(path, format="svg", metadata={"Date": None})
+
+
+def drawn(experiment: Experiment, record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the figures of an experiment for a page, by title. Figures without any line are left out."""
+    found = {}
+    for figure in experiment.figures:
+        if shown := lines(experiment, record, figure):
+            words = f"{figure['title']}: {', '.join(shown)}"
+            found[figure["title"]] = svg(lambda axes, own=figure: plot(axes, experiment, record, own), words)
+    return found
+
+
+def plot(axes: Axes, experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str, Any]) -> None:
+    """Draw the lines, the level, the scales and the legend of a figure."""
+    from matplotlib.ticker import ScalarFormatter
+
+    for label, (x, y, spread) in lines(experiment, record, figure).items():
+        axes.errorbar(x, y, spread if any(spread) else None, marker="o", capsize=2, label=label)
+    if "level" in figure:
+        cell = cells_of_record(record).get(figure["level"])
+        if cell is not None and (value := cell[figure["y"]]) is not None:
+            axes.axhline(value, color="gray", linestyle="--", label=titled(experiment, figure["level"]))
+    xlabel, ylabel = names(figure)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    if figure.get("x") in SIZES or "by_distance" in figure or "bench" in figure:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+    if "by_distance" in figure or "bench" in figure:
+        axes.set_yscale("log")
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, title=SIZES.get(figure.get("lines", "")))
 
 
 def names(figure: Mapping[str, Any]) -> tuple[str, str]:
@@ -133,15 +154,15 @@ def by_length(record: Mapping[str, Any], figure: Mapping[str, Any]) -> dict[str,
 
 def draw_all(folder: Path) -> list[Path]:
     """Draw the figures of all shipped records. Returns their files."""
-    drawn = []
+    files = []
     for name in shipped_experiments():
         for scale in scales_of(name):
             if (record := recorded(f"{name}-{scale}")) is not None:
                 experiment = load_experiment(name, scale)
                 for figure in experiment.figures:
-                    drawn.append(folder / figure_file(experiment, figure))
-                    draw(experiment, record, figure, drawn[-1])
-    return drawn
+                    files.append(folder / figure_file(experiment, figure))
+                    draw(experiment, record, figure, files[-1])
+    return files
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
     for measure in measures:
         header += [MEASURES[measure], f"{measure} in the paper"]
     header += ["tokens", "training", "with pretraining", "time against random", "GPU hours in the paper"]
-    header += ["parameters", "state or cache"]
+    crossed = any(cell.cross is not None for cell in cells.values())
+    header += ["parameters", "state or cache, causal + cross" if crossed else "state or cache"]
     rows = []
     for name, cell in cells.items():
         if not cell.values and not cell.seconds and not cell.failed:
@@ -43,7 +44,7 @@ def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
         if cell.failed and not cell.values:
             row[len(axes or [""])] = "failed"
         row += [count(cell.tokens), duration(cell), *with_pretraining(cells, cell), number(paper.get("hours"), 0)]
-        rows.append([*row, parameters(cells, cell), size(cell.state)])
+        rows.append([*row, parameters(cells, cell), kept(cell)])
     return markdown(header, rows)
 
 
@@ -108,6 +109,14 @@ def parameters(cells: Mapping[str, Cell], cell: Cell) -> str:
     if parent is None or not parent.parameters or not cell.parameters:
         return count(cell.parameters)
     return f"{count(cell.parameters)} ({100 * (cell.parameters / parent.parameters - 1):+.2f} %)"
+
+
+def kept(cell: Cell) -> str:
+    """Format the memory of attention. For translation, that of causal and of cross attention, and for which length."""
+    if cell.cross is None:
+        return size(cell.state)
+    length = "" if cell.kept_tokens is None else f" at {cell.kept_tokens} tokens"
+    return f"{size(cell.state)} + {size(cell.cross)}{length}"
 
 
 def size(value: int | None) -> str:

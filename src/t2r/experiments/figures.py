@@ -11,11 +11,12 @@ from t2r.experiments.record import recorded
 
 EXPERIMENT, BATCH = "smollm2-decode-gpu", 16
 ROWS = {
-    "smollm2, captured": "SmolLM2-135M",
+    "smollm2, engine": "SmolLM2-135M",
+    "kept, engine": "converted, 7 softmax layers",
     "pure, engine": "converted: an RNN",
-    "smollm2, window of 390, captured": "SmolLM2-135M, window of 390",
+    "smollm2, window of 299, engine": "SmolLM2-135M, window of 299",
 }
-"""The models in the figure, all decoded with captured steps, and their labels."""
+"""The models in the figure, all decoded by the engine, and their labels."""
 
 
 def draw(path: str) -> None:

@@ -317,7 +317,7 @@ def decoding_table(report: Mapping[str, Any]) -> str:
     rows = []
     for model in dict.fromkeys(point["model"] for point in points):
         own = [point for point in points if point["model"] == model]
-        held = [f"{point['cache_bytes'] / 2**20:.3g}" for point in own]
+        held = [_mebibytes(point["cache_bytes"]) for point in own]
         name = ", ".join([_short(Path(model.split(", ")[0]).name), *model.split(", ")[1:]])
         times = {point["length"]: f"{point['milliseconds']:.2f}" for point in own}
         cells = [times.get(length, "does not fit") for length in lengths]
@@ -335,7 +335,7 @@ def translation_table(report: Mapping[str, Any]) -> str:
     for model in dict.fromkeys(point["model"] for point in points):
         own = [point for point in points if point["model"] == model]
         speeds = [f"{point['tokens_per_second']:,.0f}" for point in own]
-        rows.append([model, *speeds, *(f"{point['cache_bytes'] / 2**20:.3g}" for point in own)])
+        rows.append([model, *speeds, *(_mebibytes(point["cache_bytes"]) for point in own)])
     return markdown(header, rows)
 
 
@@ -358,7 +358,7 @@ def memory_table(report: Mapping[str, Any]) -> str:
     rows = []
     for row in report["rows"]:
         speed = row["tokens_per_second"]
-        cells = [row["model"], f"{row['batch']:,}", f"{row['sequence_bytes'] / 2**20:.3g}"]
+        cells = [row["model"], f"{row['batch']:,}", _mebibytes(row["sequence_bytes"])]
         rows.append([*cells, _number(row["milliseconds"], 2), "" if speed is None else f"{speed:,.0f}"])
     return markdown(header, rows)
 
@@ -366,6 +366,11 @@ def memory_table(report: Mapping[str, Any]) -> str:
 def _pair(softmax: float, ours: float) -> list[str]:
     ratio = softmax / ours
     return [_milliseconds(softmax), _milliseconds(ours), f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"]
+
+
+def _mebibytes(count: float) -> str:
+    size = count / 2**20
+    return f"{size:.3g}" if size < 1000 else f"{size:,.0f}"
 
 
 def _milliseconds(value: float) -> str:

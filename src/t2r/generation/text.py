@@ -245,15 +245,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, begins: 
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has added them
 
 
-def padded(rows: list[list[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[list[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
     """Return padded token ids and their mask `[batch, longest]`. Prompts of a decoder are padded on the left."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        real = slice(longest - len(row), None) if left else slice(len(row))
-        ids[i, real], mask[i, real] = torch.tensor(row), 1
-    return ids, mask
+    lengths = torch.tensor([len(row) for row in rows])[:, None]
+    longest = int(lengths.max())
+    column = torch.arange(longest)
+    real = column >= longest - lengths if left else column < lengths
+    ids = torch.full(real.shape, pad)
+    ids[real] = torch.tensor([token for row in rows for token in row])
+    return ids, real.long()
 
 
 def until_stop(row: list[int], stops: list[int]) -> list[int]:

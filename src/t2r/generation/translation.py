@@ -1,30 +1,33 @@
 """Translation of many lines, in batches of similar length, to a list or to a file.
 
 A line's translation does not depend on the lines beside it: a batch holds lines of one bucket of lengths, which decides
-how long a translation may become.
+how long a translation may become. Every model that t2r supports translates in the engine, also if it is not swapped. In
+a greedy search, lines that have ended make room for the next ones, so that no line waits for the slowest.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.attention.recurrence import computes_exactly
 from t2r.data import fingerprint
 from t2r.data.parallel import encode_sources, find_file, languages
 from t2r.data.progress import progress_bar
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
-from t2r.generation.engine import Engine
+from t2r.generation.engine import Engine, ForGenerate
+from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.state import check_vocabulary
 from t2r.generation.text import padded, run, special_tokens, until_stop
-from t2r.model.logits import evaluating
-from t2r.model.modeling import T2RModel
+from t2r.model.logits import evaluating, logits_at_once
+
+logger = logging.getLogger(__name__)
 
 BEAMS, LENGTH_PENALTY = 5, 0.6
 """The paper's."""
@@ -33,6 +36,12 @@ BUCKET = 16
 TOKENS = {"cpu": 4096}
 MANY = 1 << 16
 """Source tokens per batch, times beams: on a CPU, and on an accelerator."""
+CACHE = 1 << 33
+"""Bytes of the caches of a batch, at most."""
+PARTS = 4
+"""In a greedy search, as many lines are read at a time as are a quarter of the running batch."""
+FORMAT = 2
+"""Of cached translations. In format 1, a translation that a forced EOS token ended at its limit was not empty."""
 CHUNK = 131072
 """Lines of a file per write. Many, so that the batches of each bucket of lengths are full."""
 
@@ -101,31 +110,81 @@ def translate_to_tokens(
             if whole:
                 continue
             raise T2RError(f"{name}:{first + i}: {len(row)} tokens are beyond the {limit} positions of the model")
-        check_vocabulary(model, row)
         buckets.setdefault(bucket_of(len(row)), []).append(i)
+    check_vocabulary(model, [max(rows[i]) for batch in buckets.values() for i in batch if rows[i]])
     done = len(lines) - sum(map(len, buckets.values()))
     found: list[list[int]] = [[] for _ in lines]
-    engine = None if not isinstance(model, T2RModel) or computes_exactly(cast(Any, model)) else Engine(model)
     stops, pad = special_tokens(model, tokenizer)
-    options: dict[str, Any] = {"num_beams": beams, "do_sample": False, "pad_token_id": pad}
-    if beams > 1:
-        options["length_penalty"] = length_penalty
-    at_once = TOKENS.get(model.device.type, MANY)
-    with evaluating(model):
+    ready = for_engine(model)
+    with evaluating(model, ready):
         for size in sorted(buckets):
-            count = max(1, at_once // (size * beams))
-            most = 2 * size + BUCKET
-            options["max_new_tokens"] = most if limit is None else min(most, limit - 1)
-            for start in range(0, len(buckets[size]), count):
-                batch = buckets[size][start : start + count]
-                ids, mask = (x.to(model.device) for x in padded([rows[i] for i in batch], pad, left=False))
-                sequences, _ = run(model, engine, ids, None, options | {"attention_mask": mask})
-                for i, row in zip(batch, sequences[:, 1:].tolist(), strict=True):  # a decoder starts with one token
-                    ended = until_stop(row, stops)
-                    found[i] = [] if whole and ended[-1] not in stops else ended
-                done += len(batch)
+            most = 2 * size + BUCKET if limit is None else min(2 * size + BUCKET, limit - 1)
+            options: dict[str, Any] = {"num_beams": beams, "do_sample": False, "pad_token_id": pad}
+            options |= {"max_new_tokens": most} | ({"length_penalty": length_penalty} if beams > 1 else {})
+            batch = sorted(buckets[size], key=lambda i: -len(rows[i]))  # the longest first: they end last
+            for number, tokens in search(model, ready, [rows[i] for i in batch], size, options):
+                ended = until_stop(tokens, stops)
+                unfinished = ended[-1] not in stops or len(ended) == most  # an EOS token may be forced at the limit
+                found[batch[number]] = [] if whole and unfinished else ended
+                done += 1
                 report(done)
     return found
+
+
+def for_engine(model: Any) -> Any:
+    """Return the model as the engine decodes it, or None, with a message in the log, if it cannot."""
+    try:
+        if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            raise T2RError("the model is on several devices")
+        ready = on_the_engine(model)
+        if (obstacle := Engine(ready).obstacle) is not None:
+            raise T2RError(obstacle)
+    except T2RError as reason:
+        logger.warning("translating with model.generate(), which is slower than the engine: %s", reason)
+        return None
+    return ready
+
+
+def search(
+    model: Any, ready: Any, rows: Sequence[list[int]], size: int, options: dict[str, Any]
+) -> Iterator[tuple[int, list[int]]]:
+    """Translate sources of up to `size` tokens. Yields the number of each and its tokens, in any order.
+
+    Caches have one size for all batches, so that the decoding step is captured once."""
+    beams, length = options["num_beams"], 1 + options["max_new_tokens"]  # a decoder starts with one token
+    count = min(len(rows), lines_at_once(model, ready, size, length, beams))
+
+    def batches(count: int) -> Iterator[dict[str, Any]]:
+        for start in range(0, len(rows), count):
+            ids, mask = padded(rows[start : start + count], options["pad_token_id"], left=False)
+            yield {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), **options}
+
+    engine = None if ready is None else Engine(ready, max_length=length, source_length=size)
+    if engine is not None and beams == 1:
+        engine.rows = count
+        by_row = ready.t2r_family.positions_by_row  # otherwise a batch must end before the next can start
+        part = max(1, count // PARTS) if by_row and len(rows) > count else count
+        try:
+            yield from engine.generate_each(batches(part))
+            return
+        except ForGenerate as reason:
+            engine.say_elsewhere(reason)
+            engine = None
+    number = 0
+    for batch in batches(-(-len(rows) // -(-len(rows) // count))):  # of even size, so that one decoding step fits all
+        ids = batch.pop("input_ids")
+        sequences, _ = run(model, engine, ids, None, batch)
+        for tokens in sequences[:, 1:].tolist():
+            yield number, tokens
+            number += 1
+
+
+def lines_at_once(model: Any, ready: Any, size: int, length: int, beams: int) -> int:
+    """Return how many lines to translate at a time, by their tokens, and by the sizes of logits and caches."""
+    tokens = TOKENS.get(model.device.type, MANY) // size
+    logits = logits_at_once(model.device) // model.get_output_embeddings().weight.shape[0]
+    held = tokens if ready is None else CACHE // ready.make_static_cache(1, length, size).nbytes
+    return max(1, min(tokens, logits, held) // beams)
 
 
 def write_translations(
@@ -145,7 +204,7 @@ def write_translations(
     from which the next run continues. The line of an empty source, of a source that is too long for the model, or of a
     translation that does not end is empty."""
     file = find_file(source)
-    settings = [file.fingerprint(), beams, length_penalty, languages(tokenizer)]
+    settings = [FORMAT, file.fingerprint(), beams, length_penalty, languages(tokenizer)]
     made = [fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings]
     path = Path(folder or fingerprint.cache_folder("translations")).expanduser() / f"{fingerprint.digest(made)}.txt"
     if path.exists():

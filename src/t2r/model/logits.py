@@ -11,10 +11,11 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 AT_ONCE = {"cpu": 1 << 25}
 LARGE = 1 << 28
@@ -30,6 +31,43 @@ def logits_at_once(device: torch.device) -> int:
 def widened(logits: Tensor) -> Tensor:
     """In float32, or in more where they have more."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class LinearHead(NamedTuple):
+    """A head whose logits are linear in the states: `weight @ (scale * states) + bias`."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, head: Any) -> LinearHead | None:
+        """Return a linear layer or a linear head as a linear head, and None for any other head."""
+        if type(head) is nn.Linear:
+            return cls(head.weight, head.bias)
+        return head if isinstance(head, cls) else None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return linear(states * self.scale, self.weight, self.bias)
+
+    def plus(self, bias: Tensor) -> LinearHead:
+        bias = bias.to(self.weight.dtype)
+        return self._replace(bias=bias if self.bias is None else self.bias + bias)
+
+    def divided(self, by: float) -> LinearHead:
+        return LinearHead(self.weight, None if self.bias is None else self.bias / by, self.scale / by)
+
+
+class Finish(NamedTuple):
+    """An operation that follows the output embeddings."""
+
+    of_logits: Callable[[Tensor], Tensor]
+    of_head: Callable[[LinearHead], LinearHead] | None = None
+    """The same as a change of a linear head; None if logits are then not linear in the states."""
 
 
 class Readout:
@@ -49,17 +87,20 @@ class Readout:
         body = self.model.base_model
         self.body = None if body is self.model else body
         self.head = self.model.get_output_embeddings()
-        self.finish: Callable[[Tensor], Tensor] | None = None
+        self.finish: Finish | None = None
         self.split, self.out_features = self._verify(example)
 
     @property
     def projection(self) -> Any:
-        """The head for `distillation_loss`: the linear layer if no operation follows it, otherwise the readout.
+        """The head for `distillation_loss`: a `LinearHead` if logits are linear in the states, otherwise the readout.
 
         None if the states are logits."""
         if not self.split:
             return None
-        return self.head if self.finish is None and type(self.head) is nn.Linear else self
+        head = LinearHead.of(self.head)
+        if head is None or self.finish is None:
+            return head or self
+        return self if self.finish.of_head is None else self.finish.of_head(head)
 
     def states(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return hidden states `[batch, time, hidden]`, or logits `[batch, time, vocabulary]` if `split` is False."""
@@ -72,7 +113,7 @@ class Readout:
         if not self.split:
             return states
         logits: Tensor = self.head(states)
-        return logits if self.finish is None else self.finish(logits)
+        return logits if self.finish is None else self.finish.of_logits(logits)
 
     def rows_at_once(self, batch: Tensor) -> int:
         """Return how many rows of a batch `[rows, time]` to process at a time: all if `split`, otherwise as many as the
@@ -109,7 +150,7 @@ class Readout:
                 return False, size
             from_head = self.head(states)
             for finish in (None, *finishes(self.model)):
-                found = from_head if finish is None else finish(from_head)
+                found = from_head if finish is None else finish.of_logits(from_head)
                 if torch.equal(found.to(logits.dtype), logits):
                     self.finish = finish
                     return True, size
@@ -128,15 +169,17 @@ def eager() -> Iterator[None]:
         yield
 
 
-def finishes(model: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+def finishes(model: Any) -> Iterator[Finish]:
     """Yield the operations that may follow the output embeddings. The right one is found by comparing logits."""
     config = model.config.get_text_config()
     if getattr(model, "final_logits_bias", None) is not None:  # BART and derived models
-        yield lambda logits: logits + model.final_logits_bias
+        yield Finish(
+            lambda logits: logits + model.final_logits_bias, lambda head: head.plus(model.final_logits_bias.flatten())
+        )
     if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
-        yield lambda logits: torch.tanh(logits / cap) * cap
+        yield Finish(lambda logits: torch.tanh(logits / cap) * cap)
     if scale := getattr(config, "logits_scaling", None):  # Granite
-        yield lambda logits: logits / scale
+        yield Finish(lambda logits: logits / scale, lambda head: head.divided(scale))
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

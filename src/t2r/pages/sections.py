@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from t2r.bench import decoding
 from t2r.bench.figures import add_decoding
 from t2r.config import OPTIONS
 from t2r.errors import T2RError
-from t2r.experiments.tables import commands, provenance, record_tables
+from t2r.experiments import charts
+from t2r.experiments.tables import commands, of_record, provenance, record_tables
 from t2r.reporting.page import COLORS, Page, bars, lines
 from t2r.storage import kind_of
 from t2r.training.session import table_of
@@ -160,10 +161,12 @@ def experiment(page: Page, record: Mapping[str, Any], path: Path) -> None:
     drawn_later = [step for step in record["steps"] if _is_decoding(step.get("result"))]  # with their own tables
     for table in record_tables({**record, "steps": [step for step in record["steps"] if step not in drawn_later]}):
         page.table(*_cells(table))
+    shipped = of_record(f"{record['experiment']}-{record['scale']}") if "scale" in record else None
+    drawn = {} if shipped is None else charts.drawn(shipped, record)
     if any("cell" in step for step in record["steps"]):
-        drawn = _grid_figures(record["steps"])
+        drawn |= _grid_figures(record["steps"], drawn)
     else:
-        drawn = {f"{step['name']}: {name}": svg for step in record["steps"] for name, svg in _drawn(step).items()}
+        drawn |= {f"{step['name']}: {name}": svg for step in record["steps"] for name, svg in _drawn(step).items()}
     if drawn:
         page.figures(drawn)
     for step in drawn_later:
@@ -208,26 +211,26 @@ def _drawn(step: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _grid_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return figures over all cells of a grid: perplexity or BLEU, and attention by distance."""
+def _grid_figures(steps: Sequence[Mapping[str, Any]], known: Container[str] = ()) -> dict[str, str]:
+    """Return figures over all cells of a grid: perplexity or BLEU, and attention by distance unless it is known."""
     scores: dict[str, dict[str, float]] = {"perplexity": {}, "bleu": {}}
     attention: dict[str, tuple[list[float], list[float]]] = {}
     for step in steps:
         result = step.get("result")
         for row in result if isinstance(result, list) else ():
             for measure, found in scores.items():
-                if isinstance(row, Mapping) and row.get(measure):
+                if isinstance(row, Mapping) and row.get(measure) is not None:
                     found.setdefault(row.get("model", step["name"]), row[measure])
         if isinstance(result, Mapping) and result.get("by_distance"):
             for name, key in ((result["model"], "model"), (result.get("teacher"), "teacher")):
-                known = [(1 + (r["first"] + r["last"]) / 2, r[key]) for r in result["by_distance"] if r.get(key)]
-                if name and known and len(attention) < len(COLORS):
-                    attention.setdefault(name, tuple(map(list, zip(*known, strict=True))))  # type: ignore[arg-type]
+                points = [(1 + (r["first"] + r["last"]) / 2, r[key]) for r in result["by_distance"] if r.get(key)]
+                if name and points and len(attention) < len(COLORS):
+                    attention.setdefault(name, tuple(map(list, zip(*points, strict=True))))  # type: ignore[arg-type]
     titles = {"perplexity": "Perplexity of each model", "bleu": "BLEU of each model"}
     drawn = {
         titles[measure]: bars(found, measure, colors=COLORS[1:2]) for measure, found in scores.items() if len(found) > 1
     }
-    if attention:
+    if attention and "Attention by distance" not in known:
         drawn["Attention by distance"] = lines(
             attention, "distance + 1", "attention", log_x=True, log_y=True, ticks=analyses.TICKS
         )

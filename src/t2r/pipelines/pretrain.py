@@ -108,7 +108,8 @@ def pretrain(
         documents: attention does not cross document boundaries inside a block.
         seed: seed of the weights, the data order, and dropout. The weights are the same on every machine.
         bf16: train in bfloat16. None: on a GPU.
-        compiled: compile layers and losses. None: on a GPU, except with `source`, whose batches vary in shape.
+        compiled: compile layers and losses, and replay steps as CUDA graphs; with `source`, whose batches vary in
+            shape, layers are not compiled. None: on a GPU.
         gradient_checkpointing: recompute activations in the backward pass, to save memory.
         limit: maximum number of windows or lines to evaluate.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
@@ -141,7 +142,7 @@ def pretrain(
     settings = Settings(
         seed=seed,
         bf16=on_gpu if bf16 is None else bf16,
-        compiled=on_gpu and not translates if compiled is None else compiled,
+        compiled=on_gpu if compiled is None else compiled,
         gradient_checkpointing=gradient_checkpointing,
         save_steps=save_steps,
         report_to=report_to,

@@ -205,7 +205,7 @@ def lines(
         elif len(series) > MANY:  # below the axes, where it covers no line
             axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize="small")
 
-    return _svg(draw, f"{y} against {x}: {', '.join(series)}")
+    return svg(draw, f"{y} against {x}: {', '.join(series)}")
 
 
 def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: Sequence[str] = COLORS) -> str:
@@ -223,7 +223,7 @@ def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: S
         axes.margins(x=0.2)
         axes.set_xlabel(what)
 
-    return _svg(draw, f"{what}: {', '.join(f'{name} {value:,.2f}' for name, value in values.items())}")
+    return svg(draw, f"{what}: {', '.join(f'{name} {value:,.2f}' for name, value in values.items())}")
 
 
 def heatmap(grid: Sequence[Sequence[float]], x: str, y: str, what: str) -> str:
@@ -244,7 +244,7 @@ def heatmap(grid: Sequence[Sequence[float]], x: str, y: str, what: str) -> str:
         figure: Any = axes.figure
         figure.colorbar(drawn, ax=axes, label=what, ticks=MaxNLocator(5)).outline.set_visible(False)
 
-    return _svg(draw, f"{what} by {y} and {x}")
+    return svg(draw, f"{what} by {y} and {x}")
 
 
 def _short(name: str) -> str:
@@ -262,7 +262,7 @@ def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
     axis.set_ticks([], minor=True)
 
 
-def _svg(draw: Any, words: str) -> str:
+def svg(draw: Any, words: str) -> str:
     """Return the result of `draw` as an SVG element for a page. `words` is its text alternative."""
     try:
         import matplotlib
@@ -276,14 +276,16 @@ def _svg(draw: Any, words: str) -> str:
     look["svg.hashsalt"] = ""  # reproducible ids
     with matplotlib.rc_context(look):
         figure = Figure(figsize=(5.6, 3.6), layout="constrained")
-        draw(figure.add_subplot())
+        axes = figure.add_subplot()
+        axes.set_prop_cycle(color=COLORS)
+        draw(axes)
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # the default metadata contains URLs
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor").strip()
+    drawn = file.getvalue()
+    drawn = drawn[drawn.index("<svg") :].replace(INK, "currentColor").strip()
     # Ids must be unique in the page: those that are used get the mark of the figure, others are removed.
-    used, mark = set(re.findall(r"#([\w.-]+)", svg)), hashlib.sha256(svg.encode()).hexdigest()[:8]
-    svg = re.sub(r' id="([^"]*)"', lambda match: f' id="{match[1]}-{mark}"' if match[1] in used else "", svg)
-    svg = re.sub(r'(url\(#|href="#)([\w.-]+)', rf"\1\2-{mark}", svg)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(words)}" ', 1)
+    used, mark = set(re.findall(r"#([\w.-]+)", drawn)), hashlib.sha256(drawn.encode()).hexdigest()[:8]
+    drawn = re.sub(r' id="([^"]*)"', lambda match: f' id="{match[1]}-{mark}"' if match[1] in used else "", drawn)
+    drawn = re.sub(r'(url\(#|href="#)([\w.-]+)', rf"\1\2-{mark}", drawn)
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(words)}" ', 1)

@@ -33,6 +33,9 @@ class Task(ABC):
     uniform: bool = False
     """Whether all items have the same length, without padding and packed documents."""
 
+    one_shape: bool = True
+    """Whether all batches have the same shape. Layers and losses are compiled for one shape."""
+
     # --- Data -----------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -55,6 +58,10 @@ class Task(ABC):
         """Return a batch of `rows` items with at most `length` tokens, to measure the time of a step."""
         items: Any = self.dataset(length)
         return self.collate([items[i % len(items)] for i in range(rows)])
+
+    def in_few_shapes(self, batch: dict[str, Tensor], block_size: int) -> dict[str, Tensor]:
+        """Return the batch padded to one of a few shapes, with the same loss. Steps are captured for each shape."""
+        return batch
 
     @property
     def tokens(self) -> int:

@@ -65,6 +65,7 @@ class Translation(Task):
     name = "translation"
     pipeline_tag = "translation"
     measured_in = "lines"
+    one_shape = False
 
     def __init__(
         self,
@@ -278,6 +279,22 @@ class Translation(Task):
             "decoder_input_ids": self.shift(labels),
             "labels": labels,
         }
+
+    def in_few_shapes(self, batch: dict[str, Tensor], block_size: int) -> dict[str, Tensor]:
+        """Return the batch of a block with its full width and number of rows.
+
+        Rows that the block lacks are copies of others without labels: they add nothing to the loss, and are valid rows
+        for a transfer."""
+        labels = batch["labels"]
+        rows, width = self.dataset(block_size).shape_of(max(labels.shape[1], batch["input_ids"].shape[1]))
+        chosen = torch.arange(max(rows, len(labels))) % len(labels)
+        filled = {}
+        for name, x in batch.items():
+            padding = {"labels": IGNORED, "attention_mask": 0}.get(name, self.pad)
+            x = x if x.dim() == 1 else torch.nn.functional.pad(x, (0, width - x.shape[1]), value=padding)
+            filled[name] = x[chosen]
+        filled["labels"][len(labels) :] = IGNORED
+        return filled
 
     def labels(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the labels, unshifted: the decoder inputs are shifted instead."""

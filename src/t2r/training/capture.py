@@ -1,14 +1,15 @@
-"""A forward and backward pass as one CUDA graph.
+"""Forward and backward passes as CUDA graphs.
 
 A training step of a small model launches thousands of short kernels, and launching them from Python takes longer than
-running them. The shapes of a stage are constant, so the kernels of one step are captured once and replayed.
+running them. Batches of a stage have one shape, or a few, so the kernels of a step are captured once for each shape and
+replayed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,69 +17,88 @@ from torch import Tensor, nn
 logger = logging.getLogger(__name__)
 
 WARM_UP = 3
-"""Eager steps before the capture: they compile kernels and allocate persistent buffers."""
+"""Eager steps before the first capture: they compile kernels and allocate persistent buffers. Later ones need one."""
+MOST = 32
+"""Graphs of a stage. Batches of further shapes run eagerly."""
 
 Work = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
-class CapturedStep:
-    """Calls `work` on tensors of a fixed shape: eagerly at first, then by replaying a graph.
+class Graph(NamedTuple):
+    """A captured step, and the tensors that it reads and writes."""
 
-    The tensors that a replay returns are overwritten by the next one. Inputs of another shape run eagerly. If a step
-    cannot be captured, all later steps run eagerly, with a warning.
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+
+class CapturedStep:
+    """Calls `work` on tensors of a few shapes: eagerly at first, then by replaying a graph of each shape.
+
+    The tensors that a replay returns are overwritten by the next one. All graphs add gradients to the same buffers, and
+    share their memory. If a step cannot be captured, all later steps run eagerly, with a warning.
 
     Args:
-        work: computes a loss from inputs and its gradients. It must not synchronize with the device.
+        work: computes a loss from inputs, and adds its gradients to those of the parameters. It must not synchronize
+            with the device.
         parameters: the parameters that get gradients.
-        accumulates: gradients are summed over several calls. Otherwise they are assigned.
     """
 
-    def __init__(self, work: Work, parameters: Iterable[nn.Parameter], *, accumulates: bool = False) -> None:
-        self.work, self.accumulates = work, accumulates
+    def __init__(self, work: Work, parameters: Iterable[nn.Parameter]) -> None:
+        self.work = work
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.waiting: int | None = WARM_UP
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.key: Any = None
-        self.inputs: dict[str, Tensor] = {}
-        self.outputs: dict[str, Tensor] = {}
-        self.gradients: list[Tensor | None] = []
+        self.graphs: dict[Any, Graph] = {}
+        self.waiting: dict[Any, int] = {}
+        """Eager steps that remain before the capture of a shape."""
+        self.possible = True
+        self.pool: Any = None
+        self.reached: set[nn.Parameter] = set()
+        """Parameters with gradients in the first steps. Others keep none, so that an optimizer does not decay them."""
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        """The gradient buffers of these parameters."""
 
     def __call__(self, inputs: Mapping[str, Tensor], variant: Any = None) -> dict[str, Tensor]:
-        """Return the results of `work`. `variant` is anything else that the work depends on; a graph serves one."""
-        key = variant, {name: (x.shape, x.dtype) for name, x in inputs.items()}
-        if self.graph is None and self.waiting is not None:
-            if self.waiting == 0:
+        """Return the results of `work`. `variant` is anything else that the work depends on."""
+        key = variant, tuple((name, x.shape, x.dtype) for name, x in inputs.items())
+        if key not in self.graphs and self.possible and len(self.graphs) < MOST:
+            left = self.waiting.setdefault(key, 1 if self.graphs else WARM_UP)
+            if left == 0:
                 self.capture(inputs, key)
-            else:
-                self.waiting -= 1
-        if self.graph is None or key != self.key:
-            return self.work(dict(inputs))
+            self.waiting[key] = left - 1
+        if key not in self.graphs:
+            results = self.work(dict(inputs))
+            if not self.gradients:
+                self.reached |= {p for p in self.parameters if p.grad is not None}
+            return results
+        graph, own, outputs = self.graphs[key]
         for name, x in inputs.items():
-            self.inputs[name].copy_(x, non_blocking=True)
-        self.graph.replay()
-        self.hand_over()
-        return self.outputs
+            own[name].copy_(x, non_blocking=True)
+        self.use_buffers()
+        graph.replay()
+        return outputs
 
     def capture(self, inputs: Mapping[str, Tensor], key: Any) -> None:
         """Capture the work. Nothing is computed, and existing gradients are kept."""
-        self.waiting = None
-        before = [p.grad for p in self.parameters]
         device = next(iter(inputs.values())).device
+        before = [p.grad for p in self.parameters]
         graph = torch.cuda.CUDAGraph()
         try:
+            own = {name: x.clone() for name, x in inputs.items()}
+            if self.pool is None:
+                self.gradients = {p: torch.zeros_like(p) for p in self.parameters if p in self.reached}
+                self.pool = torch.cuda.graph_pool_handle()
             for p in self.parameters:
-                p.grad = None
-            self.inputs = {name: x.clone() for name, x in inputs.items()}
+                p.grad = self.gradients.get(p)
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # the graph allocates from a pool of its own
             # Other threads, such as one that pins the next batch, may call CUDA meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.outputs = self.work(dict(self.inputs))
-            self.gradients = [p.grad for p in self.parameters]
-            self.graph, self.key = graph, key
-            logger.info("training steps are replayed as one CUDA graph")
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                outputs = self.work(dict(own))
+            if not self.graphs:
+                logger.info("training steps are replayed as CUDA graphs")
+            self.graphs[key] = Graph(graph, own, outputs)
         except RuntimeError as error:  # includes out of memory
-            self.inputs, self.outputs, self.gradients = {}, {}, []
+            self.possible = False
             torch.cuda.synchronize(device)
             cause = error.__context__ or error  # the error at the end of a failed capture hides the cause
             first = next(iter(str(cause).splitlines()), type(cause).__name__)
@@ -87,14 +107,12 @@ class CapturedStep:
             for p, gradient in zip(self.parameters, before, strict=True):
                 p.grad = gradient
 
-    def hand_over(self) -> None:
-        """Assign or add the gradients of a replay to the parameters."""
-        for p, gradient in zip(self.parameters, self.gradients, strict=True):
-            if gradient is None:
-                continue
-            if not self.accumulates:
-                p.grad = gradient
-            elif p.grad is None:
-                p.grad = gradient.clone()
-            else:
-                p.grad.add_(gradient)
+    def use_buffers(self) -> None:
+        """Make the buffers the gradients of the parameters. Gradients that are there already are kept."""
+        empty = [buffer for p, buffer in self.gradients.items() if p.grad is None]
+        if empty:
+            torch._foreach_zero_(empty)
+        for p, buffer in self.gradients.items():
+            if p.grad is not None and p.grad is not buffer:
+                buffer.copy_(p.grad)
+            p.grad = buffer

@@ -24,6 +24,7 @@ class Learner(nn.Module):
     Args:
         student: the model that learns, with its LoRA adapters if there are any.
         teacher: the teacher of a distillation.
+        compiled: compile the loss. The errors of a transfer are compiled if all batches have the same shape.
         whole: compute the logits of a whole batch with the model's own forward. Otherwise they are computed in slices
             where the model's head allows it.
     """
@@ -70,7 +71,7 @@ class Learner(nn.Module):
                 share = share * (reading >= self.stage.noise_from)[:, None]
             inputs = self.task.disturbed(inputs, share)
         if self.stage.objective == "transfer":
-            with transferring(self.student, self.compiled) as errors:
+            with transferring(self.student, self.compiled and self.task.one_shape) as errors:
                 self.student(**inputs, use_cache=False, **self.without_logits)
             return torch.stack(errors).mean(), {}
         if self.own_loss:
@@ -103,6 +104,7 @@ class Learner(nn.Module):
             temperature=stage.temperature,
             label_smoothing=stage.label_smoothing,
             compiled=self.compiled,
+            fixed=self.compiled and not self.task.one_shape,
         )
         if not distills:
             return loss, {}

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from t2r.attention.recurrence import Inputs, Recurrence, exact_attention, recurrent_sites
-from t2r.model.logits import logits_at_once, widened
+from t2r.model.logits import LinearHead, logits_at_once, widened
 
 
 @cache
@@ -80,6 +80,7 @@ def distillation_loss(
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
     compiled: bool = False,
+    fixed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `kl_weight` KL(teacher || student) + `task_weight` cross entropy, and the two terms for the log.
 
@@ -88,16 +89,24 @@ def distillation_loss(
 
     With a head, `student` or `teacher` is the input of the head, `[tokens, hidden]`, and logits are computed for a
     chunk of tokens at a time, in the forward and in the backward pass. Without, it is the logits. A head is a linear
-    layer, or a callable with `out_features`.
+    layer, a `LinearHead`, or a callable with `out_features`.
+
+    With `compiled`, the loss of a chunk is compiled. With `fixed`, all chunks have the same size for any number of
+    tokens, so that batches of different shapes do not compile it again. The last chunk is padded.
     """
-    if not all(head is None or type(head) is nn.Linear for head in (student_head, teacher_head)):
+    ours, theirs = LinearHead.of(student_head), LinearHead.of(teacher_head)
+    if (student_head is not None and ours is None) or (teacher_head is not None and theirs is None):
         terms = (kl_weight, task_weight, temperature, label_smoothing)
         own, others = student_head or as_they_are, teacher_head or as_they_are
         return in_pieces(student, teacher, labels, count, own, others, *terms)
-    heads = (None, None) if student_head is None else (student_head.weight, student_head.bias)
-    reference = (None, None) if teacher_head is None else (teacher_head.weight.detach(), teacher_head.bias)
+    heads = (None, None) if ours is None else (ours.weight, ours.bias)
+    reference = (None, None) if theirs is None else (theirs.weight.detach(), theirs.bias)
+    if ours is not None and ours.scale != 1:
+        student = student * ours.scale
+    if theirs is not None and theirs.scale != 1 and teacher is not None:
+        teacher = teacher * theirs.scale
     scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
-    weights = (0.0 if teacher is None else kl_weight, task_weight, temperature, label_smoothing, compiled)
+    weights = (0.0 if teacher is None else kl_weight, task_weight, temperature, label_smoothing, compiled, fixed)
     # The loss of a batch without any scored token is 0, not 0 / 0.
     return _ChunkedDistillation.apply(student, *heads, teacher, *reference, labels, scored.clamp_min(1), *weights)
 
@@ -166,12 +175,12 @@ class _ChunkedDistillation(torch.autograd.Function):
         temperature: float,
         label_smoothing: float,
         compiled: bool,
+        fixed: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = student.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         vocabulary = (student if weight is None else weight).shape[1 if weight is None else 0]
-        size = max(1, logits_at_once(student.device) // vocabulary)
-        size = math.ceil(len(student) / max(1, math.ceil(len(student) / size))) or 1  # chunks of even size
+        size = chunk_size(len(student), max(1, logits_at_once(student.device) // vocabulary), fixed)
         terms = fused(loss_and_gradient) if compiled else loss_and_gradient
         wide = torch.promote_types(student.dtype, torch.float32)
         kl_sum = task_sum = student.new_zeros((), dtype=wide)
@@ -185,18 +194,23 @@ class _ChunkedDistillation(torch.autograd.Function):
                 weight, bias = weight.to(compute), None if bias is None else bias.to(compute)
             for start in range(0, student.shape[0], size):
                 here = slice(start, start + size)
-                logits = apply_head(student[here], weight, bias)
-                reference = None if teacher is None else apply_head(teacher[here], teacher_weight, teacher_bias)
+                real = len(student[here])
+                added = size - real if fixed else 0
+                own, target = filled(student[here], added), filled(labels[here], added, -100)
+                logits = apply_head(own, weight, bias)
+                reference = None
+                if teacher is not None:
+                    reference = apply_head(filled(teacher[here], added), teacher_weight, teacher_bias)
                 kl, task, gradient = terms(
-                    logits, reference, labels[here], scored, kl_weight, task_weight, temperature, label_smoothing
+                    logits, reference, target, scored, kl_weight, task_weight, temperature, label_smoothing
                 )
                 kl_sum, task_sum = kl_sum + kl, task_sum + task
                 if weight is None:
-                    d_student[here] = gradient
+                    d_student[here] = gradient[:real]
                     continue
-                d_student[here] = gradient @ weight
+                d_student[here] = (gradient @ weight)[:real]
                 if d_weight is not None:
-                    d_weight += gradient.mT @ student[here].to(weight.dtype)
+                    d_weight += gradient.mT @ own.to(weight.dtype)
                 if d_bias is not None:
                     d_bias += gradient.sum(0, dtype=wide)
         ctx.save_for_backward(d_student, d_weight, d_bias)
@@ -206,7 +220,22 @@ class _ChunkedDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *ignored: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if x is None else (g * x).to(x.dtype) for x in ctx.saved_tensors), *(None,) * 10
+        return *(None if x is None else (g * x).to(x.dtype) for x in ctx.saved_tensors), *(None,) * 11
+
+
+def chunk_size(tokens: int, most: int, fixed: bool) -> int:
+    """Return the number of tokens per chunk, at most `most`.
+
+    Chunks have even sizes. With `fixed`, the size does not depend on the number of tokens: half of what is possible, so
+    that less of the last chunk is padding."""
+    if fixed:
+        return 1 << max(0, (most // 2).bit_length() - 1)
+    return math.ceil(tokens / max(1, math.ceil(tokens / most))) or 1
+
+
+def filled(x: Tensor, rows: int, value: int = 0) -> Tensor:
+    """Return `x` with this many further rows of one value."""
+    return torch.cat([x, x.new_full((rows, *x.shape[1:]), value)]) if rows else x
 
 
 def apply_head(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -118,7 +118,10 @@ def collate(
     items: Sequence[tuple[Any, int]],
     batch: Callable[[Sequence[Any]], dict[str, Tensor]],
     rows: Callable[[Any], int] = lambda item: 1,
+    shaped: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Collate items into a batch, with the number of each row's reading. `rows` is the number of rows of an item."""
+    """Collate items into a batch, with the number of each row's reading. `rows` is the number of rows of an item, and
+    `shaped` gives a batch its final shape."""
     readings = [reading for item, reading in items for _ in range(rows(item))]
-    return batch([item for item, _ in items]) | {READING: torch.tensor(readings)}
+    made = batch([item for item, _ in items]) | {READING: torch.tensor(readings)}
+    return made if shaped is None else shaped(made)

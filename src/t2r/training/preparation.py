@@ -32,7 +32,7 @@ def prepared(
         if recomputes:
             check_checkpointing(model)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if settings.compiled and stage.objective != "transfer":
+        if settings.compiled and task.one_shape and stage.objective != "transfer":
             for part in fused:
                 compile_layers(part)
         if captures(model, settings) and needs_no_mask(model, task):

@@ -1,9 +1,11 @@
-"""Measures the speed of this machine by timing small slices of the work. Weights do not change."""
+"""Measures the speed of this machine by timing small slices of the work. Weights do not change.
+
+On a GPU, whole batches are timed: a small one takes as long as the launches of its kernels."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -32,6 +34,8 @@ ENOUGH = 0.3
 """Seconds that a slice must take to be representative. After a shorter one, a larger slice is timed."""
 TOO_LONG = 3.0
 """A slice that takes this many seconds is not repeated as a warm-up."""
+GPU_WARM_UP = 3
+"""Calls before a slice is timed on a GPU."""
 OVERHEAD = 1.1
 """Factor for the overhead of logging, data loading and Python."""
 
@@ -156,10 +160,8 @@ def time_stage(
     trained: Any = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
     try:
         with stage_step(trained, model, teacher, stage, task, settings) as step:
-            rows, _ = batch_shape(stage)
-            # Compiled code is specialized to one shape.
-            sizes = [(rows, stage.block_size)] if settings.compiled else slices(rows, stage.block_size)
-            warm_up = WARM_UP + 1 if captures(trained, settings) else 0
+            sizes = sizes_to_time(stage, model.device, settings.compiled)
+            warm_up = WARM_UP + 1 if captures(trained, settings) else int(settings.compiled)
             token = time_slices(step, task, model.device, sizes, warm_up)
             return Cost(token * OVERHEAD / processes.count(), time_optimizer(trained, stage))
     finally:
@@ -185,9 +187,15 @@ def time_reading(model: PreTrainedModel, stage: Stage, task: Task) -> float:
     def read(batch: dict[str, Any]) -> None:
         model(**task.inputs(batch), use_cache=False)
 
-    rows, _ = batch_shape(stage)
     with evaluating(model), torch.no_grad():
-        return time_slices(read, task, model.device, slices(rows, stage.block_size))
+        return time_slices(read, task, model.device, sizes_to_time(stage, model.device))
+
+
+def sizes_to_time(stage: Stage, device: torch.device, compiled: bool = False) -> Iterable[tuple[int, int]]:
+    """Return rows and lengths of the slices to time: only the batch of one device on a GPU, or for compiled code, which
+    is specialized to one shape; otherwise ever larger slices."""
+    rows, _ = batch_shape(stage)
+    return [(rows, stage.block_size)] if compiled or device.type != "cpu" else slices(rows, stage.block_size)
 
 
 def slices(rows: int, block_size: int) -> Iterator[tuple[int, int]]:
@@ -204,15 +212,19 @@ def slices(rows: int, block_size: int) -> Iterator[tuple[int, int]]:
 def time_slices(
     work: Callable[[dict[str, Any]], None], task: Task, device: torch.device, sizes: Any, warm_up: int = 0
 ) -> float:
-    """Return the seconds per token of the first slice that takes long enough, after `warm_up` calls."""
+    """Return the seconds per token of the first slice that takes long enough, after `warm_up` calls.
+
+    On a GPU, the first calls on a new shape load and tune kernels, so each slice is warmed up."""
     token, warm = 0.0, False
+    if device.type != "cpu":
+        warm_up = max(warm_up, GPU_WARM_UP)
     for rows, length in sizes:
         batch = {name: x.to(device) for name, x in task.example(rows, length).items()}
         tokens = task.labels(batch).numel()
         for _ in range(warm_up):
             work(batch)
         seconds = timed(lambda batch=batch: work(batch), device)  # type: ignore[misc]
-        if not warm and seconds < TOO_LONG:
+        if not warm and not warm_up and seconds < TOO_LONG:
             seconds, warm = timed(lambda batch=batch: work(batch), device), True  # type: ignore[misc]
         token = seconds / tokens
         if seconds >= ENOUGH:

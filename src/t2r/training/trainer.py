@@ -59,7 +59,8 @@ class Settings:
     Args:
         seed: seed of the data order, of dropout and of token noise.
         bf16: train with bfloat16 autocast; weights stay in float32.
-        compiled: compile layers and losses, and on a GPU replay a step as one CUDA graph.
+        compiled: compile losses and, if all batches have the same shape, layers, and on a GPU replay steps as CUDA
+            graphs.
         gradient_checkpointing: recompute the activations of a layer in the backward pass, to save memory.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
         report_to: `none`, or an experiment tracker of transformers.
@@ -126,6 +127,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         self.order = Order(
             task.dataset(stage.block_size), most * accumulation * rows * processes.count(), settings.seed
         )
+        capturing = captures(model, settings)
+        shaped = partial(task.in_few_shapes, block_size=stage.block_size) if capturing else None
         callbacks: list[TrainerCallback] = [Watch()]
         if self.deadline is not None:
             callbacks.append(self.deadline)
@@ -142,7 +145,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             model=learner,
             args=arguments,
             train_dataset=self.order,
-            data_collator=partial(collate, batch=task.collate, rows=task.rows_of),
+            data_collator=partial(collate, batch=task.collate, rows=task.rows_of, shaped=shaped),
             optimizers=(optimizer, scheduler),
             callbacks=callbacks,
         )
@@ -162,9 +165,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
         self.terms: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
-        self.captured: CapturedStep | None = None
-        if captures(model, settings):
-            self.captured = CapturedStep(self.whole_step, model.parameters(), accumulates=accumulation > 1)
+        self.captured = CapturedStep(self.whole_step, model.parameters()) if capturing else None
 
     # --- The loss -------------------------------------------------------------------------------------------
 

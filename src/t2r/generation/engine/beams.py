@@ -57,8 +57,8 @@ class BeamSearch(compat.BeamSearch):
         self.decode, self.request, self.logits = decode, request, logits
         self.rows, self.beams = request.ids.shape[0], request.config.num_beams
         decode.reset()
-        prompt = torch.arange(self.rows, device=request.ids.device) // self.beams
-        decode.put_first(cache, prompt, prompts.source_mask)
+        rows = torch.arange(self.rows, device=request.ids.device)
+        decode.put_rows(rows, cache, rows // self.beams, source_mask=prompts.source_mask)
 
     def run(self) -> Tensor:
         request = self.request

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -56,6 +56,8 @@ class Engine:
         generation_config: default options of all calls. None: those of the model.
         rows: number of sequences that run at the same time. Defaults to the number of prompts in a call.
         max_length: maximum number of tokens of a sequence in softmax layers. By default, buffers grow as needed.
+        source_length: maximum number of tokens of a source in softmax cross attention. By default, buffers grow as
+            needed.
         compiled: whether to fuse the kernels of a step with torch.compile, on a GPU. Compilation takes about a minute
             for each batch size.
         state_dtype: the dtype in which recurrent states are stored, torch.bfloat16 or torch.float16. It halves their
@@ -70,6 +72,7 @@ class Engine:
         *,
         rows: int | None = None,
         max_length: int | None = None,
+        source_length: int | None = None,
         compiled: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
@@ -81,7 +84,7 @@ class Engine:
             raise T2RError(f"rows must be at least 1; got {rows}")
         self.model: Any = model
         self.generation_config = generation_config
-        self.rows, self.max_length, self.compiled = rows, max_length, compiled
+        self.rows, self.max_length, self.source_length, self.compiled = rows, max_length, source_length, compiled
         self.state_dtype = None if state_dtype == torch.float32 else state_dtype
         self.obstacle = no_static_cache(self.model)
         self.decode: DecodeStep | None = None
@@ -181,9 +184,10 @@ class Engine:
 
     def until_done(self, group: Group) -> Iterator[Event]:
         """Run until a group is finished. Other running sequences are advanced too."""
+        own = set(group.sequences)
         try:
             while group.running:
-                yield from (event for event in self.step() if event.sequence in group.sequences)
+                yield from (event for event in self.step() if event.sequence in own)
         finally:
             for sequence in group.running:  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)
@@ -241,6 +245,41 @@ class Engine:
             raise T2RError(f"submit requires one sequence; got {len(group.sequences)}: submit each of them")
         return group.sequences[0]
 
+    def generate_each(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[int]]]:
+        """Generate for many batches of prompts. Yields the number of each prompt, from 0, and its new tokens.
+
+            engine = Engine(model, rows=256)
+            for number, tokens in engine.generate_each({"input_ids": ids, "max_new_tokens": 64} for ids in batches):
+                ...
+
+        A batch is a dictionary of arguments of `generate`. It starts as soon as enough rows are free, so batches that
+        are smaller than `rows` do not wait for the longest sequence of a batch before them. Prompts are yielded in the
+        order in which they end. Batches are read as they are needed.
+
+        Raises:
+            ForGenerate: if the engine does not support a call.
+        """
+        numbers: dict[Sequence, int] = {}
+        count, left = 0, iter(batches)
+        batch = next(left, None)
+        try:
+            while batch is not None or numbers:
+                events: list[Event] = []
+                while batch is not None and not self.waiting:
+                    options = dict(batch)
+                    request = self.prepared(options.pop("input_ids"), None, False, options)
+                    for sequence in self.admitted(request, None, None, False).sequences:
+                        numbers[sequence] = count
+                        count += 1
+                    events += self.start_waiting()
+                    batch = next(left, None)
+                for sequence, _ in events + self.step():
+                    if sequence.finished and sequence in numbers:
+                        yield numbers.pop(sequence), sequence.tokens
+        finally:
+            for sequence in list(numbers):  # the consumer has stopped, or an error occurred
+                self.cancel(sequence)
+
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence immediately and free its row."""
         sequence.finished = True
@@ -259,42 +298,48 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Event]:
         """Start waiting sequences if there is room, and advance the running ones by one to `look_every` tokens."""
-        events = []
-        while self.waiting and self.has_room(self.waiting[0]):
-            events += self.start(self.waiting.popleft())
+        events = self.start_waiting()
         if not self.groups:
             return events
         assert self.decode is not None
-        for tokens in self.decoded():
-            for group in self.groups:
-                if not group.plain:
-                    rows = [sequence.row for sequence in group.sequences]
-                    chosen = group.choose(self.decode.logits[rows].clone())
-                    self.decode.tokens[rows] = chosen[:, None]
-                    own = chosen.tolist()
-                else:
-                    own = [0 if s.row is None else tokens[s.row] for s in group.sequences]
-                new = group.advance(own)
-                events += new
-                for sequence in (event.sequence for event in new if group.keep_state and event.sequence.finished):
-                    sequence.state = self.decode.own.take(sequence.row)
+        tokens = self.decoded()
+        for group in self.groups:
+            if not group.plain:
+                rows = [sequence.row for sequence in group.sequences]
+                chosen = group.choose(self.decode.logits[rows].clone())
+                self.decode.tokens[rows] = chosen[:, None]
+                own = chosen[:, None].tolist()
+            else:
+                own = [[] if s.row is None else tokens[s.row] for s in group.sequences]
+            new = group.advance(own)
+            events += new
+            for sequence in (event.sequence for event in new if group.keep_state and event.sequence.finished):
+                sequence.state = self.decode.own.take(sequence.row)
         self.release()
         return events
 
+    @torch.no_grad()
+    def start_waiting(self) -> list[Event]:
+        """Start the waiting groups for which there is room."""
+        events = []
+        while self.waiting and self.has_room(self.waiting[0]):
+            events += self.start(self.waiting.popleft())
+        return events
+
     def decoded(self) -> list[list[int]]:
-        """Run the decoding step one or more times, and return the tokens of all rows for each time.
+        """Run the decoding step one or more times, and return the new tokens of every row.
 
         The tokens are read only if there are plain groups."""
         assert self.decode is not None
         if any(group.keep_state or not group.plain for group in self.groups):
             self.decode.run()
-            return [self.decode.tokens[:, 0].tolist() if any(group.plain for group in self.groups) else []]
+            return self.decode.tokens.tolist() if any(group.plain for group in self.groups) else []
         left = min(group.new_tokens - len(s.tokens) for group in self.groups for s in group.running)
         history = []
         for _ in range(min(self.look_every, left)):
             self.decode.run()
-            history.append(self.decode.tokens[:, 0].clone())
-        tokens: list[list[int]] = torch.stack(history).tolist()
+            history.append(self.decode.tokens.clone())
+        tokens: list[list[int]] = torch.cat(history, dim=1).tolist()
         return tokens
 
     # --- Rows -----------------------------------------------------------------------------------------------
@@ -346,11 +391,15 @@ class Engine:
             raise T2RError(f"{room.rows} sequences do not fit into the engine's {self.rows} rows: give fewer at a time")
         if self.max_length is not None and room.length > self.max_length:
             raise T2RError(f"{room.length} tokens exceed the engine's max_length of {self.max_length}")
+        if self.source_length is not None and room.source > self.source_length:
+            raise T2RError(f"a source of {room.source} tokens exceeds the engine's source_length {self.source_length}")
 
     def has_room(self, group: Group) -> bool:
         """Return whether a group can start now. If no sequence is running, the engine can grow within its limits."""
         if self.groups and self.decode is not None and not self.decode.by_row:
             return False  # this decoder has the same positions for the whole batch
+        if self.groups and self.decode is not None and self.decode.forbidden != group.forbidden:
+            return False  # the forbidden tokens of a step are those of all its rows
         room = self.needed(group.request, group.state)
         return (room.fits(self.decode) and room.rows <= len(self.free)) or not self.groups
 
@@ -372,25 +421,34 @@ class Engine:
         length = (
             self.max_length if room.length and self.max_length else enlarged(room.length, before.length, self.block)
         )
-        source = enlarged(room.source, before.source, self.block)
+        source = (
+            self.source_length
+            if room.source and self.source_length
+            else enlarged(room.source, before.source, self.block)
+        )
         how: dict[str, Any] = {"compiled": self.compiled, "reorders": reorders, "state_dtype": self.state_dtype}
         return DecodeStep(self.model, rows, length or None, source or None, **how)
 
     def start(self, group: Group) -> list[Event]:
         """Prefill the prompts of a group, choose their first tokens and assign rows."""
         decode = self.make_room(group)
+        decode.forbid(group.forbidden)
         cache, logits = self.prefill(group.request, group.state)
-        source_mask = group.request.source_mask
         chosen = group.choose(logits)
-        events = group.advance(chosen.tolist())
+        events = group.advance(chosen[:, None].tolist())
         self.groups.append(group)
+        index = []
         for i, sequence in enumerate(group.sequences):
             if sequence.finished and group.keep_state:
                 sequence.state = cache.take(i)
-            if sequence.finished and group.plain:
-                continue
-            sequence.row = self.free.pop()
-            decode.put(sequence.row, cache, i, chosen[i], group.plain, source_mask)
+            if not (sequence.finished and group.plain):
+                sequence.row = self.free.pop()
+                index.append(i)
+        if index:
+            rows = torch.tensor([group.sequences[i].row for i in index], device=chosen.device)
+            which = torch.tensor(index, device=chosen.device)
+            decode.put_rows(rows, cache, which, chosen[which], group.plain, group.request.source_mask)
+        group.request.inputs.pop("past_key_values", None)  # the rows have copies
         self.release()
         return events
 
@@ -427,15 +485,18 @@ class Engine:
 
     def release(self) -> None:
         """Free the rows of finished sequences."""
+        freed = []
         for group in self.groups:
             # Groups that are not plain choose tokens for all their sequences, so their rows are freed together.
             done = [s for s in group.sequences if s.finished] if group.plain or not group.running else []
             for sequence in done:
                 if sequence.row is not None:
-                    assert self.decode is not None
-                    self.decode.free(sequence.row)
-                    self.free.append(sequence.row)
+                    freed.append(sequence.row)
                     sequence.row = None
+        if freed:
+            assert self.decode is not None
+            self.decode.free(freed)
+            self.free += freed
         self.groups = [group for group in self.groups if group.running]
 
 

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+from transformers import LogitsProcessor
+from transformers.generation import (
+    EosTokenCriteria,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MaxLengthCriteria,
+    NoBadWordsLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 from t2r.generation.engine.request import Request
 
@@ -37,9 +45,10 @@ class Event(NamedTuple):
 class Group:
     """The sequences of one call, decoded with the options of the call as in `generate`.
 
-    A group is `plain` if it uses greedy search without logits processors, and stops only at EOS tokens or a maximum
-    length. The decoding step then chooses the tokens, and sequences end independently. Otherwise tokens are chosen
-    here, with the logits processors and stopping criteria of transformers.
+    A group is `plain` if it uses greedy search, with logits processors that do not depend on the generated tokens
+    (forbidden tokens, a forced first or last token), and stops only at EOS tokens or a maximum length. The decoding
+    step then chooses the tokens, and sequences end independently. Otherwise tokens are chosen here, with the logits
+    processors and stopping criteria of transformers.
     """
 
     def __init__(self, request: Request, state: Any, generator: torch.Generator | None, keep_state: bool) -> None:
@@ -49,8 +58,14 @@ class Group:
         eos = [c.eos_token_id.tolist() for c in request.criteria if isinstance(c, EosTokenCriteria)]
         self.stops = {token for tokens in eos for token in tokens}
         self.max_length: int = config.max_length
+        self.new_tokens = self.max_length - ids.shape[1]
+        """The maximum number of new tokens of a sequence."""
         simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in request.criteria)
-        self.plain = simple and not config.do_sample and not request.processors
+        self.plain = simple and not config.do_sample and all(map(is_constant, request.processors))
+        self.forbidden = forbidden_tokens(request) if self.plain else frozenset()
+        """Tokens that the decoding step must not choose, if the group is plain."""
+        last = [p for p in request.processors if type(p) is ForcedEOSTokenLogitsProcessor]
+        self.forced_last: int | None = min(last[-1].eos_token_id.tolist()) if last else None
         self.pad = pad_token(config)
         if not self.plain:
             self.ids = torch.cat([ids, ids.new_full((ids.shape[0], self.max_length - ids.shape[1]), self.pad)], dim=1)
@@ -61,16 +76,11 @@ class Group:
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.finished]
 
-    @property
-    def new_tokens(self) -> int:
-        """The maximum number of new tokens of a sequence."""
-        return self.max_length - self.request.ids.shape[1]
-
     def choose(self, logits: Tensor) -> Tensor:
-        """Return the next token of every sequence `[sequences]`, from float32 logits."""
-        if self.plain:
-            return logits.argmax(-1)
+        """Return the next token of every sequence `[sequences]`, from float32 logits. For a plain group, the first."""
         processors: Any = self.request.processors
+        if self.plain:
+            return processors(self.request.ids, logits).argmax(-1)
         scores = processors(self.ids[:, : self.length], logits)
         if self.request.config.do_sample:
             chosen = torch.multinomial(scores.softmax(-1), num_samples=1, generator=self.generator).squeeze(1)
@@ -83,19 +93,25 @@ class Group:
         self.unfinished &= ~self.request.criteria(self.ids[:, : self.length], scores).to(self.unfinished.device)
         return chosen
 
-    def advance(self, tokens: list[int]) -> list[Event]:
-        """Append a new token, chosen by `choose` or by the decoding step, to every sequence."""
+    def advance(self, tokens: list[list[int]]) -> list[Event]:
+        """Append new tokens, chosen by `choose` or by the decoding step, to every sequence that is not finished.
+
+        `tokens` has a list for each sequence. It may go on after the end of a sequence in a plain group."""
         unfinished = [] if self.plain else self.unfinished.tolist()
         events = []
-        for i, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True)):
+        for i, (sequence, new) in enumerate(zip(self.sequences, tokens, strict=True)):
             if sequence.finished:
                 continue
-            sequence.tokens.append(token)
             if self.plain:
-                sequence.finished = token in self.stops or len(sequence.tokens) >= self.new_tokens
-            else:
-                sequence.finished = not unfinished[i]
-            events.append(Event(sequence, token))
+                new = new[: self.new_tokens - len(sequence.tokens)]
+                new = new[: next((n for n, token in enumerate(new, 1) if token in self.stops), None)]
+            sequence.tokens += new
+            at_end = len(sequence.tokens) == self.new_tokens
+            if self.plain and at_end and self.forced_last is not None:
+                sequence.tokens[-1] = self.forced_last
+            last = sequence.tokens[-1]
+            sequence.finished = at_end or last in self.stops if self.plain else not unfinished[i]
+            events += [Event(sequence, token) for token in sequence.tokens[-len(new) :]]
         return events
 
     def result(self) -> Tensor:
@@ -104,6 +120,30 @@ class Group:
         longest = max(len(sequence.tokens) for sequence in self.sequences)
         rows = [s.tokens + [self.pad] * (longest - len(s.tokens)) for s in self.sequences]
         return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
+
+
+def is_constant(processor: LogitsProcessor) -> bool:
+    """Return whether the effect of a processor does not depend on generated tokens, apart from their number."""
+    if type(processor) is NoBadWordsLogitsProcessor:
+        return all(len(word) == 1 for word in processor.bad_word_ids)
+    return type(processor) in (
+        SuppressTokensLogitsProcessor,
+        ForcedBOSTokenLogitsProcessor,
+        ForcedEOSTokenLogitsProcessor,
+    )
+
+
+def forbidden_tokens(request: Request) -> frozenset[int]:
+    """Return the tokens that constant processors forbid at every position."""
+    found: set[int] = set()
+    given = request.config.eos_token_id
+    stops = {given} if isinstance(given, int) else set(given or [])
+    for processor in request.processors:
+        if type(processor) is NoBadWordsLogitsProcessor:  # an EOS token is never a bad word
+            found |= {word[0] for word in processor.bad_word_ids} - stops
+        elif type(processor) is SuppressTokensLogitsProcessor:
+            found |= set(processor.suppress_tokens.tolist())
+    return frozenset(found)
 
 
 def pad_token(config: Any) -> int:

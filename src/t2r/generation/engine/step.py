@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from t2r.attention.layers import layer_tensors
 from t2r.attention.static import StaticRecurrentLayer, StaticSourceLayer
-from t2r.generation.engine.norms import available, fused_norms
+from t2r.generation.engine.fusion import available, fused
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
 from t2r.ops.constants import constant_weights
@@ -58,7 +58,8 @@ class DecodeStep:
         self.active = torch.zeros(rows, dtype=torch.long, device=device)
         self.greedy = torch.zeros(rows, 1, dtype=torch.bool, device=device)
         self.order = torch.arange(rows, device=device)
-        self.logits = torch.empty(0)
+        self.logits = self.bias = torch.empty(0)
+        self.forbidden: frozenset[int] = frozenset()
         self.constants: dict[Any, Any] = {}
         self.source: Any = None
         self.source_mask: Tensor | None = None
@@ -111,20 +112,38 @@ class DecodeStep:
         self.active[row] = 1
         self.greedy[row] = greedy
 
-    def put_first(self, cache: Any, index: Tensor, source_mask: Tensor | None = None) -> None:
-        """Copy the sequences `index` of a prefilled cache to the first rows. The step does not choose their tokens."""
-        self.own.put_first(cache.self_attention_cache if self.cross else cache, index)
+    def put_rows(
+        self,
+        rows: Tensor,
+        cache: Any,
+        index: Tensor,
+        tokens: Tensor | None = None,
+        greedy: bool = False,
+        source_mask: Tensor | None = None,
+    ) -> None:
+        """Copy the sequences `index` of a prefilled cache to these rows, and set their next tokens, as `put` does for
+        one row, with a few kernels for all rows."""
+        self.own.put_rows(rows, cache.self_attention_cache if self.cross else cache, index)
         for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
-            layer.put_first(other, index)
+            layer.put_rows(rows, other, index)
         if self.source_mask is not None:
             assert source_mask is not None
-            self.source_mask[: len(index), source_mask.shape[1] :] = 0
-            self.source_mask[: len(index), : source_mask.shape[1]] = source_mask[index]
-        self.active[: len(index)] = 1
-        self.greedy[: len(index)] = False
+            self.source_mask[rows, source_mask.shape[1] :] = 0
+            self.source_mask[rows, : source_mask.shape[1]] = source_mask[index].to(self.source_mask.dtype)
+        if tokens is not None:
+            self.tokens[rows, 0] = tokens
+        self.active[rows] = 1
+        self.greedy[rows] = greedy
 
-    def free(self, row: int) -> None:
-        self.active[row] = 0
+    def forbid(self, tokens: frozenset[int]) -> None:
+        """Set the tokens that are never chosen: their logits become minus infinity."""
+        if tokens != self.forbidden:
+            self.forbidden = tokens
+            self.bias.zero_()
+            self.bias[sorted(tokens)] = -torch.inf
+
+    def free(self, rows: list[int]) -> None:
+        self.active[torch.tensor(rows, device=self.active.device)] = 0
 
     def row_bytes(self, tokens: int, source: int = 0) -> int:
         """Return the size of the cache of one sequence with this number of tokens, and of tokens of the source."""
@@ -156,9 +175,10 @@ class DecodeStep:
         logits: Tensor = self.model(**inputs).logits[:, -1]
         if not self.logits.numel():
             self.logits = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-        self.logits.copy_(logits)
+            self.bias = torch.zeros_like(self.logits[0])
+        torch.add(logits, self.bias, out=self.logits)
         best = self.logits.argmax(-1, keepdim=True)
-        self.tokens.copy_(torch.where(self.greedy, best, self.tokens))
+        torch.where(self.greedy, best, self.tokens, out=self.tokens)
 
     def run(self) -> None:
         """Advance every row by one token, without synchronizing with the device."""
@@ -183,7 +203,7 @@ class DecodeStep:
         self.forward()
 
     def recorded(self) -> Callable[[], None]:
-        inputs = [self.tokens, self.active, self.greedy, self.order]
+        inputs = [self.tokens, self.active, self.greedy, self.order, self.bias]
         inputs += [x for layer in self.cross for x in layer_tensors(layer).values()]  # each prefill changes the sources
         inputs += [] if self.source_mask is None else [self.source_mask]
         outputs = [self.tokens, self.logits, self.own.lengths, *self.own.tensors()]
@@ -199,8 +219,9 @@ class DecodeStep:
 
     @contextmanager
     def few_kernels(self) -> Iterator[None]:
-        """Norms are one kernel each; what depends only on the weights is computed in the first step."""
-        with constant_weights(self.constants), fused_norms(self.model) if available() else nullcontext():
+        """Operations share kernels; what depends only on the weights is computed in the first step."""
+        fewer = fused(self.model, self.own, self.forward) if available() else nullcontext()
+        with constant_weights(self.constants), fewer:
             yield
 
     @torch.no_grad()
@@ -209,7 +230,7 @@ class DecodeStep:
             self.forward()
         forward = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
         device = self.tokens.device
-        # One context for all steps: on entry it computes norms to compare them, which cannot be captured.
+        # One context for all steps: on entry it compares formulas, which cannot be captured.
         with torch.cuda.device(device), nullcontext() if self.compiled else self.few_kernels():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())

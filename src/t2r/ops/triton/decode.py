@@ -1,4 +1,4 @@
-"""One decoding step in one kernel launch: compute features, decay, update and read the state in place."""
+"""One decoding step in one kernel launch: compute features, decay, update and read the state in place; or read only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from t2r.ops.common import Features, State, _counts, safe_denominator
 from t2r.ops.triton.blocks import block, inner, on_device
-from t2r.ops.triton.decode_kernel import decode
+from t2r.ops.triton.decode_kernel import decode, read
 
 
 def _launch(
@@ -95,3 +95,21 @@ def step(
         traced: Tensor = _traced(q, k, v, state.s, state.z, state.z_abs, mask, decay)
         return traced
     return _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features)
+
+
+def look(q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
+    """Read a fixed state with one query per sequence and head, `[batch, heads, 1, feature]`."""
+    q, (s, z, z_abs) = inner(q), state.map(inner)
+    (batch, heads), (key_heads, feature, value) = q.shape[:2], s.shape[1:]
+    out = torch.empty(batch, heads, 1, value, dtype=dtype, device=q.device)
+    rows = block(feature, 256)
+    columns = block(value, max(16, 8192 // rows))
+    strides = (0, 0) if z_abs is None else z_abs.stride()[:2]
+    with on_device(q):
+        read[(batch * heads, -(-value // columns))](
+            q, s, z, z if z_abs is None else z_abs, out,
+            q.stride(0), q.stride(1), s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1), *strides,
+            heads, heads // key_heads, feature, value,
+            HAS_Z_ABS=z_abs is not None, BF=rows, BV=columns, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,4 +1,4 @@
-"""The kernel of one decoding step: compute features, then decay, update and read a state in place."""
+"""The kernels of one decoding step: compute features, then decay, update and read a state in place; or read only."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -119,3 +119,30 @@ def decode(
             if COUNT:
                 tl.store(dens + b * key_heads * group + head + one, den)
                 tl.store(totals + b * key_heads * group + head + one, total)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def read(
+    q, s, z, z_abs, out,
+    q_b, q_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h,
+    heads, group, feature, value,
+    HAS_Z_ABS: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Read a fixed state with features of queries. Run one program per sequence, query head and block of values."""
+    b = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    h = head // group
+    f = tl.arange(0, BF)
+    d = tl.program_id(1) * BV + tl.arange(0, BV)
+    f_ok, d_ok = f < feature, d < value
+    query = tl.load(q + b * q_b + head * q_h + f, mask=f_ok, other=0.0).to(tl.float32)
+    s_here = s + b * s_b + h * s_h + f[:, None] * s_f + d[None, :]
+    num = tl.sum(query[:, None] * tl.load(s_here, mask=f_ok[:, None] & d_ok[None, :], other=0.0).to(tl.float32), 0)
+    sums = tl.load(z + b * z_b + h * z_h + f, mask=f_ok, other=0.0).to(tl.float32)
+    den = tl.sum(query * sums, 0) + tl.zeros([1], tl.float32)
+    total = den
+    if HAS_Z_ABS:
+        sums = tl.load(z_abs + b * za_b + h * za_h + f, mask=f_ok, other=0.0).to(tl.float32)
+        total = tl.sum(tl.abs(query) * sums, 0) + tl.zeros([1], tl.float32)
+    row = tl.sum(divide(num[None, :], den, total, HAS_Z_ABS), 0)
+    tl.store(out + (b * heads + head) * value + d, saturate(row, out.dtype.element_ty), mask=d_ok)

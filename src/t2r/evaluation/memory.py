@@ -1,0 +1,74 @@
+"""The memory of a model for one sequence: states, and keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import EncoderDecoderCache, PreTrainedModel
+
+from t2r.attention.layers import RecurrentLayer, layer_tensors
+from t2r.evaluation.variants import DTYPES, Variant
+from t2r.model.logits import evaluating
+
+KEY_BYTES = 2
+"""Bytes per number in keys and values, counted as bfloat16 regardless of the dtype of the evaluation."""
+
+
+class Memory(NamedTuple):
+    """The memory of a model for one sequence.
+
+    `state` is the size of the recurrent states in bytes, `token` that of the keys and values of one token in bfloat16,
+    and `tokens` the maximum number of tokens with keys and values (None: all)."""
+
+    state: int
+    token: int
+    tokens: int | None = None
+
+    def at(self, context: int) -> int:
+        """Return the number of bytes for this number of tokens."""
+        return self.state + self.token * (context if self.tokens is None else min(context, self.tokens))
+
+
+def memory_of(model: PreTrainedModel, variant: Variant | None = None) -> Memory | None:
+    """Measure the memory of a language model with a cache of two tokens. Returns None for unknown kinds of cache."""
+    return _of_layers(getattr(_filled(model), "layers", None) or (), variant)
+
+
+def translation_memory(model: PreTrainedModel) -> tuple[Memory, Memory] | None:
+    """Measure the memory of causal attention and of cross attention of an encoder-decoder, each by its own tokens.
+
+    Returns None for unknown kinds of cache."""
+    cache = _filled(model)
+    if not isinstance(cache, EncoderDecoderCache):
+        return None
+    causal, cross = (_of_layers(part.layers) for part in (cache.self_attention_cache, cache.cross_attention_cache))
+    return None if causal is None or cross is None else (causal, cross)
+
+
+READ = 2
+"""Tokens in the cache that is measured; in the source, too."""
+
+
+def _filled(model: PreTrainedModel) -> Any:
+    ids = torch.zeros(1, READ, dtype=torch.long, device=model.device)
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with evaluating(model):
+        return getattr(model(input_ids=ids, use_cache=True, **more), "past_key_values", None)
+
+
+def _of_layers(layers: Iterable[Any], variant: Variant | None = None) -> Memory | None:
+    state = token = 0
+    for layer in layers:
+        held = layer_tensors(layer)
+        if isinstance(layer, RecurrentLayer):
+            stored = None if variant is None or variant.state is None else DTYPES[variant.state].itemsize
+            state += sum(x.numel() * (stored or x.element_size()) for x in held.values())
+        elif not held or getattr(layer, "is_sliding", False):
+            return None
+        else:
+            token += sum(x.numel() for x in held.values()) // READ * KEY_BYTES
+    if not state and not token:
+        return None
+    return Memory(state, token, None if variant is None or variant.window is None else variant.window + variant.sinks)

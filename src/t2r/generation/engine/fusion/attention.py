@@ -1,0 +1,99 @@
+"""Softmax layers: rotation, storing of keys and values, and attention in one or two kernels."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from t2r.attention.static import StaticSoftmaxLayer, StaticT2RCache
+from t2r.generation.engine.fusion.layers import near
+from t2r.generation.engine.fusion.products import affine
+from t2r.generation.engine.fusion.replacing import Replacing, sample
+
+ARGUMENTS = ("hidden_states", "attention_mask", "past_key_values", "position_embeddings")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LARGEST = 256
+"""The largest head size of the kernel."""
+Project = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+@torch.no_grad()
+def fuse_attention(model: Any, cache: Any, replacing: Replacing) -> None:
+    """Compute the softmax attention of known layers on a static cache in fewer kernels.
+
+    A layer is replaced only if its output and its keys and values are reproduced, which is checked in float64."""
+    rotary = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    if rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters:
+        return  # rotations differ between layers
+    for site in model.t2r_family.sites(model):
+        module, layer = site.module, cache.layers[site.layer]
+        if site.cross or not isinstance(layer, StaticSoftmaxLayer) or layer.keys.dtype == torch.float64:
+            continue
+        if not replacing.replaceable(module, *ARGUMENTS[: 3 if rotary is None else 4]) or parts_of(module) is None:
+            continue
+        if module.head_dim <= LARGEST and reproduced(copy.deepcopy(module).double(), rotary):
+            replacing.replace(module, fused_forward(module), single=False)
+
+
+def parts_of(module: Any) -> tuple[Project, nn.Module] | None:
+    """Return how a known attention module projects its input to queries, keys and values; and its output layer."""
+    parts: dict[str, Any] = {k: x for k, x in module._modules.items() if not isinstance(x, nn.Dropout)}
+    if not isinstance(getattr(module, "scaling", None), float) or not isinstance(
+        getattr(module, "head_dim", None), int
+    ):
+        return None
+    if set(parts) == set(PROJECTIONS) and all(type(x) is nn.Linear for x in parts.values()):
+        q, k, v, o = (parts[name] for name in PROJECTIONS)
+        return lambda x: (q(x), k(x), v(x)), o
+    if set(parts) == {"c_attn", "c_proj"} and type(parts["c_attn"]) is Conv1D:
+        return lambda x: parts["c_attn"](x).chunk(3, dim=-1), parts["c_proj"]
+    return None
+
+
+def fused_forward(module: Any) -> Callable[..., Any]:
+    from t2r.ops.triton.softmax_step import softmax_step
+
+    parts = parts_of(module)
+    assert parts is not None
+    (project, output), stock, size = parts, module.forward, module.head_dim
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache, rotation = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
+        layer: Any = cache.layers[module.layer_idx] if isinstance(cache, StaticT2RCache) else None
+        fits = isinstance(layer, StaticSoftmaxLayer) and layer.only_real_tokens and hidden_states.shape[1] == 1
+        known = not args and kwargs.get("t2r_window") is None
+        if not fits or not known or (rotation is not None and rotation[0].shape[-1] != size):
+            return stock(hidden_states, *args, **kwargs)
+        q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in project(hidden_states))
+        out = softmax_step(q, k, v, layer.keys, layer.values, layer.lengths, module.scaling, rotation)
+        layer.count(1)
+        return output(out.flatten(1)[:, None]), None
+
+    return forward
+
+
+def reproduced(module: Any, rotary: nn.Module | None) -> bool:
+    """Compare the fused forward with the stock forward of a module, on a small cache with random keys and values."""
+    _, output = cast(Any, parts_of(module))
+    weight, lengths = affine(output)[0], torch.tensor([3, 6], device=output.weight.device)
+    x = sample(weight.shape[0], weight)[:2]
+    how: dict[str, Any] = {"attention_mask": torch.arange(8, device=x.device) <= lengths[:, None]}
+    if rotary is not None:
+        how["position_embeddings"] = rotary(x, lengths[:, None])
+        if how["position_embeddings"][0].shape[-1] != module.head_dim:
+            return False
+    heads = weight.shape[1] // module.head_dim // getattr(module, "num_key_value_groups", 1)
+    buffers = sample(2 * heads * 8 * module.head_dim, x)[:2].view(2, 2, heads, 8, module.head_dim)
+    results = []
+    for forward in (module.forward, fused_forward(module)):
+        layer = StaticSoftmaxLayer(buffers[0].clone(), buffers[1].clone(), lengths, counts=False)
+        layer.only_real_tokens = True
+        cache = StaticT2RCache([layer] * (module.layer_idx + 1), lengths)
+        results.append((forward(x, past_key_values=cache, **how)[0], layer.keys, layer.values))
+    return all(near(found, expected) for expected, found in zip(*results, strict=True))

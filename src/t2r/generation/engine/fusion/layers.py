@@ -1,0 +1,95 @@
+"""Feed-forward layers and activations in fewer kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, relu, silu
+from transformers.activations import NewGELUActivation
+from transformers.pytorch_utils import Conv1D
+
+from t2r.generation.engine.fusion.products import affine
+from t2r.generation.engine.fusion.replacing import ROUNDING, Replacing, reproduces, sample
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": relu,
+    "silu": silu,
+    "gelu": lambda x: gelu(x, approximate="tanh"),
+}
+GATED = ("gate_proj", "up_proj", "act_fn", "down_proj")
+PLAIN = (("c_fc", "act", "c_proj"), ("dense_h_to_4h", "act", "dense_4h_to_h"), ("fc1", "activation_fn", "fc2"))
+"""Names of the parts of feed-forward layers without a gate: first product, activation, second product."""
+Forward = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def fuse_layers(model: nn.Module, replacing: Replacing) -> None:
+    """Compute the activation of feed-forward layers together with the operation before or after it.
+
+    A layer is replaced only if its outputs are reproduced up to rounding."""
+    same: dict[Any, bool] = {}
+    for module in model.modules():
+        if replacing.replaceable(module) and (found := fused_forward(module)) is not None:
+            forward, weight, act = found
+            key = type(module), type(act), weight.dtype
+            if key not in same:
+                x = sample(weight.shape[1], weight)
+                same[key] = near(forward(x), module(x))
+            if same[key]:
+                replacing.replace(module, for_a_step(module.forward, forward, weight.dtype))
+    for module in model.modules():
+        if type(module) is NewGELUActivation and replacing.replaceable(module):  # eight kernels
+            replacing.replace(module, ACTIVATIONS["gelu"])
+
+
+def fused_forward(module: nn.Module) -> tuple[Forward, Tensor, nn.Module] | None:
+    """Return a forward of a feed-forward layer, the weight of its first product, and its activation."""
+    parts: dict[str, Any] = {k: x for k, x in module._modules.items() if not isinstance(x, nn.Dropout)}
+    if set(parts) == set(GATED):
+        gate, up, act, down = (parts[name] for name in GATED)
+        if type(gate) is nn.Linear and (kind := kind_of(act)) is not None:
+            return gated_forward(gate, up, down, kind), gate.weight, act
+    for names in PLAIN:
+        if set(parts) == set(names):
+            first, act, last = (parts[name] for name in names)
+            if type(first) in (nn.Linear, Conv1D) and first.bias is not None and kind_of(act) in ("relu", "gelu"):
+                return plain_forward(first, last, kind_of(act) == "gelu"), affine(first)[0], act
+    return None
+
+
+def kind_of(act: nn.Module) -> str | None:
+    """Return the name of an activation, found by comparing outputs in float32; None if it is not a known one."""
+    x = sample(256, torch.empty(0))
+    return next((name for name, function in ACTIVATIONS.items() if reproduces(function(x), act(x))), None)
+
+
+def gated_forward(gate: nn.Linear, up: nn.Module, down: nn.Module, kind: str) -> Forward:
+    from t2r.ops.triton.gated import gated
+
+    return lambda x: down(gated(gate(x), up(x), kind))
+
+
+def plain_forward(first: Any, last: nn.Module, use_gelu: bool) -> Forward:
+    """The library of matrix products applies the activation before it stores the product."""
+
+    def forward(x: Tensor) -> Tensor:
+        weight, _ = affine(first)
+        y = torch._addmm_activation(first.bias, x.flatten(0, -2), weight.T, use_gelu=use_gelu)
+        out: Tensor = last(y.view(*x.shape[:-1], -1))
+        return out
+
+    return forward
+
+
+def for_a_step(stock: Callable[..., Any], forward: Forward, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a forward for inputs `[rows, 1, size]` in the dtype of the layer. Others use the stock forward."""
+    return lambda x: forward(x) if x.dim() == 3 and x.shape[1] == 1 and x.dtype == dtype else stock(x)
+
+
+def near(found: Tensor, expected: Tensor) -> bool:
+    """Return whether outputs of products differ as if by rounding. Intermediate values may be rounded or not."""
+    eps = max(2 * torch.finfo(expected.dtype).eps, 5 * ROUNDING)
+    return bool((found - expected).float().norm() <= eps * expected.float().norm())
