@@ -22,6 +22,7 @@ from t2r.generation.engine.engine import no_static_cache
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.model.modeling import T2RModel
+from t2r.ops.constants import constant_weights
 
 READ = 512
 """Tokens of the context that are read at a time, so that reading needs little memory."""
@@ -34,6 +35,8 @@ class Reader:
         self.name, self.model, self.batch, self.seed, self.window = name, model, batch, seed, window
         self.generator = torch.Generator().manual_seed(seed)
         self.cache: Any = None
+        self.constants: dict[Any, Any] = {}
+        """Values that depend only on the weights. `generate` computes them once per call."""
         self.length = 0
 
     def tokens(self, count: int) -> Tensor:
@@ -58,6 +61,7 @@ class Reader:
     def free(self) -> None:
         """Free the memory of the cache. The reader cannot be used after this."""
         self.cache = None
+        self.constants.clear()
         gc.collect()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -69,7 +73,8 @@ class Reader:
         def step(i: int) -> None:
             self.model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True)
 
-        return self.timed(step, steps)
+        with constant_weights(self.constants):
+            return self.timed(step, steps)
 
     def timed(self, step: Callable[[int], None], steps: int) -> float:
         step(0)  # warm-up: the copy of the cache is loaded
