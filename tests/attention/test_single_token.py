@@ -43,11 +43,12 @@ def test_the_map_of_one_token(name, grouped, shared, key_weights):
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     q, k = torch.randn(3, 6, 1, 4).double(), torch.randn(3, 2, 1, 4).double()
-    expected = made(q, k)
-    with torch.no_grad():
-        got = made(q, k)
-    for own, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(own, other.detach(), rtol=1e-12, atol=1e-12)
+    for rows in (3, 1):
+        expected = made(q[:rows], k[:rows])
+        with torch.no_grad():
+            for got in (made(q[:rows], k[:rows]), made.of_token(q[:rows], k[:rows])):
+                for own, other in zip(got, expected, strict=True):
+                    torch.testing.assert_close(own, other.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_heads_are_repeated_one_by_one():
@@ -58,18 +59,37 @@ def test_heads_are_repeated_one_by_one():
 
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("decay", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
 @torch.no_grad()
-def test_a_step_in_place_is_the_step(heads, decay):
+def test_a_step_in_place_is_the_step(heads, decay, padded):
     """Inside `count_bounds`, the reference computes the step."""
     q, k, v = torch.rand(3, heads, 1, 8), torch.rand(3, 2, 1, 8), torch.randn(3, 2, 1, 5)
     q[1] = 0  # all weights are zero
     rates = torch.rand(2, 8) if decay else None
     one = State(torch.randn(3, 2, 8, 5), torch.rand(3, 2, 8))
     other = one.map(torch.clone)
-    out, _ = step(q, k, v, one, decay=rates, inplace=True)
+    mask = torch.tensor([[True], [True], [False]]) if padded else None
+    out, _ = step(q, k, v, one, mask=mask, decay=rates, inplace=True)
     with count_bounds() as count:
-        expected, _ = step(q, k, v, other, decay=rates, inplace=True)
+        expected, _ = step(q, k, v, other, mask=mask, decay=rates, inplace=True)
     assert count.queries == 3 * heads
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(one.s, other.s)
     torch.testing.assert_close(one.z, other.z)
+
+
+@pytest.mark.parametrize("kept", [None, [1]])
+def test_generated_tokens_need_no_mask(kept):
+    """A token that `generate` appended is not padding, so only softmax layers need the mask of the prompt."""
+    model = t2r.swap(tiny("llama", torch.float64), feature_size=8, softmax_layers=kept).eval()
+    masks = []
+    model.register_forward_pre_hook(lambda _, args, given: masks.append(given["attention_mask"]), with_kwargs=True)
+    given = batch("llama", padding="left")
+    asked = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    made = model.generate(**given, **asked, output_logits=True, return_dict_in_generate=True)
+    assert [mask is None for mask in masks] == [False, kept is None, kept is None]
+    new = made.sequences[:, given["input_ids"].shape[1] :]
+    mask = torch.cat([given["attention_mask"], torch.ones_like(new)], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    whole = model(made.sequences, attention_mask=mask, position_ids=positions).logits[:, -4:-1]
+    torch.testing.assert_close(torch.stack(made.logits, 1).double(), whole, rtol=1e-6, atol=1e-6)

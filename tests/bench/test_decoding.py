@@ -14,7 +14,7 @@ import t2r
 from families import POSITIONS, tiny
 from t2r.bench import decoding
 from t2r.bench.models import with_positions
-from t2r.bench.readers import EngineReader
+from t2r.bench.readers import EngineReader, Reader, windowed
 from t2r.bench.summary import crossover
 from t2r.errors import T2RError
 
@@ -161,6 +161,19 @@ def test_the_engine_and_a_window_of_the_same_memory():
     assert 2 < report.smaller["RNN, engine"] < 40
     assert last["teacher, engine"].bytes_moved == last["teacher"].bytes_moved > last["RNN"].bytes_moved
     assert last["RNN"].bound == pytest.approx(1e3 * last["RNN"].bytes_moved / report.bandwidth)
+
+
+def test_the_window_has_the_memory_of_a_model_without_softmax_layers():
+    """Keys and values of kept layers are few after one token, but grow."""
+    teacher = tiny("llama")
+    pure, kept = (t2r.swap(tiny("llama"), feature_size=8, softmax_layers=layers) for layers in ([], [0, 1]))
+    made = [Reader(name, model, 1, 0) for name, model in {"t": teacher, "kept": kept, "pure": pure}.items()]
+    window, of_kept = windowed(made), windowed(made[:2])
+    size = made[2].held_bytes() // made[0].held_bytes()
+    assert window is not None
+    assert window.window == size
+    assert of_kept is not None
+    assert of_kept.window < size
 
 
 def test_models_that_the_engine_does_not_support_are_named():

@@ -21,6 +21,7 @@ from t2r.attention.observation import observe_softmax
 from t2r.attention.recurrence import Inputs, Mode, Recurrence, mode_of
 from t2r.attention.softmax import SoftmaxWindow, softmax_attention
 from t2r.errors import T2RError
+from t2r.feature_maps import join_heads, split_heads
 
 NAME = "t2r"
 """The name of the attention implementation of swapped models."""
@@ -102,7 +103,7 @@ class InterfaceAttention(Mergeable):
         del self.q_proj, self.k_proj
 
     def values(self, hidden_states: Tensor) -> Tensor:
-        return self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return split_heads(self.v_proj(hidden_states), self.head_dim)
 
     def forward_directly(
         self,
@@ -118,10 +119,10 @@ class InterfaceAttention(Mergeable):
         if self.merged is not None:
             out = self.attend_merged(hidden_states, mask, layer)
         else:
-            projected = (self.q_proj(hidden_states), self.k_proj(hidden_states))
-            q, k = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
+            size = self.head_dim
+            q, k = split_heads(self.q_proj(hidden_states), size), split_heads(self.k_proj(hidden_states), size)
             out = self.attend(q, k, self.values(hidden_states), mask, layer, self.scaling)
-        return self.output_projection(out.transpose(1, 2).flatten(2)), None
+        return self.output_projection(join_heads(out)), None
 
 
 def attention_forward(

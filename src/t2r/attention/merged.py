@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from t2r.attention.recurrence import Recurrence
-from t2r.feature_maps import AffineMap, FeatureMap
+from t2r.feature_maps import AffineMap, FeatureMap, split_heads
 
 
 class Affine(NamedTuple):
@@ -36,11 +36,11 @@ class MergedProjections(nn.Module):
 
     def project_queries(self, x: Tensor, feature_map: AffineMap) -> Tensor:
         """Compute the outputs of the affine part for queries, `[batch, heads, time, rows]`."""
-        return self.q(x).unflatten(-1, (-1, feature_map.rows)).transpose(1, 2)
+        return split_heads(self.q(x), feature_map.rows)
 
     def project_keys(self, x: Tensor, feature_map: AffineMap) -> Tensor:
         """Compute the outputs of the affine part for keys, `[batch, key_heads, time, key_rows]`."""
-        return self.k(x).unflatten(-1, (-1, feature_map.key_rows)).transpose(1, 2)
+        return split_heads(self.k(x), feature_map.key_rows)
 
 
 class Mergeable(Recurrence):

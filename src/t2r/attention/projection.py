@@ -18,6 +18,7 @@ from t2r.attention.merged import Mergeable
 from t2r.attention.observation import observe_linear, observe_softmax
 from t2r.attention.recurrence import Inputs, mode_of
 from t2r.attention.softmax import softmax_attention
+from t2r.feature_maps import join_heads
 
 
 class ProjectionAttention(Mergeable):
@@ -70,7 +71,7 @@ class ProjectionAttention(Mergeable):
         else:
             mask = t2r_documents if attention_mask is None else attention_mask
             out = self.attend_self(hidden_states, mask, layer, position_bias)
-        return self.output(out.transpose(1, 2).flatten(2)), None
+        return self.output(join_heads(out)), None
 
     def attend_self(self, x: Tensor, mask: Tensor | None, layer: Any, position_bias: Tensor | None = None) -> Tensor:
         if self.merged is not None:

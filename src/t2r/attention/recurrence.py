@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from t2r import ops
@@ -49,16 +50,16 @@ class Recurrence(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float) -> Tensor:
         """Compute causal attention of new tokens, from the state of the cache: `[batch, heads, time, head_dim]`."""
         if (features := self.fused(q, v, mask, layer, scaling)) is None:
-            q, k = self.feature_map(q * scaling, k)
+            one = q.shape[2] == 1 and layer is not None and not torch.is_grad_enabled()
+            q, k = (self.feature_map.of_token if one else self.feature_map)(q * scaling, k)
         return self.advance(q, k, v, mask, layer, features)
 
     def fused(self, q: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float = 1.0) -> ops.Features | None:
         """Return how the kernel of a decoding step computes the features. None: they are computed before it."""
         if q.shape[2] > 1 or not isinstance(layer, RecurrentLayer) or not layer.can_step(mask):
             return None
-        if not ops.computes_features(q, v, self.feature_map.feature_size):
-            return None
-        return self.feature_map.step_features(scaling)
+        feature_map = self.feature_map
+        return feature_map.step_features(scaling) if ops.computes_features(q, v, feature_map.feature_size) else None
 
     def advance(
         self,
@@ -72,15 +73,15 @@ class Recurrence(nn.Module):
         """Compute the outputs of one or more tokens. With a cache layer, start from its state and advance it.
 
         With `features`, queries and keys are the inputs of the feature map."""
-        recurrent = isinstance(layer, RecurrentLayer)
-        if recurrent and layer.only_real_tokens:
-            mask = None
-        padding, starts = padding_and_starts(mask, phi_k.shape[2], layer.position if recurrent else None)
+        recurrent, feature_map = isinstance(layer, RecurrentLayer), self.feature_map
+        padding = starts = None
+        if mask is not None and not (recurrent and layer.only_real_tokens):
+            padding, starts = padding_and_starts(mask, phi_k.shape[2], layer.position if recurrent else None)
         how: dict[str, Any] = {
             "mask": padding,
             "starts": starts,
-            "decay": self.feature_map.decay,
-            "signed": self.feature_map.signed,
+            "decay": feature_map.decay,
+            "signed": feature_map.signed,
         }
         if features is not None:
             return layer.advance(phi_q, phi_k, v, **how, features=features)

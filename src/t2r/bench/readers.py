@@ -16,11 +16,13 @@ from torch import Tensor
 from transformers import StaticCache
 
 from t2r.attention.cache import cache_bytes
+from t2r.bench.models import feature_sizes
 from t2r.errors import T2RError
 from t2r.generation.engine.request import no_static_cache
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.model.modeling import T2RModel
+from t2r.ops.constants import constant_weights
 
 READ = 512
 """Tokens of the context that are read at a time, so that reading needs little memory."""
@@ -33,6 +35,8 @@ class Reader:
         self.name, self.model, self.batch, self.seed, self.window = name, model, batch, seed, window
         self.generator = torch.Generator().manual_seed(seed)
         self.cache: Any = None
+        self.constants: dict[Any, Any] = {}
+        """Values that depend only on the weights. `generate` computes them once per call."""
         self.length = 0
 
     def tokens(self, count: int) -> Tensor:
@@ -57,6 +61,7 @@ class Reader:
     def free(self) -> None:
         """Free the memory of the cache. The reader cannot be used after this."""
         self.cache = None
+        self.constants.clear()
         gc.collect()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -68,7 +73,8 @@ class Reader:
         def step(i: int) -> None:
             self.model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True)
 
-        return self.timed(step, steps)
+        with constant_weights(self.constants):
+            return self.timed(step, steps)
 
     def timed(self, step: Callable[[int], None], steps: int) -> float:
         step(0)  # warm-up: the copy of the cache is loaded
@@ -215,13 +221,14 @@ def captured(
 def windowed(readers: Sequence[Reader]) -> Reader | None:
     """Return a reader of the first model with a window, of as many bytes as the smallest state of the others.
 
-    None: the first model is converted itself, or no other one is."""
+    Models with softmax layers count only if there are no others, because their memory grows. None: the first model is
+    converted itself, or no other one is."""
     teacher = readers[0]
-    states = []
-    for reader in readers:
-        reader.read_until(1)
-        states += [reader.held_bytes()] if isinstance(reader.model, T2RModel) else []
-    if not states or isinstance(teacher.model, T2RModel):
+    converted = [reader for reader in readers if isinstance(reader.model, T2RModel)]
+    if not converted or teacher in converted:
         return None
-    size = max(1, min(states) // teacher.held_bytes())
+    pure = [reader for reader in converted if feature_sizes(reader.model) is not None]
+    for reader in (teacher, *(pure or converted)):
+        reader.read_until(1)
+    size = max(1, min(reader.held_bytes() for reader in pure or converted) // teacher.held_bytes())
     return Reader(f"{teacher.name}, window of {size:,}", teacher.model, teacher.batch, teacher.seed, size)

@@ -24,7 +24,15 @@ from t2r.feature_maps.elu import EluMap
 from t2r.feature_maps.learned import ACTIVATIONS, HedgehogMap, T2RMap
 from t2r.feature_maps.random import PerformerMap, RfaMap
 from t2r.feature_maps.registry import FEATURE_MAPS, feature_map_class, make_feature_map
-from t2r.feature_maps.tensors import affine, identity_like, orthogonal_rows, repeat_heads, safe_norm
+from t2r.feature_maps.tensors import (
+    affine,
+    identity_like,
+    join_heads,
+    orthogonal_rows,
+    repeat_heads,
+    safe_norm,
+    split_heads,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -39,8 +47,10 @@ __all__ = [
     "affine",
     "feature_map_class",
     "identity_like",
+    "join_heads",
     "make_feature_map",
     "orthogonal_rows",
     "repeat_heads",
     "safe_norm",
+    "split_heads",
 ]

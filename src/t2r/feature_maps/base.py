@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from t2r.errors import T2RError
-from t2r.feature_maps.tensors import affine, full_precision, like_linear
+from t2r.feature_maps.tensors import TokenAffine, affine, full_precision, like_linear
 from t2r.ops import FASTEST_DECAY, LARGEST_LOG_WEIGHT, Features, State
 from t2r.ops.constants import derived
 
@@ -80,14 +80,14 @@ class FeatureMap(nn.Module):
     @property
     def decay(self) -> Tensor | None:
         """The decay rates `[key_heads, feature_size]`, or None without decay."""
-        if self.decay_logits is None:
+        logits = self.decay_logits
+        if logits is None:
             return None
-        if self.decay_logits.is_meta:
+        if logits.is_meta:
             raise T2RError(
                 "the decay rates of this model are offloaded, which is not supported: load the whole model on one "
                 "device (use a device_map without cpu or disk offload)"
             )
-        logits = self.decay_logits
         return derived(self, "decay", lambda: FASTEST_DECAY * (DECAY_PACE * full_precision(logits)).sigmoid())
 
     def empty_state(self, rows: int, value_size: int, dtype: torch.dtype, device: torch.device | str) -> State:
@@ -132,6 +132,10 @@ class FeatureMap(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.queries(q), self.keys(k)
+
+    def of_token(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `forward` for a single token, without gradients."""
+        return self.forward(q, k)
 
     def step_features(self, scaling: float) -> Features | None:
         """Return how `ops.step` can compute the features itself, from queries without their scale. None: it cannot."""
@@ -235,8 +239,9 @@ class AffineMap(FeatureMap):
         """Apply `activate` to keys. The last row is the logarithm of the key weight, if there is one."""
         if not self.weighs_keys:
             return self.activate(x)
-        log_weight = full_precision(x[..., -1:]).clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
-        return (self.activate(x[..., :-1]) * log_weight.exp()).type_as(x)
+        x, log_weight = x.split_with_sizes((self.rows, 1), dim=-1)
+        factor = full_precision(log_weight).clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
+        return (self.activate(x) * factor).type_as(x)
 
     def identity_rows(self, generator: torch.Generator) -> Tensor:
         """Return weights `[key_heads, rows, head_dim]` for which the map resembles softmax attention."""
@@ -283,10 +288,17 @@ class AffineMap(FeatureMap):
         return self.activate((self.query_map or self.key_map)(q))
 
     def keys(self, k: Tensor) -> Tensor:
-        if k.shape[2] == 1 and not torch.is_grad_enabled():  # features and key weight in one matrix product
-            return self.activate_keys(affine(k, *derived(self, "keys", self.affine_k)))
         y = self.key_map(k)
         return self.activate_keys(y if self.key_weight is None else torch.cat([y, self.key_weight(k)], dim=-1))
+
+    def of_token(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        def arrange() -> tuple[TokenAffine, TokenAffine]:
+            queries = self.query_map or self.key_map
+            of_q = TokenAffine.of(queries.weight, queries.bias, self.num_heads)
+            return of_q, TokenAffine.of(*self.affine_k(), self.num_key_value_heads)
+
+        of_q, of_k = derived(self, "token", arrange)
+        return self.activate(of_q(q)), self.activate_keys(of_k(k))
 
     def draw(self, generator: torch.Generator) -> None:
         weight, bias = self.key_map.weight, self.key_map.bias

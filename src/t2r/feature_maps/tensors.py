@@ -1,6 +1,9 @@
 """Building blocks of feature maps: affine maps per head, and random matrices from a separate generator."""
 
+from __future__ import annotations
+
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (batch, heads, time, dim), (maps, rows, _) = x.shape, weight.shape
     groups = min(heads, maps)
     if time == 1 and not torch.is_grad_enabled():
-        return affine_of_one(x, weight, bias, groups)
+        return TokenAffine.of(weight, bias, heads)(x)
     x = x.reshape(batch, groups, heads // groups, time, dim)
     y = torch.einsum("bnxtd,nwrd->bnxwtr", x, weight.reshape(groups, maps // groups, rows, dim))
     if bias is not None:
@@ -28,14 +31,46 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y.flatten(1, 3)
 
 
-def affine_of_one(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    """Compute `affine` for one token as a single matrix product with few operations."""
-    (batch, heads, _, dim), (maps, rows, _) = x.shape, weight.shape
-    share, several = heads // groups, maps // groups
-    x = x.reshape(batch, groups, share, dim).transpose(0, 1).reshape(groups, batch * share, dim)
-    by = weight.reshape(groups, several * rows, dim).mT
-    y = torch.bmm(x, by) if bias is None else torch.baddbmm(bias.reshape(groups, 1, several * rows), x, by)
-    return y.view(groups, batch, share * several, rows).transpose(0, 1).reshape(batch, -1, 1, rows)
+class TokenAffine(NamedTuple):
+    """The weights of `affine` for single tokens, arranged for one matrix product with few operations around it."""
+
+    weight: Tensor
+    """`[groups, dim, outputs]`"""
+    bias: Tensor | None
+    """`[groups, 1, outputs]`"""
+    rows: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, heads: int) -> TokenAffine:
+        """Arrange weight `[maps, rows, dim]` and bias `[maps, rows]` for inputs with this number of heads."""
+        (maps, rows, dim), groups = weight.shape, min(heads, weight.shape[0])
+        outputs = maps // groups * rows
+        by = weight.reshape(groups, outputs, dim).mT
+        return cls(by, None if bias is None else bias.reshape(groups, 1, outputs), rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x `[batch, heads, 1, dim]` to `[batch, max(heads, maps), 1, rows]`."""
+        (batch, heads, _, dim), groups = x.shape, self.weight.shape[0]
+        if batch == 1:  # heads are already the outermost dimension
+            return self.product(x.reshape(groups, heads // groups, dim)).view(1, -1, 1, self.rows)
+        x = x.reshape(batch, groups, heads // groups, dim).transpose(0, 1).reshape(groups, -1, dim)
+        return self.product(x).view(groups, batch, -1, self.rows).transpose(0, 1).reshape(batch, -1, 1, self.rows)
+
+    def product(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
+
+
+def split_heads(x: Tensor, size: int) -> Tensor:
+    """Split `[batch, time, heads * size]` into heads: `[batch, heads, time, size]`.
+
+    One token is not transposed: decoding many small tensors takes as long as the number of its operations."""
+    batch, time, _ = x.shape
+    return x.view(batch, -1, 1, size) if time == 1 else x.view(batch, time, -1, size).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """Join `[batch, heads, time, size]` to `[batch, time, heads * size]`."""
+    return x.reshape(x.shape[0], 1, -1) if x.shape[2] == 1 else x.transpose(1, 2).flatten(2)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -43,7 +78,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     if x.shape[1] >= heads:
         return x
     times = heads // x.shape[1]
-    return x[:, :, None].expand(-1, -1, times, *x.shape[2:]).flatten(1, 2)
+    return x.unsqueeze(2).expand(-1, -1, times, *x.shape[2:]).flatten(1, 2)
 
 
 def full_precision(x: Tensor) -> Tensor:

@@ -277,7 +277,9 @@ class T2RModel(SavedModel, compat.ModelHooks):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Pass only the new tokens when an encoder-decoder continues from a cache; transformers would pass all."""
+        """Pass only the new tokens when an encoder-decoder continues from a cache; transformers would pass all.
+
+        A token that `generate` appended is not padding. A recurrent state needs no mask for it."""
         if inputs_embeds is not None:  # `generate` checks the signature for this name
             kwargs["inputs_embeds"] = inputs_embeds
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
@@ -286,6 +288,9 @@ class T2RModel(SavedModel, compat.ModelHooks):
             new = input_ids.shape[1] - cache.get_seq_length()
             if 0 < new < tokens.shape[1]:
                 inputs["decoder_input_ids"] = tokens[:, -new:]
+        generated = kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration")
+        if generated and type(cache) is T2RCache and cache.is_recurrent and inputs.get("position_ids") is not None:
+            inputs["attention_mask"] = None
         return inputs
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, overload
 
 import torch
@@ -11,7 +12,7 @@ from t2r.errors import T2RError
 from t2r.ops import reference
 from t2r.ops.common import HALF, Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
 from t2r.ops.contract import Request
-from t2r.ops.registry import prefer, select
+from t2r.ops.registry import PREFERENCE, prefer, select
 
 LARGEST_MAPPED = 256
 """The largest input of a feature map that a step computes itself."""
@@ -96,7 +97,7 @@ def linear_attention(
     starts = None if starts is None else starts.bool()
     if k.shape[2] == 0 and (causal or q.shape[2] == 0):
         return _nothing(q, k, v, state, signed, normalized)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         return chosen.parallel(
             q,
             k,
@@ -125,7 +126,7 @@ def _nothing(
 
 def absorb(state: State, k: Tensor, v: Tensor, *, mask: Tensor | None = None, decay: Tensor | None = None) -> State:
     """Add keys and values to a state without computing an output. Returns the new state."""
-    with torch.autocast(k.device.type, enabled=False):
+    with no_autocast(k.device.type):
         k, v = k.to(state.s.dtype), v.to(state.s.dtype)
         if mask is not None:
             k, v = (x.masked_fill(~mask.bool()[:, None, :, None], 0) for x in (k, v))
@@ -154,7 +155,7 @@ def look(q: Tensor, state: State, dtype: torch.dtype, *, backend: str = "auto") 
         groups=q.shape[1] != state.s.shape[1],
         gradients=gradients,
     )
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         return select(request, backend).look(q, state, dtype)
 
 
@@ -192,13 +193,13 @@ def step(
             raise T2RError("step with features requires a state: pass one, for example of FeatureMap.empty_state")
         request = _request("step", q, k, v, state, decay, signed=signed)
         chosen = select(request._replace(feature=features.size, features=True), backend)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device.type):
             return chosen.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace, features=features)
     half = inplace and state is not None and state.s.dtype in HALF
     _check(q, k, v, state, mask, None, True, signed, half=half)
     decay = None if decay is None else _checked_decay(decay, k, True)
     chosen = select(_request("step", q, k, v, state, decay, signed=signed), backend)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         past = State.zeros(k, v, signed) if state is None else state
         if not half or chosen.abilities.half_state:
             return chosen.step(q, k, v, past, mask=mask, decay=decay, inplace=inplace)
@@ -214,10 +215,18 @@ def computes_features(q: Tensor, v: Tensor, size: int) -> bool:
     """Return whether the backend that `auto` selects for a step can compute `size` features per head itself.
 
     A compiled step computes them outside, where the compiler fuses them with other operations."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[3] > LARGEST_MAPPED:
+    device = q.device.type
+    if device not in PREFERENCE or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    request = Request("step", q.device.type, (q.dtype, v.dtype), size, v.shape[3], state=True, features=True)
+    if q.shape[3] > LARGEST_MAPPED:
+        return False
+    request = Request("step", device, (q.dtype, v.dtype), size, v.shape[3], state=True, features=True)
     return prefer(request) is not None
+
+
+def no_autocast(device: str) -> AbstractContextManager[object]:
+    """Disable autocast for a device type. A step is short, so a context that changes nothing is not entered."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _request(
@@ -263,7 +272,7 @@ def _check(
     With `half`, the state may be in half precision."""
 
     def shape(name: str, tensor: Tensor, *expected: int) -> None:
-        if tuple(tensor.shape) != expected:
+        if tensor.shape != expected:
             raise T2RError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
 
     for name, tensor in (("q", q), ("k", k), ("v", v)):

@@ -39,6 +39,8 @@ def select(request: Request, name: str = "auto") -> Backend:
     if name == "auto":
         if (preferred := prefer(request)) is not None:
             return preferred
+        if not request.features:  # supports everything else
+            return BACKENDS[FALLBACK]
         name = FALLBACK
     if name not in BACKENDS:
         raise T2RError(f"unknown backend {name!r}: choose auto or one of {', '.join(BACKENDS)}")
@@ -51,8 +53,11 @@ def select(request: Request, name: str = "auto") -> Backend:
 
 def prefer(request: Request) -> Backend | None:
     """Return the preferred backend of the device that supports the request, or None."""
-    candidates = (BACKENDS[name] for name in PREFERENCE.get(request.device, ()))
-    return next((x for x in candidates if x.abilities.lacks(request) is None and x.missing() is None), None)
+    for name in PREFERENCE.get(request.device, ()):
+        backend = BACKENDS[name]
+        if backend.abilities.lacks(request) is None and backend.missing() is None:
+            return backend
+    return None
 
 
 def choose(

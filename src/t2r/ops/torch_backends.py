@@ -9,17 +9,28 @@ import torch
 from torch import Tensor
 
 from t2r.ops import chunked, reference, single
-from t2r.ops.common import State, Sums, normalize
+from t2r.ops.common import Features, State, Sums, normalize
 from t2r.ops.contract import Backend
 
 
 class TorchBackend(Backend):
     """Base of the PyTorch backends, which share `step` and `look` and differ only in `parallel`."""
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, state: State, **how: Any) -> tuple[Tensor, State]:
-        if single.can_do(state, **how):
-            return single.step(q, k, v, state, how["decay"]), state
-        return reference.step(q, k, v, state, **how)
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: State,
+        *,
+        mask: Tensor | None,
+        decay: Tensor | None,
+        inplace: bool,
+        features: Features | None = None,
+    ) -> tuple[Tensor, State]:
+        if single.can_do(state, inplace=inplace):
+            return single.step(q, k, v, state, mask, decay), state
+        return reference.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace)
 
     def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
         return normalize(reference.look(q.to(state.s.dtype), state), dtype)

@@ -27,7 +27,8 @@ class Triton(Backend):
     def missing(self) -> str | None:
         if not INSTALLED:
             return "triton is not installed"
-        if not INTERPRETED and not torch.cuda.is_available():
+        # Every step asks. Once CUDA is initialized, the driver need not be asked again.
+        if not (INTERPRETED or torch.cuda.is_initialized() or torch.cuda.is_available()):
             return "no CUDA device"
         return None
 

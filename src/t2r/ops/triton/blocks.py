@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import triton
 from torch import Tensor
 
 from t2r.ops.triton.presence import INTERPRETED
@@ -13,8 +12,8 @@ from t2r.ops.triton.presence import INTERPRETED
 
 def block(size: int, largest: int) -> int:
     """Round up to a power of two between 16 (the smallest side of a tensor-core product) and `largest`."""
-    power: int = triton.next_power_of_2(size)
-    return max(16, min(power, largest))
+    # In plain Python: every launch calls this, and triton's own function is slow.
+    return max(16, min(1 << (size - 1).bit_length(), largest))
 
 
 def inner(x: Tensor) -> Tensor:
@@ -24,7 +23,9 @@ def inner(x: Tensor) -> Tensor:
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Select the device of a tensor. Triton launches kernels on the current device, which may be another one."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():  # cheaper than to select it again
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def precision(*tensors: Tensor, signed: bool = False) -> str:

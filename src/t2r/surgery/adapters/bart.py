@@ -8,6 +8,7 @@ from torch import Tensor
 
 from t2r.attention.merged import Affine
 from t2r.attention.projection import ProjectionAttention
+from t2r.feature_maps import split_heads
 from t2r.surgery.adapters.base import Family
 
 
@@ -19,7 +20,7 @@ class BartRecurrence(ProjectionAttention):
     head_dim: int
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return split_heads(x, self.head_dim)
 
     def queries(self, hidden_states: Tensor) -> Tensor:
         return self.heads(self.q_proj(hidden_states))

@@ -9,6 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from t2r.attention.merged import Affine
 from t2r.attention.projection import ProjectionAttention
+from t2r.feature_maps import split_heads
 from t2r.surgery.adapters.base import Family
 
 
@@ -22,7 +23,7 @@ class GPT2Recurrence(ProjectionAttention):
     is_cross_attention: bool
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return split_heads(x, self.head_dim)
 
     # In cross attention, queries have a separate projection. In self attention, `project` computes all three.
 

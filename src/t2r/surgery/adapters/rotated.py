@@ -15,6 +15,7 @@ from t2r.attention.observation import observe_softmax
 from t2r.attention.projection import ProjectionAttention
 from t2r.attention.recurrence import Inputs, mode_of
 from t2r.attention.softmax import softmax_attention
+from t2r.feature_maps import join_heads
 from t2r.surgery.adapters.base import Family, Site, change_class
 
 
@@ -47,7 +48,7 @@ class RotatedAttention(ProjectionAttention):
             if self.rotary:
                 q, k = self.rotate(q, k, positions)
             out = self.attend(q, k, v, mask, layer, self.scaling)
-        return self.output(out.transpose(1, 2).flatten(2))
+        return self.output(join_heads(out))
 
     def rotated_exactly(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, positions: Any

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from t2r.attention.merged import Affine
 from t2r.attention.projection import ProjectionAttention
+from t2r.feature_maps import split_heads
 from t2r.surgery.adapters.base import Family, Shape, Site
 
 
@@ -23,7 +24,7 @@ class T5Projections(ProjectionAttention):
     compute_bias: Any
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+        return split_heads(x, self.key_value_proj_dim)
 
     def queries(self, hidden_states: Tensor) -> Tensor:
         return self.heads(self.q(hidden_states))
