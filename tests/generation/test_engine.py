@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 import t2r
 from families import EOS, PAD, VOCABULARY, batch, is_seq2seq, tiny
 from t2r import Engine, T2RError
-from t2r.generation.engine import engine as engine_module
+from t2r.generation.engine import prefill as prefill_module
 
 RECIPE = {
     "rotary": False,
@@ -185,6 +185,7 @@ def test_streaming(case):
     assert (ours.parts, ours.ended) == (theirs.parts, theirs.ended)
     with pytest.raises(T2RError, match="one sequence"):
         engine.generate(**given, **how, streamer=Heard())
+    assert not engine.busy
 
 
 @pytest.mark.parametrize("case", ["gpt2 kept", "llama", "llama recipe", "marian", "bart"])
@@ -320,7 +321,7 @@ def test_prompts_are_read_in_pieces(pieces, monkeypatch):
     for case in ("gpt2 kept", "llama recipe"):
         model, given = swapped(case), inputs(case)
         expected = model.generate(**given, max_new_tokens=6)
-        monkeypatch.setattr(engine_module, "PIECE", pieces)
+        monkeypatch.setattr(prefill_module, "PIECE", pieces)
         assert torch.equal(Engine(model).generate(**given, max_new_tokens=6), expected)
 
 

@@ -18,7 +18,7 @@ from transformers import StaticCache
 from t2r.attention.cache import cache_bytes
 from t2r.bench.models import feature_sizes
 from t2r.errors import T2RError
-from t2r.generation.engine.engine import no_static_cache
+from t2r.generation.engine.request import no_static_cache
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.model.modeling import T2RModel

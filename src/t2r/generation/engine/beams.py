@@ -60,9 +60,14 @@ class BeamSearch(compat.BeamSearch):
         rows = torch.arange(self.rows, device=request.ids.device)
         decode.put_rows(rows, cache, rows // self.beams, source_mask=prompts.source_mask)
 
-    def run(self) -> Tensor:
-        request = self.request
-        return self.search(request.ids, request.processors, request.criteria, request.config)
+    def run(self, seed: int | None) -> Beams:
+        """Search to the end. A seed does not change torch's default generator."""
+        request, device = self.request, self.request.ids.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            found = self.search(request.ids, request.processors, request.criteria, request.config)
+        return Beams(found, request)
 
     def first_logits(self) -> Tensor:
         return self.logits.repeat_interleave(self.beams, dim=0)

@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
+from t2r.attention.recurrence import computes_exactly
+from t2r.errors import T2RError
+
 MODES = (
     GenerationMode.GREEDY_SEARCH,
     GenerationMode.SAMPLE,
@@ -114,6 +117,26 @@ def why_not(config: GenerationConfig) -> str | None:
     if config.use_cache is False:
         return "use_cache is False"
     return next((why for name, why in UNSUPPORTED.items() if getattr(config, name, None)), None)
+
+
+def not_now(model: Any) -> str | None:
+    """Return why the engine does not support the model in its current state, or None if it does."""
+    if model.training:
+        return "the model is in training mode"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "the model is on several devices"
+    return "recurrent layers compute exact attention" if computes_exactly(model) else None
+
+
+def no_static_cache(model: Any) -> str | None:
+    """Return why the model has no static cache, or None if it has one."""
+    if not model.kept_layers():
+        return None
+    try:
+        model.make_static_cache(rows=1, max_length=1, source_length=1)
+    except T2RError as reason:
+        return str(reason)
+    return None
 
 
 def accepts(model: Any, name: str) -> bool:

@@ -24,6 +24,16 @@ class Room(NamedTuple):
     def of(cls, step: DecodeStep | None) -> Room:
         return cls(0, 0, 0) if step is None else cls(step.rows, step.max_length or 0, step.source_length or 0)
 
+    @classmethod
+    def needed(cls, model: Any, request: Request, state: Any) -> Room:
+        """Return what a call requires."""
+        length, source = total_length(request, state), request.source
+        return cls(
+            request.ids.shape[0],
+            length if model.kept_sites(cross=False) else 0,
+            source.shape[1] if source is not None and model.kept_sites(cross=True) else 0,
+        )
+
     def fits(self, step: DecodeStep | None) -> bool:
         """Return whether the buffers of a step are long enough."""
         own = Room.of(step)

@@ -9,17 +9,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from t2r.attention.static import StaticSoftmaxLayer, StaticT2RCache
 from t2r.generation.engine.fusion.layers import near
-from t2r.generation.engine.fusion.products import affine
-from t2r.generation.engine.fusion.replacing import Replacing, sample
+from t2r.generation.engine.fusion.products import affine, is_linear
+from t2r.generation.engine.fusion.replacing import Replacing, parts, sample
 
 ARGUMENTS = ("hidden_states", "attention_mask", "past_key_values", "position_embeddings")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LARGEST = 256
 """The largest head size of the kernel."""
+LARGE = 1e6
+"""A factor of inputs that exceeds every bound of queries, keys and values, such as `clip_qkv` of OLMo."""
 Project = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -43,25 +44,23 @@ def fuse_attention(model: Any, cache: Any, replacing: Replacing) -> None:
 
 def parts_of(module: Any) -> tuple[Project, nn.Module] | None:
     """Return how a known attention module projects its input to queries, keys and values; and its output layer."""
-    parts: dict[str, Any] = {k: x for k, x in module._modules.items() if not isinstance(x, nn.Dropout)}
+    known = parts(module)
     if not isinstance(getattr(module, "scaling", None), float) or not isinstance(
         getattr(module, "head_dim", None), int
     ):
         return None
-    if set(parts) == set(PROJECTIONS) and all(type(x) is nn.Linear for x in parts.values()):
-        q, k, v, o = (parts[name] for name in PROJECTIONS)
+    if set(known) == set(PROJECTIONS) and all(map(is_linear, known.values())):
+        q, k, v, o = (known[name] for name in PROJECTIONS)
         return lambda x: (q(x), k(x), v(x)), o
-    if set(parts) == {"c_attn", "c_proj"} and type(parts["c_attn"]) is Conv1D:
-        return lambda x: parts["c_attn"](x).chunk(3, dim=-1), parts["c_proj"]
+    if set(known) == {"c_attn", "c_proj"} and all(map(is_linear, known.values())):
+        return lambda x: known["c_attn"](x).chunk(3, dim=-1), known["c_proj"]
     return None
 
 
 def fused_forward(module: Any) -> Callable[..., Any]:
     from t2r.ops.triton.softmax_step import softmax_step
 
-    parts = parts_of(module)
-    assert parts is not None
-    (project, output), stock, size = parts, module.forward, module.head_dim
+    (project, output), stock, size = cast(Any, parts_of(module)), module.forward, module.head_dim
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache, rotation = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
@@ -88,12 +87,17 @@ def reproduced(module: Any, rotary: nn.Module | None) -> bool:
         how["position_embeddings"] = rotary(x, lengths[:, None])
         if how["position_embeddings"][0].shape[-1] != module.head_dim:
             return False
+    inputs = [x, LARGE * x]
     heads = weight.shape[1] // module.head_dim // getattr(module, "num_key_value_groups", 1)
     buffers = sample(2 * heads * 8 * module.head_dim, x)[:2].view(2, 2, heads, 8, module.head_dim)
-    results = []
+    results: list[list[Tensor]] = []
     for forward in (module.forward, fused_forward(module)):
-        layer = StaticSoftmaxLayer(buffers[0].clone(), buffers[1].clone(), lengths, counts=False)
-        layer.only_real_tokens = True
-        cache = StaticT2RCache([layer] * (module.layer_idx + 1), lengths)
-        results.append((forward(x, past_key_values=cache, **how)[0], layer.keys, layer.values))
+        values = []
+        for x in inputs:
+            layer = StaticSoftmaxLayer(buffers[0].clone(), buffers[1].clone(), lengths, counts=False)
+            layer.only_real_tokens = True
+            cache = StaticT2RCache([layer] * (module.layer_idx + 1), lengths)
+            values += [forward(x, past_key_values=cache, **how)[0], layer.keys, layer.values]
+        del values[3]  # of large inputs, the output depends on rounding
+        results.append(values)
     return all(near(found, expected) for expected, found in zip(*results, strict=True))

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, silu
 from transformers.activations import NewGELUActivation
-from transformers.pytorch_utils import Conv1D
 
-from t2r.generation.engine.fusion.products import affine
-from t2r.generation.engine.fusion.replacing import ROUNDING, Replacing, reproduces, sample
+from t2r.generation.engine.fusion.products import affine, is_linear
+from t2r.generation.engine.fusion.replacing import ROUNDING, Replacing, can_be_bypassed, parts, reproduces, sample
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,
@@ -30,39 +29,40 @@ def fuse_layers(model: nn.Module, replacing: Replacing) -> None:
     """Compute the activation of feed-forward layers together with the operation before or after it.
 
     A layer is replaced only if its outputs are reproduced up to rounding."""
-    same: dict[Any, bool] = {}
     for module in model.modules():
         if replacing.replaceable(module) and (found := fused_forward(module)) is not None:
-            forward, weight, act = found
-            key = type(module), type(act), weight.dtype
-            if key not in same:
-                x = sample(weight.shape[1], weight)
-                same[key] = near(forward(x), module(x))
-            if same[key]:
+            forward, weight = found
+            x = sample(weight.shape[1], weight)
+            if near(forward(x), module(x)):
                 replacing.replace(module, for_a_step(module.forward, forward, weight.dtype))
     for module in model.modules():
         if type(module) is NewGELUActivation and replacing.replaceable(module):  # eight kernels
             replacing.replace(module, ACTIVATIONS["gelu"])
 
 
-def fused_forward(module: nn.Module) -> tuple[Forward, Tensor, nn.Module] | None:
-    """Return a forward of a feed-forward layer, the weight of its first product, and its activation."""
-    parts: dict[str, Any] = {k: x for k, x in module._modules.items() if not isinstance(x, nn.Dropout)}
-    if set(parts) == set(GATED):
-        gate, up, act, down = (parts[name] for name in GATED)
-        if type(gate) is nn.Linear and (kind := kind_of(act)) is not None:
-            return gated_forward(gate, up, down, kind), gate.weight, act
+def fused_forward(module: nn.Module) -> tuple[Forward, Tensor] | None:
+    """Return a forward of a feed-forward layer, and the weight of its first product."""
+    known = parts(module)
+    if set(known) == set(GATED):
+        gate, up, act, down = (known[name] for name in GATED)
+        # The kernel of a gate computes in float32.
+        if type(gate) is nn.Linear and gate.weight.dtype != torch.float64 and (kind := kind_of(act)) is not None:
+            return gated_forward(gate, up, down, kind), gate.weight
     for names in PLAIN:
-        if set(parts) == set(names):
-            first, act, last = (parts[name] for name in names)
-            if type(first) in (nn.Linear, Conv1D) and first.bias is not None and kind_of(act) in ("relu", "gelu"):
-                return plain_forward(first, last, kind_of(act) == "gelu"), affine(first)[0], act
+        if set(known) == set(names):
+            first, act, last = (known[name] for name in names)
+            if not is_linear(first) or first.bias is None or not can_be_bypassed(first):
+                continue
+            if (kind := kind_of(act)) in ("relu", "gelu"):
+                return plain_forward(first, last, kind == "gelu"), affine(first)[0]
     return None
 
 
 def kind_of(act: nn.Module) -> str | None:
     """Return the name of an activation, found by comparing outputs in float32; None if it is not a known one."""
-    x = sample(256, torch.empty(0))
+    if not can_be_bypassed(act) or next(act.parameters(), None) is not None:
+        return None
+    x = sample(256, torch.empty(0, dtype=torch.float32, device="cpu"))
     return next((name for name, function in ACTIVATIONS.items() if reproduces(function(x), act(x))), None)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from t2r.generation.engine.fusion.replacing import Replacing, reproduces, sample
+from t2r.generation.engine.fusion.replacing import Replacing, is_ordinary, reproduces, sample
 from t2r.generation.engine.fusion.sums import DeferredSums, Sum
 
 KINDS: tuple[dict[str, bool], ...] = (
@@ -30,14 +30,10 @@ def fuse_norms(model: nn.Module, replacing: Replacing, sums: DeferredSums) -> No
     """Compute norms in one kernel each. transformers' root mean square norms are seven or eight.
 
     A norm is replaced only if the kernel reproduces its outputs up to the last bit of some values."""
-    kinds: dict[Any, dict[str, bool] | None] = {}
     for module in model.modules():
         if not replacing.replaceable(module) or (norm := norm_of(module)) is None:
             continue
-        key = type(module), norm.weight.dtype, norm.bias is None
-        if key not in kinds:
-            kinds[key] = kind_of(module, norm)
-        if (kind := kinds[key]) is not None:
+        if (kind := kind_of(module, norm)) is not None:
             replacing.replace(module, fused_forward(module, norm, kind, sums))
 
 
@@ -50,7 +46,7 @@ def norm_of(module: nn.Module) -> Norm | None:
         return None
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+    if weight is None or not is_ordinary(weight, bias) or weight.dim() != 1 or not isinstance(eps, float):
         return None
     if weight.numel() > LARGEST or weight.dtype == torch.float64 or not weight.is_contiguous():
         return None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers.pytorch_utils import Conv1D
 
-from t2r.generation.engine.fusion.replacing import Replacing
+from t2r.generation.engine.fusion.replacing import Replacing, is_ordinary
 from t2r.ops.constants import derived
 
 LARGEST = 2**24
@@ -31,14 +31,14 @@ def join_products(model: nn.Module, replacing: Replacing, step: Callable[[], Non
 
 def readers(model: nn.Module, step: Callable[[], None]) -> list[list[nn.Module]]:
     """Run a step, and return groups of linear layers that read the same tensor, in the order of their calls."""
-    seen: dict[int, tuple[Tensor, list[nn.Module]]] = {}  # the reference to the tensor keeps its id unique
+    seen: dict[Any, tuple[Tensor, list[nn.Module]]] = {}  # the reference to the tensor keeps its id unique
     calls: dict[int, int] = {}
 
     def noting(layer: nn.Module) -> Callable[..., Any]:
         stock = layer.forward
 
         def forward(x: Tensor) -> Any:
-            seen.setdefault(id(x), (x, []))[1].append(layer)
+            seen.setdefault((id(x), version(x)), (x, []))[1].append(layer)
             calls[id(layer)] = calls.get(id(layer), 0) + 1
             return stock(x)
 
@@ -46,11 +46,21 @@ def readers(model: nn.Module, step: Callable[[], None]) -> list[list[nn.Module]]
 
     with Replacing() as replacing:
         for layer in model.modules():
-            if type(layer) in (nn.Linear, Conv1D) and replacing.replaceable(layer):
+            if is_linear(layer) and replacing.replaceable(layer):
                 replacing.replace(layer, noting(layer))
         step()
     groups = [group for _, group in seen.values() if len(group) > 1]
     return [g for g in groups if len({affine(x)[0].dtype for x in g}) == 1 and all(calls[id(x)] == 1 for x in g)]
+
+
+def version(x: Tensor) -> float:
+    """Return a number that changes when the tensor is modified in place: of tensors in inference mode, their sum."""
+    return float(x.double().sum()) if x.is_inference() else x._version
+
+
+def is_linear(layer: Any) -> bool:
+    """Return whether a layer is linear, with ordinary weights."""
+    return type(layer) in (nn.Linear, Conv1D) and is_ordinary(layer.weight, layer.bias)
 
 
 def affine(layer: Any) -> tuple[Tensor, Tensor | None]:

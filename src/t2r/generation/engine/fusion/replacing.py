@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -12,24 +13,31 @@ from torch import Tensor, nn
 
 ROUNDING = 2e-6
 """The relative difference between two orders of summation in float32."""
+_one_thread = threading.RLock()
 
 
 class Replacing:
-    """Replace the forwards of modules, inside the `with` block and in this thread."""
+    """Replace the forwards of modules, inside the `with` block and in this thread.
+
+    Other threads compute the stock forwards. Only one thread at a time replaces forwards; others wait at the block."""
 
     def __init__(self) -> None:
         self.thread, self.modules = threading.get_ident(), dict[int, nn.Module]()
 
     def __enter__(self) -> Self:
+        _one_thread.acquire()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for module in self.modules.values():
-            del module.forward
+        try:
+            for module in self.modules.values():
+                del module.forward
+        finally:
+            _one_thread.release()
 
     def replaceable(self, module: nn.Module, *arguments: str) -> bool:
         """Return whether the module computes what its class defines, for inference, from these arguments or one."""
-        if "forward" in vars(module) or module.training:
+        if module.training or not has_stock_forward(module):
             return False
         some = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
         known = inspect.signature(module.forward).parameters.values()
@@ -38,20 +46,58 @@ class Replacing:
 
     def replace(self, module: nn.Module, forward: Callable[..., Any], *, single: bool = True) -> None:
         """Replace the forward of a module, if `single` only for calls with a single positional argument."""
-        thread, stock = self.thread, module.forward
-
-        def in_thread(*args: Any, **kwargs: Any) -> Any:
-            fits = threading.get_ident() == thread and (not single or (len(args) == 1 and not kwargs))
-            return (forward if fits else stock)(*args, **kwargs)
-
-        module.forward = in_thread
+        module.forward = Replacement(module, forward, self.thread, single)
         self.modules[id(module)] = module
+
+
+class Replacement:
+    """The forward of a module in one thread. Others, and copies of the module, compute the stock forward."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], thread: int, single: bool) -> None:
+        self.module, self.stock, self.forward, self.thread, self.single = (
+            module,
+            module.forward,
+            forward,
+            thread,
+            single,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fits = threading.get_ident() == self.thread and (not self.single or (len(args) == 1 and not kwargs))
+        return (self.forward if fits else self.stock)(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return stock_forward, (self.module,)  # for copies by another thread
+
+
+def stock_forward(module: nn.Module) -> MethodType:
+    return MethodType(type(module).forward, module)
+
+
+def has_stock_forward(module: nn.Module) -> bool:
+    """Return whether the forward of a module is that of its class, and not one of the instance, as of accelerate."""
+    return vars(module).get("forward", stock_forward(module)) == stock_forward(module)
+
+
+def can_be_bypassed(module: nn.Module) -> bool:
+    """Return whether calling a module computes its forward and nothing else, so that no call of it is required."""
+    return has_stock_forward(module) and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_ordinary(*tensors: Tensor | None) -> bool:
+    """Return whether weights are numbers in memory, and not quantized or distributed."""
+    return all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
+
+
+def parts(module: nn.Module) -> dict[str, Any]:
+    """Return the children of a module, except dropout, which does nothing in inference."""
+    return {k: x for k, x in module._modules.items() if not isinstance(x, nn.Dropout) or x.training}
 
 
 def sample(size: int, like: Tensor) -> Tensor:
     """Return random inputs of one token for some rows, `[rows, 1, size]`, to compare two formulas with."""
-    generator = torch.Generator().manual_seed(0)
-    return (3 * torch.randn(4, 1, size, generator=generator)).to(like.device, like.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return (3 * torch.randn(4, 1, size, generator=generator, device="cpu")).to(like.device, like.dtype)
 
 
 def reproduces(found: Tensor, expected: Tensor) -> bool:
