@@ -240,7 +240,8 @@ class DecodeStep:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph):
+                # Other threads may use the device meanwhile.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     forward()
             except RuntimeError as error:
                 # Ending the capture after an error may raise another one.
