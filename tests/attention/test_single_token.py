@@ -5,6 +5,7 @@ import torch
 
 import t2r
 from families import batch, tiny
+from t2r.attention.masks import fixed_mask
 from t2r.attention.recurrence import recurrent_sites
 from t2r.feature_maps import make_feature_map, repeat_heads
 from t2r.ops import State, step
@@ -93,3 +94,10 @@ def test_generated_tokens_need_no_mask(kept):
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     whole = model(made.sequences, attention_mask=mask, position_ids=positions).logits[:, -4:-1]
     torch.testing.assert_close(torch.stack(made.logits, 1).double(), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_the_mask_of_a_window_is_that_of_its_last_tokens():
+    """A layer with a sliding window has fewer keys than the mask has columns."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1]])
+    assert fixed_mask(torch.tensor(6), 3, mask).tolist() == [[True, False, True]]
+    assert fixed_mask(torch.tensor(2), 5, mask[:, :3]).tolist() == [[False, False, True, False, False]]

@@ -69,7 +69,8 @@ def fixed_mask(position: Tensor, size: int, mask: Tensor | None) -> Tensor | Non
     seen = torch.arange(size, device=position.device)[None] <= position
     if mask is not None and mask.shape[1] < size:
         mask = pad(mask, (0, size - mask.shape[1]))
-    return seen if mask is None else seen & mask.bool()
+    # A sliding window has the keys of the last tokens only.
+    return seen if mask is None else seen & mask[:, -size:].bool()
 
 
 class Padding(NamedTuple):
