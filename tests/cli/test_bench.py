@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 import t2r
 from families import tiny
 from t2r.cli import app
+from t2r.errors import T2RError
+from t2r.experiments.tables import steps_table
 
 
 def test_decode(tmp_path):
@@ -50,3 +52,15 @@ def test_train(tmp_path):
     assert all(row["milliseconds"] > 0 for row in report["rows"])
     run = CliRunner().invoke(app, ["bench", "train", str(tmp_path / "teacher"), "--batch-tokens", "100"])
     assert run.exit_code != 0
+
+
+def test_train_with_random_weights():
+    small = ["--batch-tokens", "32", "--block-size", "16", "--repeats", "1", "--device", "cpu", "--recipe", "paper-lm"]
+    run = CliRunner().invoke(app, ["bench", "train", "random:tiny-lm", *small, "--feature-size", "8", "--json"])
+    assert run.exit_code == 0, run.output
+    report = json.loads(run.stdout)
+    assert [row["step"] for row in report["rows"]] == ["softmax model, finetuned", "converted, finetune"]
+    assert steps_table(report).startswith("| steps of 2 × 16 tokens | ms | tokens/s | against softmax |")
+    run = CliRunner().invoke(app, ["bench", "train", "random:tiny-mt", *small])
+    assert isinstance(run.exception, T2RError)
+    assert "bench train measures language models only" in str(run.exception)

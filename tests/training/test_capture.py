@@ -157,6 +157,22 @@ def test_gradients_of_replays_are_added_to_those_of_eager_steps():
     assert other.grad is None
 
 
+def trained_both_ways(tmp_path, monkeypatch, caplog, model, base, stage, task):
+    """Losses and weights by whether steps were captured."""
+    losses, weights = {}, {}
+    for captured in (False, True):
+        own = copy.deepcopy(model)
+        run = Run(tmp_path / f"run{captured}", {})
+        with monkeypatch.context() as patch, caplog.at_level("INFO"):
+            if not captured:
+                patch.setattr(trainer, "captures", lambda *_: False)
+            run_stage(run, own, stage, task, base, Settings(progress=False, compiled=True))
+        losses[captured] = [entry["loss"] for entry in run.facts["only.log"]]
+        weights[captured] = {name: p.detach() for name, p in own.named_parameters()}
+    assert "replayed as CUDA graphs" in caplog.text
+    return losses, weights
+
+
 class Looks(TorchDispatchMode):
     """Records operations that require a value on the host."""
 
@@ -180,16 +196,7 @@ def test_captured_translation_matches_eager_training(tmp_path, monkeypatch, capl
     trains = "maps" if objective == "transfer" else "all"
     sizes = {"block_size": 64, "batch_tokens": 128, "device_tokens": 64}
     stage = Stage("only", objective, trains, steps=40, learning_rate=1e-3, schedule="constant", **sizes)
-    losses = {}
-    for captured in (False, True):
-        own = copy.deepcopy(model)
-        run = Run(tmp_path / f"run{captured}", {})
-        with monkeypatch.context() as patch, caplog.at_level("INFO"):
-            if not captured:
-                patch.setattr(trainer, "captures", lambda *_: False)
-            run_stage(run, own, stage, task, base, Settings(progress=False, compiled=True))
-        losses[captured] = [entry["loss"] for entry in run.facts["only.log"]]
-    assert "replayed as CUDA graphs" in caplog.text
+    losses, _ = trained_both_ways(tmp_path, monkeypatch, caplog, model, base, stage, task)
     # A transfer averages over rows, and copies of rows count.
     tolerance = 5e-2 if objective == "transfer" else 5e-3
     torch.testing.assert_close(losses[True], losses[False], rtol=tolerance, atol=tolerance)
@@ -214,17 +221,7 @@ def test_captured_training_matches_eager_training(tmp_path, monkeypatch, caplog,
         learning_rate=1e-2,
         schedule="constant",
     )
-    losses, weights = {}, {}
-    for captured in (False, True):
-        own = copy.deepcopy(model)
-        run = Run(tmp_path / f"run{captured}", {})
-        with monkeypatch.context() as patch, caplog.at_level("INFO"):
-            if not captured:
-                patch.setattr(trainer, "captures", lambda *_: False)
-            run_stage(run, own, stage, Rows(), base, Settings(progress=False, compiled=True))
-        losses[captured] = [entry["loss"] for entry in run.facts["only.log"]]
-        weights[captured] = {name: p.detach() for name, p in own.named_parameters()}
-    assert "replayed as CUDA graphs" in caplog.text
+    losses, weights = trained_both_ways(tmp_path, monkeypatch, caplog, model, base, stage, Rows())
     torch.testing.assert_close(losses[True], losses[False], rtol=2e-3, atol=2e-3)
     for name, expected in weights[False].items():  # sums in another order, through 16 steps of Adam
         difference = (weights[True][name] - expected).norm() / expected.norm().clamp_min(1e-3)

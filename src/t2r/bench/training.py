@@ -95,6 +95,8 @@ def run(
         bf16: defaults to true on a GPU.
         compiled: defaults to true on a GPU.
     """
+    if model.config.is_encoder_decoder:
+        raise T2RError(f"{model.config.model_type} is an encoder-decoder: bench train measures language models only")
     if batch_tokens < block_size or batch_tokens % block_size:
         raise T2RError(f"batch_tokens={batch_tokens} must be a multiple of block_size={block_size}")
     on_gpu = model.device.type == "cuda"

@@ -54,13 +54,8 @@ class Replacement:
     """The forward of a module in one thread. Others, and copies of the module, compute the stock forward."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], thread: int, single: bool) -> None:
-        self.module, self.stock, self.forward, self.thread, self.single = (
-            module,
-            module.forward,
-            forward,
-            thread,
-            single,
-        )
+        self.module, self.stock, self.forward = module, module.forward, forward
+        self.thread, self.single = thread, single
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fits = threading.get_ident() == self.thread and (not self.single or (len(args) == 1 and not kwargs))
