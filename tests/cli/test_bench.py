@@ -61,6 +61,9 @@ def test_train_with_random_weights():
     report = json.loads(run.stdout)
     assert [row["step"] for row in report["rows"]] == ["softmax model, finetuned", "converted, finetune"]
     assert steps_table(report).startswith("| steps of 2 × 16 tokens | ms | tokens/s | against softmax |")
+    long = ["--batch-tokens", "2048", "--block-size", "2048", *small[4:]]  # more than the 1,024 positions of the shape
+    run = CliRunner().invoke(app, ["bench", "train", "random:tiny-lm", *long, "--feature-size", "8"])
+    assert run.exit_code == 0, run.output
     run = CliRunner().invoke(app, ["bench", "train", "random:tiny-mt", *small])
     assert isinstance(run.exception, T2RError)
     assert "bench train measures language models only" in str(run.exception)

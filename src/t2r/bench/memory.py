@@ -1,7 +1,7 @@
 """Measures the largest batch that fits into memory at a context length, and the tokens per second there.
 
-On a GPU, batches are tried: a step of `t2r.Engine` is allocated and run, the batch is doubled until memory is
-exhausted, and the limit is found by bisection. On a CPU, where memory does not end sharply, the batch is computed from
+On a GPU, batches are tried: a step of `t2r.Engine` is allocated and run, the batch grows until memory is exhausted, and
+the limit is found by bisection. On a CPU, where memory does not end sharply, the batch is computed from
 counted bytes and a given limit. The context is not read: a step takes the same time for any values in the cache.
 """
 
@@ -122,7 +122,9 @@ def run(
             tell(f"{name}: looking for the largest batch")
             each = step_of(model, 1, tokens or context, steps, state_dtype).row_bytes(tokens or context)
             room = Search(model, tokens or context, steps, limit, memory is not None, state_dtype)
-            batch, limited = (room.measured if device.type == "cuda" else room.counted)(most)
+            batch, limited = room.counted(most)
+            if device.type == "cuda":
+                batch, limited = room.measured(most, batch * 3 // 4)
             found: tuple[Any, ...] = (None, None, None, None)
             if batch:
                 tell(f"{name}: decoding a batch of {batch:,}")
@@ -186,13 +188,16 @@ class Search:
         batch = max(0, (self.limit - weights) // each)
         return (batch, False) if most is None or batch <= most else (most, True)
 
-    def measured(self, most: int | None) -> tuple[int, bool]:
-        """Return the largest batch for which a step can be allocated and run."""
-        low, high = 0, 1
+    def measured(self, most: int | None, first: int = 1) -> tuple[int, bool]:
+        """Return the largest batch for which a step can be allocated and run.
+
+        Each trial takes seconds, so the search begins at `first`, which should be near the result."""
+        low, high = 0, max(1, first)
         while self.fits(high):
-            low, high = high, 2 * high
-            if most is not None and low >= most:
+            if most is not None and high >= most:
                 return most, True
+            low, high = high, high + max(1, high // 4)
+            high = high if most is None else min(high, most)
         while high - low > max(1, low // PRECISION):
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle) else (low, middle)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from t2r.bench.models import with_positions
 from t2r.errors import T2RError
 from t2r.model.swap import swap
 from t2r.tasks import LanguageModeling
@@ -99,6 +100,7 @@ def run(
         raise T2RError(f"{model.config.model_type} is an encoder-decoder: bench train measures language models only")
     if batch_tokens < block_size or batch_tokens % block_size:
         raise T2RError(f"batch_tokens={batch_tokens} must be a multiple of block_size={block_size}")
+    model = with_positions(model, block_size)
     on_gpu = model.device.type == "cuda"
     how = SessionSettings(
         bf16=on_gpu if bf16 is None else bf16, compiled=on_gpu if compiled is None else compiled, progress=False

@@ -67,6 +67,10 @@ def site_error(site: Recurrence, inputs: Inputs, exact: Tensor) -> Tensor:
 # --- Distillation -------------------------------------------------------------------------------------------
 
 
+FIXED = 4096
+"""The largest chunk, in tokens, whose size does not depend on the batch."""
+
+
 def distillation_loss(
     student: Tensor,
     teacher: Tensor | None,
@@ -226,10 +230,10 @@ class _ChunkedDistillation(torch.autograd.Function):
 def chunk_size(tokens: int, most: int, fixed: bool) -> int:
     """Return the number of tokens per chunk, at most `most`.
 
-    Chunks have even sizes. With `fixed`, the size does not depend on the number of tokens: half of what is possible, so
-    that less of the last chunk is padding."""
+    Chunks have even sizes. With `fixed`, the size does not depend on the number of tokens: half of what is possible,
+    and no more than a small batch has, so that less of the last chunk is padding."""
     if fixed:
-        return 1 << max(0, (most // 2).bit_length() - 1)
+        return min(FIXED, 1 << max(0, (most // 2).bit_length() - 1))
     return math.ceil(tokens / max(1, math.ceil(tokens / most))) or 1
 
 

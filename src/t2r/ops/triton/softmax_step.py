@@ -9,15 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from t2r.ops.triton.blocks import inner, on_device
+from t2r.ops.triton.blocks import inner, on_device, precision
+from t2r.ops.triton.math import dot
 
-TILE = 4096
-"""The number of products of queries and keys that a program holds at a time. More of them take too many registers."""
-MOST_HEADS = 4
-"""The largest number of query heads of a program."""
+BLOCK = 64
+"""The number of keys that a program reads at a time."""
+ROWS = 16
+"""The fewest rows of a matrix product, so the fewest query heads of a program. Missing ones are zeros."""
 PROGRAMS = 512
 """Keys are split until there are about this many programs, a few for each multiprocessor of a large GPU."""
 MOST_SPLITS = 64
+STAGES = 3
+"""Blocks of keys and values that are on their way from memory. With one, each iteration would wait for memory."""
 SIZES = ["heads", "key_heads", "group"]
 
 
@@ -35,7 +38,7 @@ def rows_of(x, offsets, ok, cos, sin, d, DIM: tl.constexpr, ROTATED: tl.constexp
         s = tl.load(sin + d, mask=d < DIM, other=0.0).to(tl.float32)
         y = (y * c[None, :]).to(x.dtype.element_ty).to(tl.float32)
         y += (z * s[None, :]).to(x.dtype.element_ty).to(tl.float32)
-    return y.to(x.dtype.element_ty).to(tl.float32)
+    return y.to(x.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -44,7 +47,7 @@ def attend(
     q_b, q_h, k_b, k_h, v_b, v_h, cos_b, keys_b, keys_h, keys_t, values_b, values_h, values_t,
     heads, key_heads, group, scaling,
     DIM: tl.constexpr, ROTATED: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
-    BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Attend to every SPLITS-th block of the keys of one head, for up to BG query heads that share it.
 
@@ -58,28 +61,28 @@ def attend(
     g_ok = g < group
     head = h * group + g
     length = tl.load(lengths + b).to(tl.int32)
-    query = rows_of(q, b * q_b + head * q_h, g_ok, cos + b * cos_b, sin + b * cos_b, d, DIM, ROTATED) * scaling
+    query = rows_of(q, b * q_b + head * q_h, g_ok, cos + b * cos_b, sin + b * cos_b, d, DIM, ROTATED)
     peak = tl.full([BG], float("-inf"), tl.float32)
     total = tl.zeros([BG], tl.float32)
     acc = tl.zeros([BG, BD], tl.float32)
-    for start in range(split * BN, length, SPLITS * BN):
+    for start in tl.range(split * BN, length, SPLITS * BN, num_stages=STAGES):
         t = start + n
         t_ok = t < length
         ok = t_ok[:, None] & d_ok[None, :]
         key = tl.load(keys + b * keys_b + h * keys_h + t[:, None] * keys_t + d[None, :], mask=ok, other=0.0)
         value = tl.load(values + b * values_b + h * values_h + t[:, None] * values_t + d[None, :], mask=ok, other=0.0)
-        score = tl.sum(query[:, None, :] * key.to(tl.float32)[None, :, :], 2)
+        score = dot(query, tl.trans(key), HOW) * scaling
         score = tl.where(t_ok[None, :], score, float("-inf"))
         new = tl.maximum(peak, tl.max(score, 1))
         left, weight = tl.exp(peak - new), tl.exp(score - new[:, None])
-        acc = acc * left[:, None] + tl.sum(weight[:, :, None] * value.to(tl.float32)[None, :, :], 1)
+        acc = acc * left[:, None] + dot(weight, value, HOW)
         total = total * left + tl.sum(weight, 1)
         peak = new
     if split == 0:
         one = tl.zeros([1], tl.int64)
         fresh = rows_of(k, b * k_b + h * k_h + one, one == 0, cos + b * cos_b, sin + b * cos_b, d, DIM, ROTATED)
         value = tl.load(v + b * v_b + h * v_h + one[:, None] + d[None, :], mask=d_ok[None, :], other=0.0).to(tl.float32)
-        score = tl.sum(query * fresh, 1)
+        score = tl.sum(query.to(tl.float32) * fresh.to(tl.float32), 1) * scaling
         new = tl.maximum(peak, score)
         left, weight = tl.exp(peak - new), tl.exp(score - new)
         acc = acc * left[:, None] + weight[:, None] * value
@@ -137,10 +140,9 @@ def softmax_step(
     (rows, heads, _, dim), key_heads, size = q.shape, keys.shape[1], keys.shape[2]
     cos, sin = (q, q) if rotation is None else (inner(x.expand(rows, 1, dim)) for x in rotation)
     group, columns = heads // key_heads, triton.next_power_of_2(dim)
-    together = min(triton.next_power_of_2(group), MOST_HEADS)
-    parts, block = triton.cdiv(group, together), max(16, TILE // (together * columns))
-    programs = rows * key_heads * parts
-    splits = max(1, min(PROGRAMS // programs, triton.cdiv(size, 2 * block), MOST_SPLITS))
+    together = max(ROWS, min(triton.next_power_of_2(group), 4 * ROWS))
+    parts, programs = triton.cdiv(group, together), rows * key_heads * triton.cdiv(group, together)
+    splits = max(1, min(PROGRAMS // programs, triton.cdiv(size, BLOCK), MOST_SPLITS))
     out = torch.empty(rows, heads, 1, dim, dtype=q.dtype, device=q.device)
     partial = peaks = sums = out
     if splits > 1:
@@ -152,7 +154,8 @@ def softmax_step(
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             0 if rotation is None else cos.stride(0), *keys.stride()[:3], *values.stride()[:3],
             heads, key_heads, group, scaling,
-            DIM=dim, ROTATED=rotation is not None, SPLITS=splits, PARTS=parts, BG=together, BN=block, BD=columns,
+            DIM=dim, ROTATED=rotation is not None, SPLITS=splits, PARTS=parts, BG=together, BN=BLOCK,
+            BD=max(ROWS, columns), STAGES=STAGES if columns * q.element_size() <= 256 else 2, HOW=precision(q, keys),
             num_warps=4,
         )  # fmt: skip
         if splits > 1:
