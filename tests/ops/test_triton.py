@@ -9,6 +9,7 @@ from ops.cases import assert_same, make_case, outputs_and_gradients
 from t2r import ops
 from t2r.errors import T2RError
 from t2r.ops.registry import BACKENDS
+from t2r.ops.triton import blocks
 
 MISSING = BACKENDS["triton"].missing()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,3 +129,12 @@ def test_a_state_stored_in_half_precision(backend, dtype, signed):
             torch.testing.assert_close(own.float(), exact, atol=2e-2, rtol=2e-2)  # the last bits may differ
     with pytest.raises(T2RError, match="the state must have dtype"):
         ops.step(*now, stored)
+
+
+@needs_triton
+def test_the_precision_of_products():
+    """float64 inputs, with which replacements are compared with the original, are not rounded to TF32."""
+    found = {dtype: blocks.precision(torch.zeros(1, dtype=dtype)) for dtype in (torch.float64, torch.float32)}
+    assert set(found.values()) == {"tf32x3"}
+    assert blocks.precision(torch.zeros(1, dtype=torch.float16)) == "tf32"
+    assert blocks.precision(torch.zeros(1, dtype=torch.bfloat16), signed=True) == "tf32x3"

@@ -14,7 +14,7 @@ ROWS = {
     "smollm2, engine": "SmolLM2-135M",
     "kept, engine": "converted, 7 softmax layers",
     "pure, engine": "converted: an RNN",
-    "smollm2, window of 299, engine": "SmolLM2-135M, window of 299",
+    "smollm2, window of 390, engine": "SmolLM2-135M, window of 390",
 }
 """The models in the figure, all decoded by the engine, and their labels."""
 

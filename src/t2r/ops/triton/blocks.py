@@ -32,10 +32,10 @@ def precision(*tensors: Tensor, signed: bool = False) -> str:
     """Return the precision of matrix products. Accumulation is always float32.
 
     bfloat16 has the range of float32, so bfloat16 inputs stay bfloat16 after scaling by decay factors. float16 does
-    not: its products use TF32, which has the mantissa of float16. float32 products are computed as three TF32 products.
-    So are those of signed features, because rounding errors dominate where their sum nearly cancels."""
+    not: its products use TF32, which has the mantissa of float16. Products of wider inputs are computed as three TF32
+    products. So are those of signed features, because rounding errors dominate where their sum nearly cancels."""
     if signed:
         return "tf32x3"
     if all(x.dtype == torch.bfloat16 for x in tensors):
         return "bf16 emulated" if INTERPRETED else "bf16"  # the interpreter computes bfloat16 products incorrectly
-    return "tf32x3" if any(x.dtype == torch.float32 for x in tensors) else "tf32"
+    return "tf32x3" if any(x.dtype in (torch.float32, torch.float64) for x in tensors) else "tf32"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from t2r.attention.static import StaticSoftmaxLayer, StaticT2RCache
 from t2r.generation.engine.fusion.layers import near
 from t2r.generation.engine.fusion.products import affine, is_linear
 from t2r.generation.engine.fusion.replacing import Replacing, parts, sample
+
+logger = logging.getLogger(__name__)
 
 ARGUMENTS = ("hidden_states", "attention_mask", "past_key_values", "position_embeddings")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -32,6 +35,7 @@ def fuse_attention(model: Any, cache: Any, replacing: Replacing) -> None:
     rotary = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
     if rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters:
         return  # rotations differ between layers
+    different = set()
     for site in model.t2r_family.sites(model):
         module, layer = site.module, cache.layers[site.layer]
         if site.cross or not isinstance(layer, StaticSoftmaxLayer) or layer.keys.dtype == torch.float64:
@@ -40,6 +44,10 @@ def fuse_attention(model: Any, cache: Any, replacing: Replacing) -> None:
             continue
         if module.head_dim <= LARGEST and reproduced(copy.deepcopy(module).double(), rotary):
             replacing.replace(module, fused_forward(module), single=False)
+        else:
+            different.add(type(module).__name__)
+    for name in sorted(different):
+        logger.info("decoding steps use the attention of %s itself: the fused kernel does not reproduce it", name)
 
 
 def parts_of(module: Any) -> tuple[Project, nn.Module] | None:
