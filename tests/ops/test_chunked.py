@@ -56,6 +56,11 @@ def test_gradcheck(signed, starts, mask, decay, at_once, normalized):
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
+def in_turn(*args, **options):
+    """Compute one chunk at a time, as a CPU does with large batches."""
+    return chunked.linear_attention(*args, **options, chunks_at_once=1)
+
+
 def at_once(*args, **options):
     """Compute several chunks at once, as on an accelerator."""
     return chunked.linear_attention(*args, **options, chunks_at_once=chunked.MANY_CHUNKS)
@@ -64,7 +69,7 @@ def at_once(*args, **options):
 def test_the_fastest_decay_over_many_chunks_at_once():
     case = make_case(time=600, dtype=torch.float32, state=True, mask="holes")
     case.decay = torch.tensor([[0.0, 1e-4, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    expected = outputs_and_gradients(chunked.linear_attention, case.exact)
+    expected = outputs_and_gradients(in_turn, case.exact)
     assert_same(outputs_and_gradients(at_once, case), expected, 5e-3)
 
 
@@ -82,7 +87,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("decay", [None, torch.full((1, 16), 0.1)])
-@pytest.mark.parametrize("run", [chunked.linear_attention, at_once], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", [in_turn, at_once], ids=lambda run: run.__name__)
 def test_chunked_forms_neither_t_by_t_nor_t_by_k_by_d(decay, run):
     time, feature, value = 4096, 16, 32
     q, k = (torch.rand(1, 1, time, feature, requires_grad=True) for _ in "qk")
@@ -90,6 +95,16 @@ def test_chunked_forms_neither_t_by_t_nor_t_by_k_by_d(decay, run):
     with LargestTensor() as seen:
         out, _ = run(q, k, v, decay=decay)
         out.sum().backward()
-    weights = (1 if run is chunked.linear_attention else chunked.MANY_CHUNKS) * chunked.CHUNK_SIZE**2
+    weights = (1 if run is in_turn else chunked.MANY_CHUNKS) * chunked.CHUNK_SIZE**2
     assert seen.largest <= max(time * max(feature, value), weights)  # `weights` does not depend on time
     assert max(time * value, weights) < min(time * time, time * feature * value)
+
+
+def test_a_cpu_computes_small_chunks_as_one_batch():
+    """As many as its cache holds; a large batch one chunk at a time."""
+    q, v = torch.empty(1, 32, 512, 32, device="meta"), torch.empty(1, 32, 512, 8, device="meta")
+    assert chunked.as_one_batch(q, v, 128) == chunked.MANY_CHUNKS  # any other device
+    q, v = torch.empty(1, 32, 512, 32), torch.empty(1, 32, 512, 8)
+    assert chunked.as_one_batch(q, v, 128) == 5
+    assert chunked.as_one_batch(q.expand(8, -1, -1, -1), v, 128) == 1
+    assert chunked.as_one_batch(q[:, :1, :0], v, 128) == chunked.MANY_CHUNKS

@@ -29,10 +29,11 @@ CHUNK_SIZE = 128
 """Tokens per chunk. The cost is quadratic within a chunk, and each chunk updates a k x d state. Near 128 the two costs
 balance at the sizes used in the paper. With the fastest decay, scale factors reach exp(64) at the ends of a chunk,
 which float32 can represent."""
-CHUNKS_AT_ONCE = {"cpu": 1}
 MANY_CHUNKS = 16
-"""Number of chunks computed as one batch, except for their states, which are computed in sequence. On a CPU a single
-chunk fits in the cache. Accelerators prefer fewer and larger operations."""
+"""The number of chunks computed as one batch, except for their states, which are computed in sequence."""
+IN_CACHE = 1 << 22
+"""The size of the tensors of chunks that a CPU computes as one batch. Beyond its cache, one at a time is as fast.
+Accelerators prefer fewer and larger operations."""
 
 
 def linear_attention(
@@ -52,14 +53,22 @@ def linear_attention(
 ) -> tuple[Tensor | Sums, State]:
     """Compute `t2r.ops.linear_attention`. Non-causal attention needs no chunks: it is two matrix products."""
     if causal:
-        count = CHUNKS_AT_ONCE.get(q.device.type, MANY_CHUNKS) if chunks_at_once is None else chunks_at_once
         if decay is not None:
             chunk_size, decay = min(chunk_size, CHUNK_SIZE), decay.to(accumulator_dtype(q, k, v))
+        count = as_one_batch(q, v, chunk_size) if chunks_at_once is None else chunks_at_once
         past_tensors = (None, None, None) if state is None else state
         how = (chunk_size, count), signed, normalized
         out, den, total, *new = _Chunked.apply(q, k, v, *past_tensors, decay, mask, starts, *how)
         return out if normalized else Sums(out, den, total), State(*new)
     return two_products(q, k, v, state, mask, signed=signed, normalized=normalized)
+
+
+def as_one_batch(q: Tensor, v: Tensor, chunk_size: int) -> int:
+    """Return the number of chunks to compute as one batch."""
+    if q.device.type != "cpu":
+        return MANY_CHUNKS
+    rows, size = q.shape[0] * q.shape[1], min(chunk_size, max(1, q.shape[2]))
+    return max(1, min(MANY_CHUNKS, IN_CACHE // max(1, rows * size * (size + 2 * q.shape[3] + v.shape[3]))))
 
 
 def two_products(
