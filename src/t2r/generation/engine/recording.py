@@ -31,9 +31,9 @@ VALUE_FREE = {
 }
 """Operations whose results depend only on the shape of their input."""
 DIRECT = {
-    "add", "addmm", "argmax", "baddbmm", "bitwise_not", "bmm", "cat", "clamp", "clamp_min", "div", "exp", "gather",
-    "ge", "gt", "index_select", "le", "lt", "matmul", "mean", "mm", "mul", "neg", "pow", "rsqrt", "sigmoid", "softmax",
-    "sqrt", "sub", "sum", "tanh", "where",
+    "add", "addcmul", "addmm", "argmax", "baddbmm", "bitwise_not", "bmm", "cat", "clamp", "clamp_min", "div", "exp",
+    "gather", "ge", "gt", "index_select", "le", "lt", "matmul", "mean", "mm", "mul", "neg", "pow", "rsqrt", "sigmoid",
+    "softmax", "sqrt", "sub", "sum", "tanh", "where",
 }  # fmt: skip
 """Operations available in `torch` under the same name with `out`, which takes a third of the time of an overload."""
 COPIES = {"clone", "contiguous", "flatten", "reshape", "to", "_to_copy"}
@@ -181,6 +181,8 @@ def call(operation: Operation) -> Callable[[], Any]:
     name = function._schema.name.removeprefix("aten::")
     if function._schema.is_mutable:
         method = getattr(Tensor, name, None) if name.endswith("_") else None
+        if name in DIRECT and "out" in kwargs:
+            method = getattr(torch, name)
         return partial(function if method is None else method, *args, **kwargs)
     if name == "linear" and (product := linear(results[0], *args, **kwargs)) is not None:
         return product

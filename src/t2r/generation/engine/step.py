@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from t2r.attention.layers import layer_tensors
 from t2r.attention.static import StaticRecurrentLayer, StaticSourceLayer
-from t2r.generation.engine.fusion import available, fused
+from t2r.generation.engine.fusion import available, fused, shortened
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
 from t2r.ops.constants import constant_weights
@@ -207,7 +207,7 @@ class DecodeStep:
         inputs += [x for layer in self.cross for x in layer_tensors(layer).values()]  # each prefill changes the sources
         inputs += [] if self.source_mask is None else [self.source_mask]
         outputs = [self.tokens, self.logits, self.own.lengths, *self.own.tensors()]
-        with torch.inference_mode():
+        with torch.inference_mode(), constant_weights(self.constants), shortened(self.model, self.forward):
             recording = Recording(self.forward, inputs, outputs)
 
         def replay() -> None:

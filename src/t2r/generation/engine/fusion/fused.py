@@ -1,4 +1,4 @@
-"""A decoding step with fewer kernels, for a capture.
+"""A decoding step with fewer kernels for a capture, or with fewer operations for a recording.
 
 Forwards of modules are replaced, and sums wait for the norms after them. Each replacement is compared with the module
 first. Nothing stays on the model.
@@ -14,7 +14,7 @@ from torch import nn
 
 from t2r.generation.engine.fusion.attention import fuse_attention
 from t2r.generation.engine.fusion.layers import fuse_layers
-from t2r.generation.engine.fusion.norms import fuse_norms
+from t2r.generation.engine.fusion.norms import fuse_norms, shorten_norms
 from t2r.generation.engine.fusion.products import join_products
 from t2r.generation.engine.fusion.replacing import Replacing
 from t2r.generation.engine.fusion.rotation import skip_rotation
@@ -36,6 +36,15 @@ def fused(model: nn.Module, cache: Any, step: Callable[[], None]) -> Iterator[No
         skip_rotation(model, replacing)
         with sums:
             yield
+
+
+@contextmanager
+def shortened(model: nn.Module, step: Callable[[], None]) -> Iterator[None]:
+    """Compute steps of the model in fewer operations of PyTorch, as `fused` does with kernels."""
+    with Replacing() as replacing:
+        join_products(model, replacing, step)
+        shorten_norms(model, replacing)
+        yield
 
 
 def available() -> bool:

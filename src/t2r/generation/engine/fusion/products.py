@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from t2r.generation.engine.fusion.replacing import Replacing, is_ordinary
 from t2r.ops.constants import derived
 
-LARGEST = 2**24
+LARGEST, LARGEST_ON_A_CPU = 2**24, 2**22
 """The size in bytes of the largest joint weight. It is a copy, and the time of a larger product is not that of its
-launch."""
+launch or, on a CPU, of starting threads."""
 ALIGNED = 16
 """The parts of a joint output begin at multiples of this number of values, which fast kernels require."""
 
@@ -23,7 +23,8 @@ ALIGNED = 16
 def join_products(model: nn.Module, replacing: Replacing, step: Callable[[], None]) -> None:
     """Compute layers that read the same input in a step by one product, where their weights are small."""
     for group in readers(model, step):
-        if all(map(replacing.replaceable, group)) and size_of(group) <= LARGEST:
+        largest = LARGEST_ON_A_CPU if affine(group[0])[0].device.type == "cpu" else LARGEST
+        if all(map(replacing.replaceable, group)) and size_of(group) <= largest:
             joint = JointProduct(group)
             for i, layer in enumerate(group):
                 replacing.replace(layer, joint.forward(i))
