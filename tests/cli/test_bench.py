@@ -9,7 +9,7 @@ import t2r
 from families import tiny
 from t2r.cli import app
 from t2r.errors import T2RError
-from t2r.experiments.tables import steps_table
+from t2r.experiments.results import steps_table
 
 
 def test_decode(tmp_path):

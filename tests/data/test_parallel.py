@@ -11,7 +11,9 @@ import pytest
 from tokenizers import processors
 
 from t2r.data.mixture import WeightedSource
-from t2r.data.parallel import PairBlocks, find_file, parse_pairs, tokenize_pairs, width_of
+from t2r.data.parallel.blocks import PairBlocks, width_of
+from t2r.data.parallel.corpus import tokenize_pairs
+from t2r.data.parallel.lines import find_file, parse_pairs
 from t2r.errors import T2RError
 from t2r.training.order import Order
 from translating import make_tokenizer, write_pairs

@@ -11,7 +11,7 @@ from t2r.evaluation.bleu import (
     score,
     tokenized_bleu,
 )
-from t2r.experiments.tables import evaluation_tables
+from t2r.experiments.results import evaluation_tables
 
 REFERENCES = [
     "Die E-Mail-Adresse von Anna ist nicht bekannt, sagte er.",

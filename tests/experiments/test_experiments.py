@@ -27,8 +27,10 @@ from t2r.errors import T2RError
 from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
 from t2r.experiments.data import TEXTS, missing, prepared
 from t2r.experiments.experiment import make_experiment
+from t2r.experiments.markup import markdown
 from t2r.experiments.record import compact, recorded
-from t2r.experiments.tables import evaluation_tables, markdown, page, provenance, record_tables, training_table
+from t2r.experiments.results import evaluation_tables, training_table
+from t2r.experiments.tables import page, provenance, record_tables
 from t2r.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]

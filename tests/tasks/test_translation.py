@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, kl_div
 import t2r
 from families import EOS, PAD, tiny
 from t2r.attention.recurrence import exact_attention
-from t2r.data.parallel import tokenize_pairs
+from t2r.data.parallel.corpus import tokenize_pairs
 from t2r.errors import T2RError
 from t2r.generation import translation as translating_module
 from t2r.generation.engine.step import DecodeStep

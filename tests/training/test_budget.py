@@ -31,6 +31,7 @@ from t2r.training.budget import (
 from t2r.training.plan import within
 from t2r.training.recipe import Recipe, Stage
 from t2r.training.run import Run
+from t2r.training.telling import plan_lines
 from t2r.training.timing import Cost, Speeds, sizes_to_time, slices, time_all, time_optimizer, time_slices
 from t2r.training.trainer import Settings
 
@@ -275,3 +276,12 @@ def test_timing_does_not_change_the_model(objective, train, compiled):
         assert torch.equal(parameter, before[name][0]), name
         assert parameter.requires_grad == before[name][1], name
         assert parameter.grad is None
+
+
+@pytest.mark.parametrize(("writing", "words"), [(LAPTOP.writing, ": about "), (None, ", whose time is not part of")])
+def test_the_plan_says_what_is_not_timed(writing, words):
+    """Translations of the teacher are not timed before they are made."""
+    asked = work()
+    schedule = decide(asked, dataclasses.replace(LAPTOP, writing=writing), None, 0.0)
+    lines = list(plan_lines(asked, schedule, tiny("gpt2"), None, Settings(), torch.device("cpu"), None))
+    assert lines[1].startswith(f"plan: the teacher generates 10,000,000 tokens{words}")

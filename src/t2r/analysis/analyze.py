@@ -22,7 +22,7 @@ from t2r.analysis.measures import (
 )
 from t2r.analysis.subject import Place, Subject
 from t2r.attention.observation import LinearInputs
-from t2r.data.parallel import find_file, read_pairs
+from t2r.data.parallel.lines import find_file, read_pairs
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation import Perplexity, Text, encode, perplexity, read_text, recall

@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data.languages import set_languages
-from t2r.data.parallel import encode_sources, find_file, read_pairs
+from t2r.data.parallel.corpus import encode_sources
+from t2r.data.parallel.lines import find_file, read_pairs
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation.bleu import (

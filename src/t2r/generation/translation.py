@@ -17,7 +17,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data import fingerprint
-from t2r.data.parallel import encode_sources, find_file, languages
+from t2r.data.parallel.corpus import encode_sources, languages
+from t2r.data.parallel.lines import find_file
 from t2r.data.progress import progress_bar
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError

@@ -20,8 +20,8 @@ from t2r import __version__
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model, of_tokenizer
 from t2r.data.mixture import Sources, parse_sources
-from t2r.data.parallel import parse_pairs
-from t2r.data.parallel_vocabulary import target_size, train_pair_tokenizer
+from t2r.data.parallel.lines import parse_pairs
+from t2r.data.parallel.vocabulary import target_size, train_pair_tokenizer
 from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
 from t2r.hub import auto_class, choose_device, explained, load_model, load_tokenizer

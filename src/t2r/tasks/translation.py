@@ -16,17 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from t2r.data.blocks import IGNORED
 from t2r.data.fingerprint import of_tokenizer
 from t2r.data.mixture import Sources, exact, readings_of_shares, warn_of_shares
-from t2r.data.parallel import (
-    Pair,
-    PairBlocks,
-    ParallelCorpus,
-    encode_sources,
-    encode_targets,
-    find_file,
-    parse_pairs,
-    read_pairs,
-    tokenize_pairs,
-)
+from t2r.data.parallel.blocks import PairBlocks
+from t2r.data.parallel.corpus import Pair, ParallelCorpus, encode_sources, encode_targets, tokenize_pairs
+from t2r.data.parallel.lines import find_file, parse_pairs, read_pairs
 from t2r.data.pieces import warn_of_target_pieces
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError

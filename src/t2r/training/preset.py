@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from t2r import compat
 from t2r.config import OPTIONS, T2RConfig
-from t2r.data.parallel_vocabulary import has_two_vocabularies, target_size
+from t2r.data.parallel.vocabulary import has_two_vocabularies, target_size
 from t2r.data.vocabulary import check_tokenizer
 from t2r.errors import T2RError
 from t2r.hub import auto_class, load_config

@@ -29,7 +29,10 @@ def plan_lines(
     yield f"plan: {parameters / 1e6:.1f}M parameters, recipe {work.plan.name}, on {place} in {precision}"
     if work.teacher_tokens:
         tokens = work.teacher_tokens if schedule is None else schedule.teacher_tokens
-        yield f"plan: the teacher generates {tokens:,} tokens" + about(None if schedule is None else schedule.writing)
+        # How fast a teacher translates depends on its lines, so it is not timed.
+        timed = None if schedule is None or not schedule.writing else schedule.writing
+        unknown = "" if schedule is None or timed is not None else ", whose time is not part of the total"
+        yield f"plan: the teacher generates {tokens:,} tokens{about(timed)}{unknown}"
     for stage in work.plan.stages:
         if schedule is None:
             steps, batch, seconds = steps_of(stage, work.tokens + work.teacher_tokens), stage.batch_tokens, None

@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import MarianTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from t2r.data.parallel import LineSource, find_file
+from t2r.data.parallel.lines import LineSource, find_file
 from t2r.data.progress import progress_bar
 from t2r.data.vocabulary import cached_tokenizer, check_tokenizer, without_long_runs
 from t2r.errors import T2RError
