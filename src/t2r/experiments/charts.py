@@ -25,7 +25,7 @@ from t2r.experiments.comparison import MEASURES, titled
 from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
 from t2r.experiments.record import recorded
 from t2r.experiments.tables import figure_file
-from t2r.reporting.page import svg
+from t2r.reporting.page import plain_ticks, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,9 +66,8 @@ def drawn(experiment: Experiment, record: Mapping[str, Any]) -> dict[str, str]:
 
 def plot(axes: Axes, experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str, Any]) -> None:
     """Draw the lines, the level, the scales and the legend of a figure."""
-    from matplotlib.ticker import ScalarFormatter
-
-    for label, (x, y, spread) in lines(experiment, record, figure).items():
+    shown = lines(experiment, record, figure)
+    for label, (x, y, spread) in shown.items():
         axes.errorbar(x, y, spread if any(spread) else None, marker="o", capsize=2, label=label)
     if "level" in figure:
         cell = cells_of_record(record).get(figure["level"])
@@ -78,9 +77,10 @@ def plot(axes: Axes, experiment: Experiment, record: Mapping[str, Any], figure: 
     axes.set(xlabel=xlabel, ylabel=ylabel)
     if figure.get("x") in SIZES or "by_distance" in figure or "bench" in figure:
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_major_formatter("{x:,g}")
     if "by_distance" in figure or "bench" in figure:
         axes.set_yscale("log")
+        plain_ticks(axes.yaxis, [value for _, y, _ in shown.values() for value in y])
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, title=SIZES.get(figure.get("lines", "")))
 

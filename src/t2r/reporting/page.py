@@ -194,7 +194,7 @@ def lines(
             axes.locator_params(axis="x", integer=True)
         if log_y:
             axes.set_yscale("log")
-            _plain_ticks(axes.yaxis, [value for _, ys in series.values() for value in ys])
+            plain_ticks(axes.yaxis, [value for _, ys in series.values() for value in ys])
         else:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(x)
@@ -219,7 +219,7 @@ def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: S
         if log:
             axes.set_xscale("log")
             axes.set_xlim(left=min(1.0, *(value / 2 for value in values.values())))
-            _plain_ticks(axes.xaxis, [1.0, *values.values()])
+            plain_ticks(axes.xaxis, [1.0, *values.values()])
         axes.margins(x=0.2)
         axes.set_xlabel(what)
 
@@ -252,7 +252,7 @@ def _short(name: str) -> str:
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
-def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
+def plain_ticks(axis: Any, values: Sequence[float]) -> None:
     """Label a logarithmic axis with plain numbers: 0.1, 0.2, 0.5; over many decades, only powers of 10."""
     from matplotlib.ticker import LogLocator
 
