@@ -1,7 +1,8 @@
 """Adapters of model families. Each family has a module here and an entry in `registry.py`."""
 
 from t2r.surgery.adapters.base import Family, Shape, Site, change_class
-from t2r.surgery.adapters.registry import FAMILIES, family, family_of, refusal
+from t2r.surgery.adapters.names import FAMILIES, refusal
+from t2r.surgery.adapters.registry import family, family_of
 
 __all__ = [
     "FAMILIES",

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from t2r import compat
 from t2r.surgery.adapters.base import Family, Shape, Site
-from t2r.surgery.adapters.registry import refusal
+from t2r.surgery.adapters.names import refusal
 
 LAYER_TYPES = {None, "full_attention", "sliding_attention"}
 
