@@ -16,6 +16,7 @@ CASES = {  # rows, heads, key heads, size of the buffers, size of a head; rotate
     "grouped": ((3, 6, 2, 130, 40), True, torch.float32),
     "half precision": ((2, 3, 1, 80, 64), True, torch.bfloat16),
     "many heads": ((2, 10, 1, 20, 8), True, torch.float32),
+    "more heads than a program has": ((1, 70, 1, 20, 8), False, torch.float32),
     "own keys": ((2, 2, 2, 33, 16), False, torch.float32),
 }
 
