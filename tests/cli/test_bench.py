@@ -54,7 +54,7 @@ def test_train(tmp_path):
     assert run.exit_code != 0
 
 
-def test_train_with_random_weights():
+def test_train_with_random_weights(caplog):
     small = ["--batch-tokens", "32", "--block-size", "16", "--repeats", "1", "--device", "cpu", "--recipe", "paper-lm"]
     run = CliRunner().invoke(app, ["bench", "train", "random:tiny-lm", *small, "--feature-size", "8", "--json"])
     assert run.exit_code == 0, run.output
@@ -62,8 +62,10 @@ def test_train_with_random_weights():
     assert [row["step"] for row in report["rows"]] == ["softmax model, finetuned", "converted, finetune"]
     assert steps_table(report).startswith("| steps of 2 × 16 tokens | ms | tokens/s | against softmax |")
     long = ["--batch-tokens", "2048", "--block-size", "2048", *small[4:]]  # more than the 1,024 positions of the shape
-    run = CliRunner().invoke(app, ["bench", "train", "random:tiny-lm", *long, "--feature-size", "8"])
+    with caplog.at_level("INFO"):
+        run = CliRunner().invoke(app, ["bench", "train", "random:tiny-lm", *long, "--feature-size", "8"])
     assert run.exit_code == 0, run.output
+    assert "fewer than 2048 positions" in caplog.text
     run = CliRunner().invoke(app, ["bench", "train", "random:tiny-mt", *small])
     assert isinstance(run.exception, T2RError)
     assert "bench train measures language models only" in str(run.exception)

@@ -184,6 +184,14 @@ def test_the_softmax_attention_of_families(model_type, fits):
     assert (parts_of(module) is not None and reproduced(module, rotary)) == fits
 
 
+@torch.no_grad()
+def test_attention_that_is_not_reproduced_is_named(caplog):
+    step = DecodeStep(on_the_engine(tiny("stablelm", torch.float32).to(DEVICE).eval()), 2, 8)
+    with caplog.at_level("INFO"), step.few_kernels():
+        pass
+    assert "use the attention of StableLmAttention itself" in caplog.text
+
+
 # --- Whole steps --------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ compiled, and captured as a CUDA graph. Data loading is not included.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from t2r.training.trainer import Settings as SessionSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,11 @@ def run(
         raise T2RError(f"{model.config.model_type} is an encoder-decoder: bench train measures language models only")
     if batch_tokens < block_size or batch_tokens % block_size:
         raise T2RError(f"batch_tokens={batch_tokens} must be a multiple of block_size={block_size}")
-    model = with_positions(model, block_size)
+    if (longer := with_positions(model, block_size)) is not model:
+        logger.warning(
+            "the model has fewer than %s positions. They are repeated: only time and memory count", block_size
+        )
+        model = longer
     on_gpu = model.device.type == "cuda"
     how = SessionSettings(
         bf16=on_gpu if bf16 is None else bf16, compiled=on_gpu if compiled is None else compiled, progress=False

@@ -124,7 +124,7 @@ def bench_decode(
     from t2r.bench.models import add_feature_sizes, half_dtype, load_models
     from t2r.hub import choose_device
 
-    with calm(quiet or as_json):
+    with calm(quiet, info=True):
         loaded = load_models(models, dtype=dtype, device=str(choose_device(device)))
         add_feature_sizes(loaded, feature_size or [])
         reports = []
@@ -192,7 +192,7 @@ def bench_translate(
     from t2r.bench.models import add_feature_sizes, load_models
     from t2r.hub import choose_device
 
-    with calm(quiet or as_json):
+    with calm(quiet, info=True):
         names = models or translating.paper_models(shape)
         loaded = load_models(names, dtype=dtype, device=str(choose_device(device)))
         add_feature_sizes(loaded, feature_size or [])
@@ -253,7 +253,7 @@ def bench_memory(
     from t2r.bench.models import add_feature_sizes, half_dtype, load_models
     from t2r.hub import choose_device
 
-    with calm(quiet or as_json):
+    with calm(quiet, info=True):
         names = models or memory.paper_models(shape)
         loaded = load_models(names, dtype=dtype, device=str(choose_device(device)))
         add_feature_sizes(loaded, feature_size or [])
@@ -305,7 +305,7 @@ def bench_train(
     from t2r.bench.models import load_models
     from t2r.hub import choose_device
 
-    with calm(quiet or as_json):
+    with calm(quiet, info=True):
         (loaded,) = load_models([model], dtype="float32", device=str(choose_device(device))).values()
         report = training.run(
             loaded,
