@@ -158,10 +158,10 @@ class CapturedReader(Reader):
         model(input_ids=self.token, past_key_values=self.static, use_cache=True)  # allocates the cache
         self.fill()
         self.position = torch.full_like(self.token, self.length)
-        column = torch.arange(size, device=model.device)
+        self.column = torch.arange(size, device=model.device)  # the graph reads it: it must stay allocated
 
         def forward() -> None:
-            seen = (column <= self.position[:, :1])[:, None, None, :]
+            seen = (self.column <= self.position[:, :1])[:, None, None, :]
             out = model(
                 input_ids=self.token,
                 position_ids=self.position,
