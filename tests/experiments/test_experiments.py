@@ -251,10 +251,13 @@ def test_translation_is_compared_on_the_same_pairs_and_tokens():
         plan = load_recipe(*(values["--recipe"] or [default]), values["--set"])
         return sum(stage.tokens for stage in plan.stages), values["--src"], values["--tgt"]
 
-    tokens, sources, _ = planned("rnn", "distill-mt")
-    assert planned("finetuned", "scratch-mt") == (tokens, sources, ["teacher"])
-    for name in ("larger", "smaller", "causal", "cross", "given"):
-        assert planned(name, "distill-mt")[:2] == (tokens, sources)
+    more = planned("more", "distill-mt")
+    assert planned("finetuned", "scratch-mt") == more
+    for name in ("larger", "smaller", "causal", "cross", "noise"):
+        assert planned(name, "distill-mt") == more
+    rnn = planned("rnn", "distill-mt")
+    assert rnn[0] == more[0]
+    assert planned("given", "distill-mt")[:2] == rnn[:2]
     scratch = {step.name: step.words(lambda kind, name: name) for step in load_experiment("en-de-scratch").steps}
     pairs = [[b for a, b in pairwise(scratch[name]) if a in ("--src", "--tgt")] for name in ("teacher", "pretrained")]
     assert pairs[0] == pairs[1]
@@ -395,3 +398,15 @@ def test_texts_are_found_prepared_and_shortened(tmp_path):
     assert prepared("novels/train", tmp_path, tmp_path / "work") == tmp_path / "novels" / "train.txt"
     lines = prepared("speeches", tmp_path, tmp_path / "work").read_text().splitlines()
     assert lines == [f"line {i}" for i in range(TEXTS["speeches"].lines)]
+
+
+def test_a_text_of_several_parts(tmp_path):
+    name = "zh-en/various.zh"
+    for i, part in enumerate(TEXTS[name].parts):
+        file = tmp_path / f"{TEXTS[part].files[0]}.xz"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with lzma.open(file, "wt") as text:
+            text.write(f"first {i}\nlast {i}" + "\n" * (i % 2))  # the last line of a file may have no end
+    assert set(TEXTS[name].parts) < set(load_experiment("opus-zh-en").texts())  # these are what a user must have
+    lines = prepared(name, tmp_path, tmp_path / "work").read_text().splitlines()
+    assert lines == [f"{which} {i}" for i in range(len(TEXTS[name].parts)) for which in ("first", "last")]

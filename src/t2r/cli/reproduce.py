@@ -80,7 +80,7 @@ def reproduce(
             if texts := _texts(experiment):
                 print(f"    --data FOLDER with {', '.join(texts)}")
         print("\nTexts are files in the --data folder, optionally compressed (.xz, .gz):")
-        for text in TEXTS.values():
+        for text in (each for each in TEXTS.values() if not each.parts):
             raw = f" (or {' or '.join(text.raw)}, which is detokenized)" if text.raw else ""
             print(f"    {text.files[0]}{raw}: {text.source}")
         return

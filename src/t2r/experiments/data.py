@@ -29,6 +29,8 @@ class Text:
     """Possible paths of the tokenized text, which is detokenized first (see `t2r.data.wikitext`)."""
     lines: int | None = None
     """Number of lines to use, from the beginning. None: all."""
+    parts: tuple[str, ...] = ()
+    """Names of the texts that are joined to this one, which has no file of its own."""
 
 
 def wikitext(split: str) -> Text:
@@ -77,6 +79,16 @@ def parallel(pair: str, files: str, source: str, lines: int | None = None, short
     }
 
 
+def joined(pair: str, name: str, parts: str) -> dict[str, Text]:
+    """Return both sides of several parallel texts, one after the other."""
+    return {
+        f"{pair}/{name}.{language}": Text(
+            (), f"{parts}, one after the other", parts=tuple(f"{pair}/{part}.{language}" for part in parts.split(", "))
+        )
+        for language in pair.split("-")
+    }
+
+
 NEWS = "the WMT test set of this year (statmt.org), one sentence per line"
 TATOEBA = "sentences of Tatoeba (tatoeba.org), held out"
 TEXTS |= {
@@ -89,6 +101,7 @@ TEXTS |= {
     **parallel("zh-en", "more/softdocs-po", "documentation of Python, Django and others, 99K pairs"),
     **parallel("zh-en", "more/kubernetes", "documentation of Kubernetes, 43K pairs"),
     **parallel("zh-en", "more/mdn", "web documentation of MDN, 23K pairs"),
+    **joined("zh-en", "various", "train, lctt-opensource, games, kubernetes, softdocs-po, mdn"),
     **parallel("en-de", "train", "265K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
     **parallel("en-de", "more/europarl3", "Europarl (statmt.org/europarl), 399K pairs"),
     **parallel("en-de", "more/suttacentral", "texts of SuttaCentral, 63K pairs"),
@@ -126,26 +139,34 @@ def check_names(names: Sequence[str], where: str) -> None:
 def prepared(name: str, folder: Path, work: Path) -> Path:
     """Return the file of a text: the user's own, or one prepared from it in the folder `work`."""
     text = TEXTS[name]
-    found, raw = _find(folder, text.files), None
-    if found is None:
-        raw = _find(folder, text.raw)
-    elif text.lines is None:
+    found, raw = _find(folder, text.files), _find(folder, text.raw)
+    if found is not None and text.lines is None:
         return found
     out = work / f"{name}.txt"
     if out.is_file():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     if found is not None:
-        opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(found.suffix, open)
-        with whole_file(out) as temporary, opener(found, "rt", encoding="utf-8") as lines:
+        with whole_file(out) as temporary, _opened(found) as lines:
             temporary.write_text("".join(islice(lines, text.lines)), encoding="utf-8")
     elif raw is not None:
         from t2r.data.wikitext import prepare
 
         prepare(str(raw), out)
+    elif text.parts:
+        files = [prepared(part, folder, work) for part in text.parts]
+        with whole_file(out) as temporary, temporary.open("w", encoding="utf-8") as whole:
+            for file in files:
+                with _opened(file) as lines:
+                    whole.writelines(line.rstrip("\n") + "\n" for line in lines)
     else:
         raise T2RError(f"text {name} was not found in {folder}")
     return out
+
+
+def _opened(path: Path) -> Any:
+    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    return opener(path, "rt", encoding="utf-8", newline="\n")
 
 
 def _find(folder: Path, files: Sequence[str]) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from t2r.errors import T2RError
-from t2r.experiments.data import check_names
+from t2r.experiments.data import TEXTS, check_names
 from t2r.experiments.grid import cells_of, chosen_scale, filled, name_for, seeded
 from t2r.storage import kind_of
 
@@ -130,7 +130,9 @@ class Experiment:
 
 
 def texts_of(steps: Sequence[Step]) -> list[str]:
-    return sorted({name for step in steps for name in step.names("data")})
+    """Return the names of the texts that the steps require. A joined text is named by its parts."""
+    names = {name for step in steps for name in step.names("data")}
+    return sorted({part for name in names for part in TEXTS[name].parts or (name,)})
 
 
 def shipped_experiments() -> list[str]:
