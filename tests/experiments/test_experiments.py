@@ -253,7 +253,7 @@ def test_translation_is_compared_on_the_same_pairs_and_tokens():
 
     more = planned("more", "distill-mt")
     assert planned("finetuned", "scratch-mt") == more
-    for name in ("larger", "smaller", "causal", "cross", "noise"):
+    for name in ("larger", "smaller", "causal", "cross", "noise", "attention"):
         assert planned(name, "distill-mt") == more
     rnn = planned("rnn", "distill-mt")
     assert rnn[0] == more[0]
