@@ -275,6 +275,20 @@ def test_tables_of_translations():
     assert "| after distill | 19.00 | 49.90 | 2.000 | 0.100 |" in table
 
 
+def test_trainings_of_several_systems_are_one_table():
+    teacher, steps = {"bleu": 19.4, "chrf": 50.0, "loss": 1.9}, []
+    for name in ("rnn", "more"):
+        stages = {"distill": {"bleu": 19.0, "chrf": 49.9, "loss": 2.0, "kl": 0.1}}
+        result = {"task": "translation", "teacher": teacher, "stages": stages}
+        steps.append({"name": name, "command": f"t2r convert opus {name}", "result": result})
+    (table,) = record_tables({"experiment": "opus", "steps": steps})
+    assert [row.split(" | ")[0] for row in table.splitlines()[2:]] == [
+        "| teacher",
+        "| rnn, after distill",
+        "| more, after distill",
+    ]
+
+
 def test_the_list_names_models_and_texts():
     done = CliRunner().invoke(app, ["reproduce", "--list"])
     assert done.exit_code == 0

@@ -10,29 +10,25 @@ from typing import Any
 from t2r.experiments.markup import markdown
 
 
-def training_table(result: Mapping[str, Any]) -> str:
-    """Return the perplexity of the teacher, of the swapped model, and after each stage."""
+def training_table(result: Mapping[str, Any], name: str = "") -> str:
+    """Return the scores of the teacher, of the swapped model, and after each stage. If a name is given, it is written
+    in the rows of this model, so that tables of several models can be joined."""
     teacher = result.get("teacher")
+    own = f"{name}, " if name else ""
+    found = [("teacher", teacher), (f"{own}swapped, not trained", result.get("swapped"))]
+    found += [(f"{own}before", result.get("untrained"))]
+    found += [(f"{own}after {stage}", scores) for stage, scores in result.get("stages", {}).items()]
+    rows = [(row, scores) for row, scores in found if scores]
     if result.get("task") == "translation":
-        return _translation_training(result)
-    rows = [("teacher", teacher), ("swapped, not trained", result.get("swapped")), ("before", result.get("untrained"))]
-    rows += [(f"after {name}", scores) for name, scores in result.get("stages", {}).items()]
+        columns = (("bleu", 2), ("chrf", 2), ("loss", 3), ("kl", 3))
+        cells = [[row, *(_number(scores.get(key), digits) for key, digits in columns)] for row, scores in rows]
+        return markdown(("training", "BLEU", "chrF", "loss per token", "KL to the teacher"), cells) if cells else ""
     base = (teacher or {}).get("perplexity")
     cells = [
-        (name, _against(scores["perplexity"], None if name == "teacher" else base), _number(scores.get("kl"), 3))
-        for name, scores in rows
-        if scores
+        [row, _against(scores["perplexity"], None if scores is teacher else base), _number(scores.get("kl"), 3)]
+        for row, scores in rows
     ]
     return markdown(("training", "perplexity", "KL to the teacher"), cells)
-
-
-def _translation_training(result: Mapping[str, Any]) -> str:
-    rows = [("teacher", result.get("teacher")), ("swapped, not trained", result.get("swapped"))]
-    rows += [("before", result.get("untrained"))]
-    rows += [(f"after {name}", scores) for name, scores in result.get("stages", {}).items()]
-    columns = (("bleu", 2), ("chrf", 2), ("loss", 3), ("kl", 3))
-    cells = [(name, *(_number(scores.get(key), digits) for key, digits in columns)) for name, scores in rows if scores]
-    return markdown(("training", "BLEU", "chrF", "loss per token", "KL to the teacher"), cells) if cells else ""
 
 
 def _translations(results: Sequence[Mapping[str, Any]]) -> str:

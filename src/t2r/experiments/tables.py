@@ -16,7 +16,7 @@ from typing import Any
 from t2r.experiments.cells import cells_of_record
 from t2r.experiments.claims import claims_list
 from t2r.experiments.comparison import grid_table
-from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
+from t2r.experiments.experiment import MAKING, Experiment, load_experiment, scales_of, shipped_experiments
 from t2r.experiments.markup import WIDTH, wrapped
 from t2r.experiments.record import recorded
 from t2r.experiments.results import (
@@ -133,6 +133,7 @@ def _folded(command: str) -> list[str]:
 def record_tables(record: Mapping[str, Any]) -> list[str]:
     """Return the results of every step as Markdown tables, or the table of a grid."""
     found: list[str] = []
+    several = len([part for part in record["steps"] if part["command"].split()[1] in MAKING and "result" in part]) > 1
     gridded = "scale" in record and bool(cells_of_record(record))
     if gridded:
         named = of_record(f"{record['experiment']}-{record['scale']}")
@@ -153,7 +154,7 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
             made = {"translate": translation_table, "memory": memory_table, "train": steps_table}.get(kind, ops_table)
             found.append(made(part["result"]))
         else:
-            found.append(training_table(part["result"]))
+            found.append(training_table(part["result"], part["name"] if several else ""))
     return [table for table in _joined(found) if table]
 
 
