@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 import t2r
-from families import EOS, PAD, VOCABULARY, batch, is_seq2seq, tiny
+from families import EOS, PAD, POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
 from t2r import Engine, T2RError
 from t2r.generation.engine import prefill as prefill_module
 
@@ -92,6 +92,31 @@ def test_an_engine_is_used_again_for_more_and_longer_prompts(case):
         part = {name: x[:rows] for name, x in given.items()}
         expected = model.generate(**part, max_new_tokens=tokens)
         assert torch.equal(engine.generate(**part, max_new_tokens=tokens), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("model_type", ["marian", "pegasus"])
+def test_a_step_is_built_again_if_the_table_of_positions_was_extended(model_type, options):
+    model = t2r.swap(tiny(model_type, torch.float64, layers=1), feature_size=8).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, PAD
+    engine, (source,) = Engine(model), prompts([5])
+    engine.generate(source, max_new_tokens=4, **options)
+    found = engine.generate(source, max_new_tokens=POSITIONS + 8, **options)
+    assert torch.equal(found, model.generate(source, max_new_tokens=POSITIONS + 8, **options))
+
+
+def test_a_longer_sequence_waits_for_the_table_of_positions():
+    model, (first, second) = swapped("marian"), prompts([5, 7])
+    engine = Engine(model, rows=2)
+    short = engine.submit(first, max_new_tokens=6)
+    engine.step()
+    step = engine.decode
+    long = engine.submit(second, max_new_tokens=POSITIONS + 8)  # replaces the table while the other one runs
+    list(engine.run())
+    assert short.tokens == alone(model, first, max_new_tokens=6)
+    assert long.tokens == alone(model, second, max_new_tokens=POSITIONS + 8)
+    assert engine.decode is not step
+    assert step.positions.shape[0] == POSITIONS  # what the step has read stays allocated
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,18 @@ class DecodeStep:
         self.takes_positions = accepts(model, "position_ids")
         self.by_row = not seq2seq or model.t2r_family.positions_by_row
         self.own.only_steps(by_row=seq2seq and self.by_row)
+        self.positions: Tensor | None = model.t2r_family.position_table(model)
+        """The table of positions that a captured step reads. It stays allocated if the model's table is replaced."""
         self.captured_as: str | None = None
         """`CUDA graph` or `recording`; None if the step runs eagerly."""
         self.reset()
         self.replay = self.capture()
         self.reset()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the model has replaced its table of positions by a longer one."""
+        return self.positions is not self.model.t2r_family.position_table(self.model)
 
     def reset(self) -> None:
         """Empty all rows."""
