@@ -145,6 +145,24 @@ def test_a_row_of_a_padded_batch_and_a_saved_state_can_be_put_in(tmp_path):
         torch.testing.assert_close(logits[row], model(whole, use_cache=False).logits[0, -3:], rtol=1e-9, atol=1e-9)
 
 
+@torch.no_grad()
+def test_several_tokens_in_softmax_layers_require_rows_of_equal_length():
+    model, texts = swapped("gpt2", softmax_layers=[1]), torch.randint(3, VOCABULARY, (2, 9))
+    cache = model.make_static_cache(rows=2, max_length=16)
+    for row, length in enumerate((3, 7)):
+        prefilled = model.make_cache()
+        model(texts[row : row + 1, :length], past_key_values=prefilled)
+        cache.put(row, prefilled)
+    before = [x.clone() for x in cache.tensors()]
+    with pytest.raises(T2RError, match="3 to 7 tokens"):
+        model(texts[:, 7:], past_key_values=cache)
+    assert all(torch.equal(x, old) for x, old in zip(cache.tensors(), before, strict=True))
+    equal = model.make_static_cache(rows=2, max_length=16)
+    parts = [model(part, past_key_values=equal).logits for part in (texts[:, :5], texts[:, 5:])]
+    expected = model(texts, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-9, atol=1e-9)
+
+
 def test_refusals():
     model = swapped("gpt2", softmax_layers=[0])
     with pytest.raises(T2RError, match="max_length"):

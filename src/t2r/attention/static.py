@@ -137,7 +137,7 @@ class StaticSoftmaxLayer(CacheLayerMixin):
                 own.scatter_(2, self.lengths.view(-1, 1, 1, 1).expand_as(x), x.to(own.dtype))
             held = self.keys, self.values
         else:
-            start = int(self.lengths.max()) if self.filled else 0
+            start = self.common_length()
             if start + time > self.keys.shape[2]:
                 raise T2RError(f"{start + time} tokens do not fit in a static cache of {self.keys.shape[2]} tokens")
             for own, x in zip((self.keys, self.values), new, strict=True):
@@ -157,7 +157,19 @@ class StaticSoftmaxLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if query_length == 1:
             return self.keys.shape[2], 0
-        return (int(self.lengths.max()) if self.filled else 0) + query_length, 0
+        return self.common_length() + query_length, 0
+
+    def common_length(self) -> int:
+        """Return the length of all rows. Raises T2RError if they differ. Synchronizes with the device."""
+        if not self.filled:
+            return 0
+        shortest, longest = torch.stack(torch.aminmax(self.lengths)).tolist()
+        if shortest != longest:
+            raise T2RError(
+                f"several tokens at once require rows of equal length, and these rows have {shortest} to {longest} "
+                "tokens: pass one token at a time, or put prefilled sequences into the rows"
+            )
+        return int(longest)
 
     def get_max_length(self) -> int:
         return int(self.keys.shape[2])
