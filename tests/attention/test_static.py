@@ -146,6 +146,25 @@ def test_a_row_of_a_padded_batch_and_a_saved_state_can_be_put_in(tmp_path):
 
 
 @torch.no_grad()
+def test_padding_requires_no_room():
+    model, inputs = swapped("gpt2", softmax_layers=[0]), batch("gpt2", padding="left")
+    prefilled = model.make_cache()
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    model(**inputs, position_ids=positions, past_key_values=prefilled)
+    cache = model.make_static_cache(rows=2, max_length=8)
+    cache.put_rows(torch.tensor([1, 0]), prefilled, torch.tensor([1, 2]))
+    assert cache.lengths.tolist() == [5, 7]
+    new = torch.randint(3, VOCABULARY, (2, 1))
+    logits = decode(model, cache, new)
+    for row, source in enumerate((2, 1)):
+        real = inputs["input_ids"][source][inputs["attention_mask"][source].bool()]
+        expected = model(torch.cat([real, new[row]])[None], use_cache=False).logits[0, -1:]
+        torch.testing.assert_close(logits[row], expected, rtol=1e-9, atol=1e-9)
+    with pytest.raises(T2RError, match="9 tokens do not fit"):
+        cache.put(0, prefilled, other_row=0)
+
+
+@torch.no_grad()
 def test_several_tokens_in_softmax_layers_require_rows_of_equal_length():
     model, texts = swapped("gpt2", softmax_layers=[1]), torch.randint(3, VOCABULARY, (2, 9))
     cache = model.make_static_cache(rows=2, max_length=16)

@@ -95,30 +95,6 @@ class DecodeStep:
             layer.length = 1  # marks the layer as filled, because a step does not read the source
             self.cache.is_updated[i] = True
 
-    def put(
-        self,
-        row: int,
-        cache: Any,
-        other_row: int,
-        token: Tensor | int,
-        greedy: bool,
-        source_mask: Tensor | None = None,
-    ) -> None:
-        """Copy one sequence of a prefilled cache to a row, and set its next token.
-
-        `source_mask [rows, source]` is the padding mask of the sources, for softmax cross attention."""
-        own = cache.self_attention_cache if self.cross else cache
-        self.own.put(row, own, other_row)
-        for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
-            layer.put(row, other, other_row)
-        if self.source_mask is not None:
-            assert source_mask is not None
-            self.source_mask[row] = 0
-            self.source_mask[row, : source_mask.shape[1]] = source_mask[other_row]
-        self.tokens[row] = token
-        self.active[row] = 1
-        self.greedy[row] = greedy
-
     def put_rows(
         self,
         rows: Tensor,
@@ -128,8 +104,9 @@ class DecodeStep:
         greedy: bool = False,
         source_mask: Tensor | None = None,
     ) -> None:
-        """Copy the sequences `index` of a prefilled cache to these rows, and set their next tokens, as `put` does for
-        one row, with a few kernels for all rows."""
+        """Copy the sequences `index` of a prefilled cache to these rows, and set their next tokens.
+
+        `source_mask [rows, source]` is the padding mask of the sources, for softmax cross attention."""
         self.own.put_rows(rows, cache.self_attention_cache if self.cross else cache, index)
         for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
             layer.put_rows(rows, other, index)
