@@ -145,6 +145,43 @@ def test_a_row_of_a_padded_batch_and_a_saved_state_can_be_put_in(tmp_path):
         torch.testing.assert_close(logits[row], model(whole, use_cache=False).logits[0, -3:], rtol=1e-9, atol=1e-9)
 
 
+@torch.no_grad()
+def test_padding_requires_no_room():
+    model, inputs = swapped("gpt2", softmax_layers=[0]), batch("gpt2", padding="left")
+    prefilled = model.make_cache()
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    model(**inputs, position_ids=positions, past_key_values=prefilled)
+    cache = model.make_static_cache(rows=2, max_length=8)
+    cache.put_rows(torch.tensor([1, 0]), prefilled, torch.tensor([1, 2]))
+    assert cache.lengths.tolist() == [5, 7]
+    new = torch.randint(3, VOCABULARY, (2, 1))
+    logits = decode(model, cache, new)
+    for row, source in enumerate((2, 1)):
+        real = inputs["input_ids"][source][inputs["attention_mask"][source].bool()]
+        expected = model(torch.cat([real, new[row]])[None], use_cache=False).logits[0, -1:]
+        torch.testing.assert_close(logits[row], expected, rtol=1e-9, atol=1e-9)
+    with pytest.raises(T2RError, match="9 tokens do not fit"):
+        cache.put(0, prefilled, other_row=0)
+
+
+@torch.no_grad()
+def test_several_tokens_in_softmax_layers_require_rows_of_equal_length():
+    model, texts = swapped("gpt2", softmax_layers=[1]), torch.randint(3, VOCABULARY, (2, 9))
+    cache = model.make_static_cache(rows=2, max_length=16)
+    for row, length in enumerate((3, 7)):
+        prefilled = model.make_cache()
+        model(texts[row : row + 1, :length], past_key_values=prefilled)
+        cache.put(row, prefilled)
+    before = [x.clone() for x in cache.tensors()]
+    with pytest.raises(T2RError, match="3 to 7 tokens"):
+        model(texts[:, 7:], past_key_values=cache)
+    assert all(torch.equal(x, old) for x, old in zip(cache.tensors(), before, strict=True))
+    equal = model.make_static_cache(rows=2, max_length=16)
+    parts = [model(part, past_key_values=equal).logits for part in (texts[:, :5], texts[:, 5:])]
+    expected = model(texts, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-9, atol=1e-9)
+
+
 def test_refusals():
     model = swapped("gpt2", softmax_layers=[0])
     with pytest.raises(T2RError, match="max_length"):

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import t2r
-from families import tiny
+from families import POSITIONS, tiny
 from t2r.errors import T2RError
 from t2r.generation.chat import Conversation
 
@@ -52,6 +52,21 @@ def test_answers_are_the_same_as_for_the_whole_text(template, swapped):
         text += expected
     if swapped and template != REWRITING:
         assert conversation.state.get_seq_length() == len(words(text, add_special_tokens=False).input_ids) - 1
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE, REWRITING], ids=["text", "template", "rewriting"])
+@pytest.mark.parametrize("swapped", [False, True], ids=["base", "swapped"])
+def test_a_turn_that_fails_is_not_part_of_the_conversation(template, swapped):
+    model = tiny("gpt2", torch.float64).eval()
+    model.generation_config.eos_token_id = None
+    if swapped:
+        model = t2r.swap(model, feature_size=8, init="identity")
+    conversation, expected = (Conversation(model, tokenizer(template), max_new_tokens=4) for _ in range(2))
+    for line in ("one", "two"):
+        with pytest.raises(T2RError, match="positions"):
+            conversation.say("x" * POSITIONS)
+        assert conversation.say(line) == expected.say(line)
+    assert (conversation.text, conversation.messages) == (expected.text, expected.messages)
 
 
 def test_conversation_errors():

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 import t2r
-from families import EOS, PAD, VOCABULARY, batch, is_seq2seq, tiny
+from families import EOS, PAD, POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
 from t2r import Engine, T2RError
 from t2r.generation.engine import prefill as prefill_module
 
@@ -32,6 +32,7 @@ CASES = {
     "llama recipe": ("llama", RECIPE),
     "llama recipe kept": ("llama", RECIPE | {"softmax_layers": [1]}),
     "qwen3": ("qwen3", {"rotary": False}),
+    "gemma3": ("gemma3", {}),
     "marian": ("marian", {}),
     "marian kept": ("marian", {"softmax_layers": [0]}),
     "bart causal": ("bart", {"recurrent": "causal"}),
@@ -93,6 +94,31 @@ def test_an_engine_is_used_again_for_more_and_longer_prompts(case):
         assert torch.equal(engine.generate(**part, max_new_tokens=tokens), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("model_type", ["marian", "pegasus"])
+def test_a_step_is_built_again_if_the_table_of_positions_was_extended(model_type, options):
+    model = t2r.swap(tiny(model_type, torch.float64, layers=1), feature_size=8).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, PAD
+    engine, (source,) = Engine(model), prompts([5])
+    engine.generate(source, max_new_tokens=4, **options)
+    found = engine.generate(source, max_new_tokens=POSITIONS + 8, **options)
+    assert torch.equal(found, model.generate(source, max_new_tokens=POSITIONS + 8, **options))
+
+
+def test_a_longer_sequence_waits_for_the_table_of_positions():
+    model, (first, second) = swapped("marian"), prompts([5, 7])
+    engine = Engine(model, rows=2)
+    short = engine.submit(first, max_new_tokens=6)
+    engine.step()
+    step = engine.decode
+    long = engine.submit(second, max_new_tokens=POSITIONS + 8)  # replaces the table while the other one runs
+    list(engine.run())
+    assert short.tokens == alone(model, first, max_new_tokens=6)
+    assert long.tokens == alone(model, second, max_new_tokens=POSITIONS + 8)
+    assert engine.decode is not step
+    assert step.positions.shape[0] == POSITIONS  # what the step has read stays allocated
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -113,6 +139,17 @@ def test_processors_and_seeds_are_those_of_generate(case, options):
     assert torch.equal(engine.generate(**given, max_new_tokens=12, seed=7, **options), expected)
     torch.manual_seed(7)
     assert torch.equal(engine.generate(**given, max_new_tokens=12, **options), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["engine", "generate"])
+def test_a_seed_leaves_the_default_generator_unchanged(options):
+    model, (prompt,) = swapped("gpt2"), prompts([5])
+    before = torch.get_rng_state()
+    first, second = (
+        Engine(model).generate(prompt, seed=3, do_sample=True, max_new_tokens=8, **options) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
@@ -155,6 +192,19 @@ def test_the_engines_own_configuration():
     assert engine.generate(prompt).shape == (1, 8)
     assert engine.generate(prompt, max_new_tokens=5).shape == (1, 10)
     assert engine.generate(prompt).shape == (1, 8)
+
+
+def test_a_configuration_given_to_a_call():
+    model, (prompt,) = swapped("gpt2"), prompts([5])
+    engine = Engine(model, GenerationConfig(max_new_tokens=3))
+    given = GenerationConfig(max_new_tokens=6, repetition_penalty=1.5)
+    expected = alone(model, prompt, generation_config=given)
+    assert engine.generate(prompt, generation_config=given)[0, 5:].tolist() == expected
+    assert engine.generate(prompt, generation_config=given, max_new_tokens=4)[0, 5:].tolist() == expected[:4]
+    assert engine.submit(prompt, generation_config=given).index == 0
+    assert given.max_new_tokens == 6
+    for more in ({}, {"use_cache": False}):  # in the engine, and in generate
+        assert engine.generate(prompt, generation_config=None, **more).shape == (1, 8)
 
 
 class Heard(BaseStreamer):
@@ -340,6 +390,36 @@ def test_unsupported_options_fall_back_to_generate(options, reason, caplog):
         out = Engine(model).generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, **options)
     assert out[0, 5:].tolist() == expected
     assert [record.getMessage() for record in caplog.records if reason in record.getMessage()]
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "position_ids"])
+def test_inputs_that_the_engine_does_not_read_fall_back_to_generate(name, caplog):
+    model, (prompt,) = swapped("gpt2"), prompts([6])
+    how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8}
+    given = {name: 3 * torch.arange(6)[None] + 5}
+    with caplog.at_level(logging.WARNING, "t2r"):
+        out = Engine(model).generate(prompt, **how, **given)
+    assert torch.equal(out, model.generate(prompt, **how, **given))
+    assert not torch.equal(out, model.generate(prompt, **how))  # the input has an effect
+    assert name in caplog.text
+    with pytest.raises(T2RError, match=name):
+        Engine(model).submit(prompt, max_new_tokens=8, **given)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_padded_prompts_of_a_decoder_fall_back_to_generate(beams, caplog):
+    model, given = swapped("marian kept"), inputs("marian kept")
+    start = torch.randint(3, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(0))
+    real = torch.ones_like(start)
+    how = {**given, "decoder_input_ids": start, "max_new_tokens": 8, "num_beams": beams}
+    with caplog.at_level(logging.WARNING, "t2r"):
+        whole = Engine(model).generate(**how, decoder_attention_mask=real)
+        assert torch.equal(whole, model.generate(**how))
+        assert not caplog.records
+        real[0, :6] = 0
+        out = Engine(model).generate(**how, decoder_attention_mask=real)
+    assert torch.equal(out, model.generate(**how, decoder_attention_mask=real))
+    assert "decoder_attention_mask" in caplog.text
 
 
 @pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("t5", "relative bias")])

@@ -73,7 +73,7 @@ def test_a_backend_that_cannot_run_here_says_why(modest):
         ops.linear_attention(case.q, case.k, case.v, backend="modest")
     assert ops.backends()["modest"] == "no warp core"
     assert ops.backends()["chunked"] is None
-    assert ops.choose(9, torch.device("cpu")) == "chunked"
+    assert ops.choose(torch.device("cpu")) == "chunked"
 
 
 LACKS = [
@@ -146,8 +146,7 @@ def test_auto_finds_a_backend_that_can(request_):
     assert chosen.missing() is None
 
 
-@settings(max_examples=20)
-@given(st.integers(0, 300), st.booleans())
-def test_choose_names_a_usable_backend(length, causal):
-    name = ops.choose(length, torch.device("cpu"), causal)
+@pytest.mark.parametrize("causal", [True, False])
+def test_choose_names_a_usable_backend(causal):
+    name = ops.choose(torch.device("cpu"), causal)
     assert ops.backends()[name] is None

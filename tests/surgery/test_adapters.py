@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import t2r
-from families import GPT_NEOX, TOKENS, VOCABULARY, batch, tiny
+from families import GPT_NEOX, POSITIONS, TOKENS, VOCABULARY, batch, tiny
 
 
 @pytest.fixture
@@ -126,3 +126,24 @@ def test_gemma3_reads_images_from_left_to_right(caplog):
     options = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [0, token]}
     made = model.generate(**inputs, **kinds, **options)
     assert torch.equal(made, model.generate(**inputs, **kinds, **options, use_cache=False))
+
+
+def test_a_table_of_positions_is_complete_when_it_is_replaced(monkeypatch):
+    model = t2r.swap(tiny("marian"), feature_size=8)
+    table = model.model.decoder.embed_positions
+    stock, before, seen = type(table).create_weight, table.weight, []
+
+    def create_weight(self):
+        seen.append(table.weight)  # what the forward pass of another thread reads
+        return stock(self)
+
+    monkeypatch.setattr(type(table), "create_weight", create_weight)
+    draws = torch.get_rng_state()
+    model.check_generated_length(POSITIONS + 1)
+    assert [weight is before for weight in seen] == [True]
+    assert torch.equal(torch.get_rng_state(), draws)
+    torch.testing.assert_close(table.weight[:POSITIONS], before)
+    longer = table.weight
+    assert longer.shape[0] == table.num_embeddings == 2 * POSITIONS
+    model.check_generated_length(2 * POSITIONS)
+    assert table.weight is longer

@@ -80,18 +80,11 @@ class StaticRecurrentLayer(RecurrentLayer):
     def get_seq_length(self) -> Any:
         return self.length if self.lengths is None else self.lengths.max()
 
-    def put(self, row: int, other: Any, other_row: int = 0, real: Tensor | None = None) -> None:
-        """Copy one row of the state of another layer."""
+    def put_rows(self, rows: Tensor, other: Any, index: Tensor, real: Tensor | None = None) -> None:
+        """Copy the rows `index` of another layer to these rows. States do not contain padding."""
         for own, new in zip(self.state, other.state, strict=True):
             if own is not None:
-                own[row].copy_(new[other_row])
-        self.length, self.is_initialized = max(self.length, other.length), True
-
-    def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
-        """Copy the rows `index` of another layer to these rows."""
-        for own, new in zip(self.state, other.state, strict=True):
-            if own is not None:
-                own[rows] = new.index_select(0, index).to(own.dtype)
+                own[rows] = new.index_select(0, index.to(new.device)).to(own)
         self.length, self.is_initialized = max(self.length, other.length), True
 
     def reset(self, rows: Any = slice(None)) -> None:
@@ -137,7 +130,7 @@ class StaticSoftmaxLayer(CacheLayerMixin):
                 own.scatter_(2, self.lengths.view(-1, 1, 1, 1).expand_as(x), x.to(own.dtype))
             held = self.keys, self.values
         else:
-            start = int(self.lengths.max()) if self.filled else 0
+            start = self.common_length()
             if start + time > self.keys.shape[2]:
                 raise T2RError(f"{start + time} tokens do not fit in a static cache of {self.keys.shape[2]} tokens")
             for own, x in zip((self.keys, self.values), new, strict=True):
@@ -157,26 +150,26 @@ class StaticSoftmaxLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if query_length == 1:
             return self.keys.shape[2], 0
-        return (int(self.lengths.max()) if self.filled else 0) + query_length, 0
+        return self.common_length() + query_length, 0
+
+    def common_length(self) -> int:
+        """Return the length of all rows. Raises T2RError if they differ. Synchronizes with the device."""
+        if not self.filled:
+            return 0
+        shortest, longest = torch.stack(torch.aminmax(self.lengths)).tolist()
+        if shortest != longest:
+            raise T2RError(
+                f"several tokens at once require rows of equal length, and these rows have {shortest} to {longest} "
+                "tokens: pass one token at a time, or put prefilled sequences into the rows"
+            )
+        return int(longest)
 
     def get_max_length(self) -> int:
         return int(self.keys.shape[2])
 
-    def put(self, row: int, other: Any, other_row: int = 0, real: Tensor | None = None) -> None:
-        """Copy the keys and values of one row of another layer. If `real` is given, copy only these positions."""
-        keys, values = other.keys[other_row], other.values[other_row]
-        if real is not None:
-            keys, values = keys[:, real.to(keys.device)], values[:, real.to(values.device)]
-        length = keys.shape[1]
-        if length > self.keys.shape[2]:
-            raise T2RError(f"{length} tokens do not fit in a static cache of {self.keys.shape[2]} tokens")
-        self.keys[row, :, :length].copy_(keys)
-        self.values[row, :, :length].copy_(values)
-        self.filled = True
-
-    def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
-        """Copy the rows `index` of another layer to these rows. There must be no padding."""
-        copy_rows(self, rows, other, index)
+    def put_rows(self, rows: Tensor, other: Any, index: Tensor, real: Tensor | None = None) -> None:
+        """Copy the rows `index` of another layer to these rows. `real [rows, tokens]` is false for their padding."""
+        copy_rows(self, rows, other, index, real)
         self.filled = True
 
     def reset(self, rows: Any = slice(None)) -> None:
@@ -221,22 +214,25 @@ class StaticSourceLayer(CacheLayerMixin):
     def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
         copy_rows(self, rows, other, index)
 
-    def put(self, row: int, other: Any, other_row: int = 0) -> None:
-        length = other.keys.shape[2]
-        self.keys[row, :, :length].copy_(other.keys[other_row])
-        self.values[row, :, :length].copy_(other.values[other_row])
-
     def reset(self) -> None:
         self.length = 0
 
 
-def copy_rows(layer: Any, rows: Tensor, other: Any, index: Tensor) -> None:
-    """Copy keys and values of the rows `index` of another layer to these rows."""
+def copy_rows(layer: Any, rows: Tensor, other: Any, index: Tensor, real: Tensor | None = None) -> None:
+    """Copy keys and values of the rows `index` of another layer to these rows. If `real` is given, its padding is
+    removed."""
     length, size = other.keys.shape[2], layer.keys.shape[2]
+    if length > size and real is not None:
+        length = int(real.sum(1).max())
     if length > size:
         raise T2RError(f"{length} tokens do not fit in a static cache of {size} tokens")
+    # Real tokens come first, in their order. What follows them is beyond the length of the row.
+    order = None if real is None else real.int().argsort(stable=True, dim=1, descending=True)[:, None, :length, None]
     for own, new in ((layer.keys, other.keys), (layer.values, other.values)):
-        own[rows, :, :length] = new.index_select(0, index).to(own.dtype)
+        new = new.index_select(0, index.to(new.device))
+        if order is not None:
+            new = new.gather(2, order.to(new.device).expand(-1, new.shape[1], -1, new.shape[3]))
+        own[rows, :, :length] = new.to(own)
 
 
 class StaticT2RCache(T2RCache):
@@ -284,24 +280,17 @@ class StaticT2RCache(T2RCache):
 
     def put(self, row: int, other: T2RCache, other_row: int = 0) -> None:
         """Copy one sequence of another cache (a prefill or a saved state) to a row, without its padding."""
-        length, real = other.get_seq_length(), None
-        if other.padding is not None:
-            real = other.attention_mask()[other_row].bool()
-            length -= int(other.padding.tokens[other_row])
-        for own, new in zip(self.layers, other.layers, strict=True):
-            own.put(row, new, other_row, real)
-        self.lengths[row] = length
+        own, given = (torch.tensor([i], device=self.lengths.device) for i in (row, other_row))
+        self.put_rows(own, other, given)
 
     def put_rows(self, rows: Tensor, other: T2RCache, index: Tensor) -> None:
         """Copy the sequences `index` of another cache to these rows, without their padding."""
-        if other.padding is not None and self.kept is not None:  # each row has its own padding to remove
-            for row, other_row in zip(rows.tolist(), index.tolist(), strict=True):
-                self.put(row, other, other_row)
-            return
+        real, padding = None, other.padding
+        if padding is not None and self.kept is not None:
+            real = other.attention_mask().to(index.device)[index].bool()
         for own, new in zip(self.layers, other.layers, strict=True):
-            own.put_rows(rows, new, index)
-        padding = 0 if other.padding is None else other.padding.tokens.to(index.device)[index]
-        self.lengths[rows] = other.get_seq_length() - padding
+            own.put_rows(rows, new, index, real)
+        self.lengths[rows] = other.get_seq_length() - (0 if padding is None else padding.tokens.to(index.device)[index])
 
     def take(self, row: int) -> Any:
         """Return one row as a separate default cache."""

@@ -126,8 +126,9 @@ class EngineReader(Reader):
             how: dict[str, Any] = {"compiled": self.compiled, "state_dtype": self.state_dtype}
             self.decode = DecodeStep(self.model, self.batch, size, **how)
         decode = self.decode
-        for row in range(self.batch if self.reads else 0):
-            decode.put(row, self.cache, row, 0, True)
+        if self.reads:
+            rows = torch.arange(self.batch, device=decode.tokens.device)
+            decode.put_rows(rows, self.cache, rows, torch.zeros_like(rows))
         decode.own.lengths.fill_(self.length)
         decode.active.fill_(1)
         decode.greedy.fill_(True)

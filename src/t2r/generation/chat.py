@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from t2r.attention.cache import T2RCache
@@ -18,6 +17,21 @@ from t2r.generation.engine.sequences import Group
 from t2r.generation.state import check_vocabulary
 from t2r.generation.text import Stream, check_lengths, checked_options, special_tokens
 from t2r.model.modeling import T2RModel
+
+
+class Turn(NamedTuple):
+    """A turn of the user that is not yet answered."""
+
+    messages: list[dict[str, str]]
+    """All messages, with this turn."""
+    text: str
+    """The text of the conversation, with this turn."""
+    new: str
+    """The end of the text, which the model has not read."""
+    state: T2RCache | None
+    """The state before the new text."""
+    unread: list[int]
+    """Generated tokens before the new text that are not in the state."""
 
 
 class Conversation:
@@ -60,59 +74,59 @@ class Conversation:
             torch.manual_seed(seed)
 
     def say(self, line: str, on_text: Callable[[str], None] | None = None) -> str:
-        """Add a user turn and return the answer. `on_text` is called with each piece of it."""
+        """Add a user turn and return the answer. `on_text` is called with each piece of it.
+
+        A turn that fails is not part of the conversation."""
         check_unicode(line, "the message")
         begins = not self.text and self.state is None
-        new = self.added(line)
-        ids = self.tokenizer(new, add_special_tokens=begins and not self.templated, verbose=False).input_ids
-        check_vocabulary(self.model, ids)
-        answer = self.answer([*self.unread, *ids], on_text)
-        self.messages.append({"role": "assistant", "content": answer})
-        return answer
+        turn = self.turn(line)
+        new = self.tokenizer(turn.new, add_special_tokens=begins and not self.templated, verbose=False).input_ids
+        check_vocabulary(self.model, new)
+        ids = [*turn.unread, *new]
+        written, state = self.answer(ids, turn.state, on_text)
+        stops, _ = special_tokens(self.model, self.tokenizer)
+        said = str(self.tokenizer.decode([t for t in written if t not in stops], skip_special_tokens=True))
+        # The text includes the special tokens that the model has generated.
+        self.text = turn.text + str(self.tokenizer.decode(written, skip_special_tokens=False))
+        self.messages = [*turn.messages, {"role": "assistant", "content": said}]
+        if isinstance(self.model, T2RModel):
+            self.state, self.unread = state, written[-1:]  # the last token has not been an input
+        else:
+            self.unread = [*ids, *written]
+        return said
 
-    def added(self, line: str) -> str:
-        """Return the text that this turn adds."""
+    def turn(self, line: str) -> Turn:
+        """Return a turn of the user, with what precedes it."""
+        messages = [*self.messages, {"role": "user", "content": line}]
         if not self.templated:
             new = f"\n{line}" if self.text else line
-            self.text += new
-            return new
-        self.messages.append({"role": "user", "content": line})
-        whole = render(self.tokenizer, self.messages, "the message", prompt=True)
-        if not whole.startswith(self.text):  # the template has changed earlier turns: read everything again
-            self.state, self.unread, self.text = None, [], ""
-        new, self.text = whole[len(self.text) :], whole
-        return new
+            return Turn(messages, self.text + new, new, self.state, self.unread)
+        text = render(self.tokenizer, messages, "the message", prompt=True)
+        if not text.startswith(self.text):  # the template has changed earlier turns: read everything again
+            return Turn(messages, text, text, None, [])
+        return Turn(messages, text, text[len(self.text) :], self.state, self.unread)
 
-    def answer(self, ids: list[int], on_text: Callable[[str], None] | None) -> str:
-        stops, pad = special_tokens(self.model, self.tokenizer)
+    def answer(
+        self, ids: list[int], state: T2RCache | None, on_text: Callable[[str], None] | None
+    ) -> tuple[list[int], Any]:
+        """Return the tokens of the answer to these tokens, and the state after them."""
+        _, pad = special_tokens(self.model, self.tokenizer)
         options: dict[str, Any] = {"pad_token_id": pad, **self.options}
         if on_text is not None:
             options["streamer"] = Stream(self.tokenizer, on_text)
         given = torch.tensor([ids], device=self.model.device)
         check_lengths(self.model, [ids], self.options["max_new_tokens"])
-        written, state = self.written(given, options)
-        if isinstance(self.model, T2RModel):
-            self.state, self.unread = state, written[-1:]  # the last token has not been an input
-        else:
-            self.unread = [*ids, *written]
-        said = str(self.tokenizer.decode([t for t in written if t not in stops], skip_special_tokens=True))
-        # The text includes the special tokens that the model has generated.
-        self.text += str(self.tokenizer.decode(written, skip_special_tokens=False))
-        return said
-
-    def written(self, given: Tensor, options: dict[str, Any]) -> tuple[list[int], Any]:
-        """Return the tokens of an answer and the state after them."""
         if self.engine is not None:
             try:
                 how = {"attention_mask": torch.ones_like(given), **options}
-                group = self.engine.attempt(given, state=self.state, keep_state=True, **how)
+                group = self.engine.attempt(given, state=state, keep_state=True, **how)
                 assert isinstance(group, Group)  # options with beams are refused
                 return group.sequences[0].tokens, group.sequences[0].state
             except ForGenerate as reason:
                 self.engine.say_elsewhere(reason)
         options = {"return_dict_in_generate": True, **options}
-        if self.state is None:
+        if state is None:
             out = self.model.generate(given, attention_mask=torch.ones_like(given), **options)
         else:
-            out = self.model.continue_from(self.state, given, **options)
+            out = self.model.continue_from(state, given, **options)
         return out.sequences[0, given.shape[1] :].tolist(), out.past_key_values

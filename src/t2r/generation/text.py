@@ -49,7 +49,7 @@ class Completion:
     dtype: str
     device: str
     backend: str | None
-    """The backend used for the prompt; None for a softmax model."""
+    """The backend used for the prompt; None if only softmax attention reads it."""
 
 
 def generate(
@@ -155,7 +155,7 @@ def complete(
             run = complete_batch(model, tokenizer, *given, options, state, engine)
             done = dict(zip(real, run, strict=True))
         for i in batch:
-            yield done.get(i) or Completion(prompts[i], "", [], 0, 0, 0.0, 0, *setting(model, 0))
+            yield done.get(i) or Completion(prompts[i], "", [], 0, 0, 0.0, 0, *setting(model))
 
 
 def complete_batch(
@@ -184,7 +184,7 @@ def complete_batch(
     new = [until_stop(row, stops) for row in new]
     texts = tokenizer.batch_decode(new, skip_special_tokens=True)
     each = len(new) // len(rows)
-    completions = []
+    how, completions = setting(model), []
     for i, prompt in enumerate(prompts):
         own = slice(i * each, (i + 1) * each)
         completions.append(
@@ -196,7 +196,7 @@ def complete_batch(
                 sum(map(len, new[own])),
                 sum(map(len, new)) / seconds,
                 held // len(rows),
-                *setting(model, input_ids.shape[1]),
+                *how,
             )
         )
     return completions
@@ -220,11 +220,30 @@ def run(
     return out.sequences, 0 if out.past_key_values is None else cache_bytes(out.past_key_values)
 
 
-def setting(model: Any, length: int) -> tuple[str, str, str | None]:
-    """Return the dtype, the device, and the backend for prompts of this length."""
-    device, causal = model.device, not model.config.is_encoder_decoder
-    backend = ops.choose(length, device, causal) if isinstance(model, T2RModel) else None
-    return str(model.dtype).removeprefix("torch."), str(device), backend
+def setting(model: Any) -> tuple[str, str, str | None]:
+    """Return the dtype, the device, and the backend for prompts."""
+    return str(model.dtype).removeprefix("torch."), str(model.device), backend_of(model)
+
+
+def backend_of(model: Any) -> str | None:
+    """Return the backend that reads prompts, in the cross attention of an encoder-decoder. None: softmax reads them."""
+    if not isinstance(model, T2RModel):
+        return None
+    swapped = cast(Any, model)
+    family, source = model.t2r_family, swapped.config.is_encoder_decoder
+    for site in family.sites(swapped):
+        feature_map = getattr(site.module, "feature_map", None)
+        if feature_map is not None and site.cross == source:
+            return ops.choose(
+                swapped.device,
+                causal=not source,
+                dtype=swapped.dtype,
+                feature=feature_map.feature_size,
+                value=family.shape(site.module).head_dim,
+                decay=feature_map.decay is not None,
+                signed=feature_map.signed,
+            )
+    return None
 
 
 def special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:

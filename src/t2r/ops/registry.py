@@ -61,7 +61,6 @@ def prefer(request: Request) -> Backend | None:
 
 
 def choose(
-    length: int,
     device: torch.device,
     causal: bool = True,
     *,
@@ -72,9 +71,7 @@ def choose(
     signed: bool = False,
     gradients: bool = False,
 ) -> str:
-    """Return the name of the backend that `auto` selects for a sequence of this length on this device.
-
-    The length currently has no effect: a short sequence is a single chunk."""
+    """Return the name of the backend that `auto` selects for a sequence on this device."""
     request = Request(
         device=device.type,
         dtypes=(dtype,),

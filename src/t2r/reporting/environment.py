@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LIBRARIES = ("torch", "transformers", "accelerate", "triton")
-LENGTHS = (1, 256, 8192)
-"""Lengths for which the choice of `auto` is shown: a decoding step, a short prompt and a long one."""
 
 
 def describe() -> dict[str, Any]:
@@ -29,7 +27,7 @@ def describe() -> dict[str, Any]:
         | {name: _version(name) for name in LIBRARIES},
         "devices": _devices(),
         "backends": {name: {"usable": reason is None, "reason": reason} for name, reason in ops.backends().items()},
-        "auto": {kind: {str(length): ops.choose(length, torch.device(kind)) for length in LENGTHS} for kind in kinds},
+        "auto": {kind: ops.choose(torch.device(kind)) for kind in kinds},
     }
 
 
@@ -80,10 +78,6 @@ def tables(facts: dict[str, Any]) -> "list[Table]":
 
     backends = Table("backend", "available", "chosen by auto for", title="backends")
     for name, backend in facts["backends"].items():
-        chosen = [
-            f"{kind} at {', '.join(length for length, taken in choices.items() if taken == name)}"
-            for kind, choices in facts["auto"].items()
-            if name in choices.values()
-        ]
-        backends.add_row(name, "yes" if backend["usable"] else f"no: {backend['reason']}", "; ".join(chosen))
+        chosen = [kind for kind, taken in facts["auto"].items() if taken == name]
+        backends.add_row(name, "yes" if backend["usable"] else f"no: {backend['reason']}", ", ".join(chosen))
     return [versions, devices, backends]

@@ -26,7 +26,7 @@ LOOK_EVERY = 8
 
 class RunningBatch:
     """Groups of sequences, waiting or in the rows of a decoding step. The step is built when it is first needed, and
-    again when a group does not fit into its buffers. The arguments are those of `Engine`."""
+    again when a group does not fit into its buffers or its table of positions. The arguments are those of `Engine`."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput
 
 from t2r import compat
-from t2r.generation.engine.request import Request
+from t2r.generation.engine.request import Request, seeding
 from t2r.generation.engine.step import DecodeStep
 
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -62,10 +62,8 @@ class BeamSearch(compat.BeamSearch):
 
     def run(self, seed: int | None) -> Beams:
         """Search to the end. A seed does not change torch's default generator."""
-        request, device = self.request, self.request.ids.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
+        request = self.request
+        with seeding(seed, request.ids.device):
             found = self.search(request.ids, request.processors, request.criteria, request.config)
         return Beams(found, request)
 

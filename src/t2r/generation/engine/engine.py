@@ -27,7 +27,7 @@ from t2r.errors import T2RError
 from t2r.generation.engine.batch import RunningBatch
 from t2r.generation.engine.beams import Beams, BeamSearch, one_per_prompt, uses_beams
 from t2r.generation.engine.prefill import prefill
-from t2r.generation.engine.request import ForGenerate, Request, no_static_cache, not_now, prepare
+from t2r.generation.engine.request import ForGenerate, Request, no_static_cache, not_now, prepare, seeding
 from t2r.generation.engine.room import Room
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.step import DecodeStep
@@ -108,7 +108,7 @@ class Engine(RunningBatch):
         Args:
             input_ids: prompts `[batch, tokens]`, padded on the left (with their `attention_mask`), or sources.
             state: a state from which the prompts continue. It is not modified.
-            seed: random seed for sampling. None: torch's default generator.
+            seed: random seed for sampling, which does not change torch's default generator. None: that generator.
             streamer: receives the tokens as they are generated. Requires a single sequence.
             options: options of `model.generate`.
         """
@@ -116,13 +116,13 @@ class Engine(RunningBatch):
             return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
         except ForGenerate as reason:
             self.say_elsewhere(reason)
-        if seed is not None:
-            torch.manual_seed(seed)
-        if self.generation_config is not None:
-            options = {"generation_config": self.generation_config, **options}
-        if state is not None:
-            return self.model.continue_from(state, input_ids, streamer=streamer, **options)
-        sequences: Tensor = self.model.generate(input_ids, streamer=streamer, **options)
+        options["generation_config"] = options.get("generation_config") or self.generation_config
+        sequences: Tensor
+        with seeding(seed, self.model.device):
+            if state is not None:
+                sequences = self.model.continue_from(state, input_ids, streamer=streamer, **options)
+            else:
+                sequences = self.model.generate(input_ids, streamer=streamer, **options)
         return sequences
 
     def attempt(

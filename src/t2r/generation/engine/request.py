@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,25 @@ UNSUPPORTED = {
     "prefill_chunk_size": "prefill_chunk_size is set",
 }
 """Options of a GenerationConfig that only `generate()` supports, with the reason to report."""
+GIVEN = (
+    "assistant_model",
+    "inputs_embeds",
+    "past_key_values",
+    "custom_generate",
+    "negative_prompt_ids",
+    "position_ids",  # the engine computes them from the mask
+)
+"""Arguments of a call that only `generate()` supports."""
+READ = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "encoder_outputs",
+    "decoder_attention_mask",
+}
+"""Inputs of the forward pass that the engine supports. Calls with any other input are for `generate()`."""
 
 
 class ForGenerate(Exception):
@@ -65,7 +86,7 @@ class Request(NamedTuple):
 def prepare(
     model: Any, input_ids: Tensor, options: dict[str, Any], generation_config: GenerationConfig | None
 ) -> Request:
-    """Prepare a call of `generate` with transformers.
+    """Prepare a call of `generate` with transformers. Its own `generation_config`, if any, is among the options.
 
     transformers merges and checks the options, builds the logits processors and stopping criteria, and encodes the
     source.
@@ -74,10 +95,11 @@ def prepare(
         ForGenerate: if the engine does not support the call.
     """
     options = dict(options)
-    for name in ("assistant_model", "inputs_embeds", "past_key_values", "custom_generate", "negative_prompt_ids"):
+    for name in GIVEN:
         if options.get(name) is not None:
             raise ForGenerate(f"{name} is given")
     tokenizer = options.pop("tokenizer", None)
+    generation_config = options.pop("generation_config", None) or generation_config
     if generation_config is not None:
         generation_config = copy.deepcopy(generation_config)
         options = generation_config.update(**options)
@@ -104,7 +126,7 @@ def prepare(
         return Request(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
 
     request: Request = model.generate(input_ids, generation_config=generation_config, custom_generate=taken, **options)
-    if (reason := why_not(request.config)) is not None:
+    if (reason := why_not(request.config) or why_not_read(request.inputs)) is not None:
         raise ForGenerate(reason)
     return request
 
@@ -117,6 +139,18 @@ def why_not(config: GenerationConfig) -> str | None:
     if config.use_cache is False:
         return "use_cache is False"
     return next((why for name, why in UNSUPPORTED.items() if getattr(config, name, None)), None)
+
+
+def why_not_read(inputs: dict[str, Any]) -> str | None:
+    """Return why the engine does not support these inputs of the forward pass, or None if it does."""
+    for name, value in inputs.items():
+        # Models that read images have an empty dictionary of encoded images for text.
+        if name not in READ and value is not None and not (isinstance(value, dict) and not value):
+            return f"{name} is given"
+    mask = inputs.get("decoder_attention_mask")
+    if mask is not None and not bool(mask.all()):
+        return "decoder_attention_mask has padding"  # a step has no mask of its own for each row
+    return None
 
 
 def not_now(model: Any) -> str | None:
@@ -146,3 +180,12 @@ def accepts(model: Any, name: str) -> bool:
 
 def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
     return None if seed is None else torch.Generator(device).manual_seed(seed)
+
+
+@contextmanager
+def seeding(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Seed torch's default generator inside the `with` block, and restore it afterwards. None: leave it as it is."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield

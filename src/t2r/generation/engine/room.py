@@ -35,9 +35,10 @@ class Room(NamedTuple):
         )
 
     def fits(self, step: DecodeStep | None) -> bool:
-        """Return whether the buffers of a step are long enough."""
+        """Return whether the buffers and the table of positions of a step are long enough."""
         own = Room.of(step)
-        return step is not None and self.length <= own.length and self.source <= own.source
+        long_enough = self.length <= own.length and self.source <= own.source
+        return step is not None and long_enough and not step.outdated
 
 
 def total_length(request: Request, state: Any) -> int:

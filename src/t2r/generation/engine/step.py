@@ -72,11 +72,18 @@ class DecodeStep:
         self.takes_positions = accepts(model, "position_ids")
         self.by_row = not seq2seq or model.t2r_family.positions_by_row
         self.own.only_steps(by_row=seq2seq and self.by_row)
+        self.positions: Tensor | None = model.t2r_family.position_table(model)
+        """The table of positions that a captured step reads. It stays allocated if the model's table is replaced."""
         self.captured_as: str | None = None
         """`CUDA graph` or `recording`; None if the step runs eagerly."""
         self.reset()
         self.replay = self.capture()
         self.reset()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the model has replaced its table of positions by a longer one."""
+        return self.positions is not self.model.t2r_family.position_table(self.model)
 
     def reset(self) -> None:
         """Empty all rows."""
@@ -88,30 +95,6 @@ class DecodeStep:
             layer.length = 1  # marks the layer as filled, because a step does not read the source
             self.cache.is_updated[i] = True
 
-    def put(
-        self,
-        row: int,
-        cache: Any,
-        other_row: int,
-        token: Tensor | int,
-        greedy: bool,
-        source_mask: Tensor | None = None,
-    ) -> None:
-        """Copy one sequence of a prefilled cache to a row, and set its next token.
-
-        `source_mask [rows, source]` is the padding mask of the sources, for softmax cross attention."""
-        own = cache.self_attention_cache if self.cross else cache
-        self.own.put(row, own, other_row)
-        for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
-            layer.put(row, other, other_row)
-        if self.source_mask is not None:
-            assert source_mask is not None
-            self.source_mask[row] = 0
-            self.source_mask[row, : source_mask.shape[1]] = source_mask[other_row]
-        self.tokens[row] = token
-        self.active[row] = 1
-        self.greedy[row] = greedy
-
     def put_rows(
         self,
         rows: Tensor,
@@ -121,8 +104,9 @@ class DecodeStep:
         greedy: bool = False,
         source_mask: Tensor | None = None,
     ) -> None:
-        """Copy the sequences `index` of a prefilled cache to these rows, and set their next tokens, as `put` does for
-        one row, with a few kernels for all rows."""
+        """Copy the sequences `index` of a prefilled cache to these rows, and set their next tokens.
+
+        `source_mask [rows, source]` is the padding mask of the sources, for softmax cross attention."""
         self.own.put_rows(rows, cache.self_attention_cache if self.cross else cache, index)
         for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
             layer.put_rows(rows, other, index)

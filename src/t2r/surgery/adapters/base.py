@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t2r.attention.interface import InterfaceAttention
@@ -109,7 +109,11 @@ class Family:
         return model.config.max_position_embeddings if self.positions == "learned" else None
 
     def extend_positions(self, model: PreTrainedModel, length: int) -> None:
-        """Extend the table of positions to this length, if positions are computed and not learned."""
+        """Extend the table of positions at least to this length, if positions are computed and not learned."""
+
+    def position_table(self, model: PreTrainedModel) -> Tensor | None:
+        """Return the table that `extend_positions` replaces by a longer one, or None if it replaces none."""
+        return None
 
 
 def change_class(module: nn.Module, new: type[nn.Module]) -> None:

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t2r.surgery.adapters.bart import BartRecurrence
@@ -18,13 +19,22 @@ class SinusoidalTableFamily(Family):
         base: Any = model.base_model
         keep_saved_length(base.decoder.embed_positions)
 
+    def position_table(self, model: PreTrainedModel) -> Tensor:
+        base: Any = model.base_model
+        weight: Tensor = base.decoder.embed_positions.weight
+        return weight
+
     def extend_positions(self, model: PreTrainedModel, length: int) -> None:
         base: Any = model.base_model
         table = base.decoder.embed_positions
         if length > table.num_embeddings:
-            weight = table.weight
-            table.weight = nn.Parameter(weight.new_empty(length, weight.shape[1]), requires_grad=False)
-            table.weight.data = table.create_weight().to(weight)
+            # A captured step is built again for each new table, so the table at least doubles.
+            length = max(length, 2 * table.num_embeddings)
+            with torch.device("meta"):  # draws no random numbers
+                longer: Any = type(table)(length, table.embedding_dim)
+            weight = longer.create_weight().to(table.weight)
+            # Other threads may use the model: they read the old table or the complete new one.
+            table.weight = nn.Parameter(weight, requires_grad=False)
             table.num_embeddings = length
 
 
