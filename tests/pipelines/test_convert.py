@@ -355,9 +355,9 @@ def test_the_teacher_continues_excerpts(world, tmp_path, monkeypatch):
         seen["written"] = real(*args, **options)
         return seen["written"]
 
-    def stage(run, model, stage, task, *args, real=sessions.run_stage):
-        seen["parts"] = [len(part) for part in task.dataset(stage.block_size).parts]
-        return real(run, model, stage, task, *args)
+    def stage(run, job, model, stage, *args, real=sessions.run_stage):
+        seen["parts"] = [len(part) for part in job.task.dataset(stage.block_size).parts]
+        return real(run, job, model, stage, *args)
 
     monkeypatch.setattr(language_modeling, "write_corpus", write)
     monkeypatch.setattr(sessions, "run_stage", stage)
@@ -590,8 +590,8 @@ class Stopped(BaseException):
 def run_until(monkeypatch, stage, *args, **options):
     """Interrupt the run when a stage is done."""
 
-    def run_stage(run, model, what, *args, real=sessions.run_stage, **options):
-        trained = real(run, model, what, *args, **options)
+    def run_stage(run, job, model, what, *args, real=sessions.run_stage, **options):
+        trained = real(run, job, model, what, *args, **options)
         if what.name == stage:
             raise Stopped
         return trained

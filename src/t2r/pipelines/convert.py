@@ -37,10 +37,10 @@ from t2r.tasks.language_modeling import TEACHER_TOKENS
 from t2r.training import processes
 from t2r.training.arithmetic import halve, without_denormals
 from t2r.training.card import recall_lines
+from t2r.training.job import Settings
 from t2r.training.plan import check_report_to, over, trainable, within
 from t2r.training.recipe import Recipe, Stage, load_recipe
 from t2r.training.session import Session, as_table, caching, finite, table_of
-from t2r.training.trainer import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def convert(
             results["teacher"] = session.measure("teacher", student)
         results["swapped"] = session.measure("swapped", student, teacher)
         for stage in plan.stages:
-            student = session.train(student, stage, teacher)
+            student = session.train(student, stage)
             results["stages"][stage.name] = session.measure(stage.name, student, teacher)
             if auto is not None and stage is plan.stages[0]:
                 student = keep_sensitive(session, student, teacher, config, auto, stage, results)

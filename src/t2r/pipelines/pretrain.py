@@ -37,11 +37,11 @@ from t2r.tasks.base import max_positions
 from t2r.tasks.translation import TEACHER
 from t2r.training import processes
 from t2r.training.arithmetic import halve, without_denormals
+from t2r.training.job import Settings
 from t2r.training.plan import check_report_to, over, within
 from t2r.training.preset import Preset, load_preset, of_folder
 from t2r.training.recipe import Recipe
 from t2r.training.session import Session, as_table, as_yaml, caching, finite, table_of
-from t2r.training.trainer import Settings
 
 SOFTMAX = "softmax"
 """As a feature map: no swap, the model keeps its softmax attention."""
