@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from t2r import compat
 from t2r.errors import T2RError
 from t2r.model.logits import Readout
 from t2r.training.job import Job
@@ -17,7 +18,7 @@ from t2r.training.order import READING
 from t2r.training.recipe import Stage
 
 
-class Learner(nn.Module):
+class Learner(compat.WrapsModel, nn.Module):
     """The module that Trainer trains. The whole loss, including the head, is computed in the forward, as wrappers for
     distributed training require.
 
@@ -44,9 +45,8 @@ class Learner(nn.Module):
         self.without_logits = {"logits_to_keep": 1} if takes_rows else {}
 
     @property
-    def _no_split_modules(self) -> Any:
-        """The module classes that FSDP wraps."""
-        return getattr(self.student, "_no_split_modules", None)
+    def wrapped(self) -> nn.Module:
+        return self.student
 
     def forward(self, batch: dict[str, Tensor], count: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch, and sums for the log.
