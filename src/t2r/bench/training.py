@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from t2r.bench.models import with_positions
 from t2r.errors import T2RError
+from t2r.hub import synchronize
 from t2r.model.swap import swap
 from t2r.tasks import LanguageModeling
 from t2r.training.arithmetic import fast_sums, halve
@@ -109,10 +110,7 @@ def run(
             "the model has fewer than %s positions. They are repeated: only time and memory count", block_size
         )
         model = longer
-    on_gpu = model.device.type == "cuda"
-    how = SessionSettings(
-        bf16=on_gpu if bf16 is None else bf16, compiled=on_gpu if compiled is None else compiled, progress=False
-    )
+    how = SessionSettings.on(model.device, bf16=bf16, compiled=compiled, progress=False)
     plan = load_recipe(recipe)
     task = RandomText(model.config.get_text_config().vocab_size)
     base = copy.deepcopy(model).float().requires_grad_(True)
@@ -158,21 +156,16 @@ def time_steps(name: str, job: Job, model: PreTrainedModel, stage: Stage, repeat
             torch.cuda.reset_peak_memory_stats(device)
         times = []
         for _ in range(WARM_UP + 1 + repeats):
-            wait(device)
+            synchronize(device)
             started = time.perf_counter()
             step(batch)
             optimizer.step()
             optimizer.zero_grad()
-            wait(device)
+            synchronize(device)
             times.append(1e3 * (time.perf_counter() - started))
     milliseconds = median(times[WARM_UP + 1 :])
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return Row(name, milliseconds, 1e3 * stage.batch_tokens / milliseconds, peak)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # --- Formatting ---------------------------------------------------------------------------------------------

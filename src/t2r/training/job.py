@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from t2r.tasks import Task
@@ -32,6 +34,14 @@ class Settings:
     save_steps: int | None = None
     report_to: str = "none"
     progress: bool = True
+
+    @classmethod
+    def on(
+        cls, device: torch.device, *, bf16: bool | None = None, compiled: bool | None = None, **others: Any
+    ) -> Settings:
+        """Return settings for a device. `bf16` and `compiled` are true by default on a GPU."""
+        on_gpu = device.type == "cuda"
+        return cls(bf16=on_gpu if bf16 is None else bf16, compiled=on_gpu if compiled is None else compiled, **others)
 
 
 @dataclass(frozen=True)

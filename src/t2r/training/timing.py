@@ -17,6 +17,7 @@ from t2r.attention.recurrence import recurrent_sites
 from t2r.data.progress import progress_bar
 from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
+from t2r.hub import synchronize
 from t2r.model.logits import evaluating
 from t2r.tasks import Task
 from t2r.training import processes
@@ -219,14 +220,10 @@ def time_slices(
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    finish()
+    synchronize(device)
     started = time.perf_counter()
     work()
-    finish()
+    synchronize(device)
     return time.perf_counter() - started
 
 
