@@ -238,14 +238,14 @@ def test_auto_keeps_the_most_sensitive_layer(world, tmp_path):
 def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monkeypatch):
     seen = {}
 
-    def keep(session, student, teacher, *args, real=module.keep_sensitive):
+    def keep(student, teacher, *args, real=module.with_softmax):
         before = {name: x.clone() for name, x in student.state_dict().items()}
-        again = real(session, student, teacher, *args)
+        again = real(student, teacher, *args)
         seen["equal"] = all(torch.equal(x, before[name]) for name, x in again.state_dict().items())
         seen["teacher"] = all(torch.equal(p, again.state_dict()[name]) for name, p in teacher.named_parameters())
         return again
 
-    monkeypatch.setattr(module, "keep_sensitive", keep)
+    monkeypatch.setattr(module, "with_softmax", keep)
     run(world, tmp_path / "out", "llama", softmax_layers="auto:1")
     assert seen == {"equal": True, "teacher": True}
 
