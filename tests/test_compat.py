@@ -28,6 +28,8 @@ PRIVATE = (
     "_prepare_inputs",
     "_beam_search",
     "_prefill(",
+    "_tied_weights_keys",
+    "_no_split_modules",
 )
 DEFINES = {"architectures/adaptive_lm/modeling.py"}
 """Models defined by t2r use the same private names as the models of transformers."""
@@ -105,6 +107,19 @@ def test_a_model_is_built_from_its_configuration():
     config = tiny("gpt2").config
     built = compat.build_from_config(type(tiny("gpt2")), config, dtype=torch.bfloat16)
     assert built.dtype == torch.bfloat16
+
+
+def test_tied_weights_are_known():
+    model = tiny("gpt2")
+    assert compat.tied_weights(model) == {"lm_head.weight"}
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_module_around_a_model_is_split_like_the_model():
+    class Around(compat.WrapsModel, torch.nn.Module):
+        wrapped = tiny("gpt2")
+
+    assert set(Around()._no_split_modules) == {"GPT2Block"}
 
 
 def test_pipelines_know_swapped_models(caplog):

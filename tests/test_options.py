@@ -9,11 +9,13 @@ import torch
 
 import t2r
 from families import tiny
+from t2r.data import write_corpus
 from t2r.errors import T2RError
 from t2r.feature_maps import FEATURE_MAPS
+from t2r.generation.translation import translate
 from t2r.hub import choose_dtype
 from t2r.model.modeling import T2RModel
-from t2r.options import GenerationOptions, RunOptions, SwapOptions, check, option, options_of
+from t2r.options import AnalysisOptions, GenerationOptions, RunOptions, SwapOptions, check, option, options_of
 from t2r.training.stage import Stage
 
 NAN, INF = float("nan"), float("inf")
@@ -88,7 +90,7 @@ def test_numbers_from_yaml(name, given, read):
     assert type(result) is type(read)
 
 
-@pytest.mark.parametrize("group", [SwapOptions, GenerationOptions, RunOptions, Stage])
+@pytest.mark.parametrize("group", [SwapOptions, GenerationOptions, AnalysisOptions, RunOptions, Stage])
 def test_defaults_are_allowed_and_every_option_has_help(group):
     assert {field.name for field in dataclasses.fields(group)} == set(options_of(group))
     for each in options_of(group).values():
@@ -116,10 +118,11 @@ def test_names_in_the_help_exist():
 
 
 def test_functions_have_the_defaults_of_the_options():
-    for function in (t2r.load, t2r.generate, t2r.evaluate):
+    for function in (t2r.load, t2r.generate, t2r.evaluate, translate):
         for name, parameter in inspect.signature(function).parameters.items():
-            if name in ("device", "window", "stride", "limit"):
+            if name in ("device", "window", "stride", "limit", "trials", "beams", "length_penalty"):
                 assert parameter.default == options_of(RunOptions)[name].default
+    assert inspect.signature(write_corpus).parameters["tokens"].default == RunOptions.teacher_tokens
 
 
 def test_a_model_is_loaded_with_its_tokenizer_beside_it(tmp_path):

@@ -157,6 +157,23 @@ class BeamSearch(GenerationMixin):
         return model_kwargs
 
 
+def tied_weights(model: PreTrainedModel) -> set[str]:
+    """Return the names of parameters that are tied to others, which a saved file does not contain."""
+    return set(model._tied_weights_keys or ())
+
+
+class WrapsModel:
+    """For a module around a model: FSDP asks it for the classes of modules that it must not split."""
+
+    @property
+    def wrapped(self) -> nn.Module:
+        raise NotImplementedError
+
+    @property
+    def _no_split_modules(self) -> Any:
+        return getattr(self.wrapped, "_no_split_modules", None)
+
+
 # --- Models by name -----------------------------------------------------------------------------------------
 
 

@@ -163,6 +163,12 @@ def choose_device(name: str) -> torch.device:
         raise T2RError(f"device {name!r} is not available: `t2r info` lists the available devices") from error
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all its work, before a time is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def check_index(source: str) -> None:
     """Raise T2RError if the index of a sharded checkpoint is damaged, or refers to files outside its folder."""
     path = Path(source) / INDEX

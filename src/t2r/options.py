@@ -274,6 +274,14 @@ class GenerationOptions:
 
 
 @dataclass(kw_only=True)
+class AnalysisOptions:
+    """Options of `analyze` whose defaults differ from those of other commands."""
+
+    limit: int = option(16, help="Maximum number of samples, spread over the text.", minimum=1)
+    trials: int = option(256, help="Trials of the recall test at each distance.", minimum=1)
+
+
+@dataclass(kw_only=True)
 class RunOptions:
     """Options shared by several commands and functions."""
 
@@ -297,6 +305,10 @@ class RunOptions:
         minimum=1,
         unset="half the window",
     )
+    trials: int = option(32, help="Trials of the recall test at each distance.", minimum=1)
+    beams: int = option(5, help="Beams of the search that translates --src.", minimum=1, maximum=1000)
+    length_penalty: float = option(0.6, help="Length penalty of the beam search.")
+    bleu_tokenize: str = option("13a", help="sacrebleu's tokenizer for BLEU, for example zh for Chinese references.")
     minutes: float | None = option(
         None,
         help="Time for the whole run: loading, generating teacher text, training and evaluation.",

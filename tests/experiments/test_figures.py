@@ -1,12 +1,25 @@
-"""The figure of the README, from its record."""
+"""The figures of README.md and of the pages in docs are those of the shipped records."""
 
-from t2r.experiments import figures
+import re
+
+from repository import ROOT
+from t2r.experiments import charts, figures
+
+DOCS = ROOT / "docs"
 
 
-def test_the_figure_shows_every_row_of_its_record(tmp_path):
-    path = tmp_path / "decoding.svg"
-    figures.draw(str(path))
-    text = path.read_text(encoding="utf-8")
-    assert all(label in text for label in figures.ROWS.values())
-    points = figures.decoding_report()["points"]
-    assert set(figures.ROWS) <= {point["model"] for point in points}
+def content(path):
+    """Return an SVG file without the version of matplotlib that drew it."""
+    return re.sub(r"Matplotlib v[\w.]+", "Matplotlib", path.read_text(encoding="utf-8"))
+
+
+def test_the_figure_of_the_readme_matches_its_record(tmp_path):
+    figures.draw(str(tmp_path / "decoding.svg"))
+    drawn, shown = content(tmp_path / "decoding.svg"), content(DOCS / "decoding.svg")
+    assert drawn == shown, "run: python -m t2r.experiments.figures docs/decoding.svg"
+
+
+def test_the_figures_of_the_pages_match_their_records(tmp_path):
+    drawn = {path.name: content(path) for path in charts.draw_all(tmp_path)}
+    shown = {path.name: content(path) for path in DOCS.glob("*.svg") if path.name != "decoding.svg"}
+    assert drawn == shown, "run: python -m t2r.experiments.charts docs"

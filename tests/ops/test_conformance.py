@@ -118,6 +118,8 @@ def quadratic(q, k, v, **options):
 def test_values_and_gradients(subject, dtype):
     if dtype not in subject.abilities.dtypes:
         pytest.skip(f"{subject.backend} does not declare {dtype}")
+    if (subject.backend, subject.device, dtype) == ("quadratic", "cpu", torch.float64):
+        pytest.skip("this is the reference")
 
     def agrees(case):
         actual = compare(subject.run, case)
@@ -133,6 +135,8 @@ def test_values_and_gradients(subject, dtype):
 def test_steps_equal_the_sequence(subject, dtype):
     if dtype not in subject.abilities.dtypes:
         pytest.skip(f"{subject.backend} does not declare {dtype}")
+    if "step" not in subject.abilities.gradients:
+        pytest.skip(f"the step of {subject.backend} has no gradient: test_a_step_without_gradients compares its values")
     subject.check(subject.cases(dtype, times=st.integers(0, 9)), lambda case: compare(subject.steps, case), examples=20)
 
 

@@ -238,14 +238,14 @@ def test_auto_keeps_the_most_sensitive_layer(world, tmp_path):
 def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monkeypatch):
     seen = {}
 
-    def keep(session, student, teacher, *args, real=module.keep_sensitive):
+    def keep(student, teacher, *args, real=module.with_softmax):
         before = {name: x.clone() for name, x in student.state_dict().items()}
-        again = real(session, student, teacher, *args)
+        again = real(student, teacher, *args)
         seen["equal"] = all(torch.equal(x, before[name]) for name, x in again.state_dict().items())
         seen["teacher"] = all(torch.equal(p, again.state_dict()[name]) for name, p in teacher.named_parameters())
         return again
 
-    monkeypatch.setattr(module, "keep_sensitive", keep)
+    monkeypatch.setattr(module, "with_softmax", keep)
     run(world, tmp_path / "out", "llama", softmax_layers="auto:1")
     assert seen == {"equal": True, "teacher": True}
 
@@ -355,9 +355,9 @@ def test_the_teacher_continues_excerpts(world, tmp_path, monkeypatch):
         seen["written"] = real(*args, **options)
         return seen["written"]
 
-    def stage(run, model, stage, task, *args, real=sessions.run_stage):
-        seen["parts"] = [len(part) for part in task.dataset(stage.block_size).parts]
-        return real(run, model, stage, task, *args)
+    def stage(run, job, model, stage, *args, real=sessions.run_stage):
+        seen["parts"] = [len(part) for part in job.task.dataset(stage.block_size).parts]
+        return real(run, job, model, stage, *args)
 
     monkeypatch.setattr(language_modeling, "write_corpus", write)
     monkeypatch.setattr(sessions, "run_stage", stage)
@@ -590,8 +590,8 @@ class Stopped(BaseException):
 def run_until(monkeypatch, stage, *args, **options):
     """Interrupt the run when a stage is done."""
 
-    def run_stage(run, model, what, *args, real=sessions.run_stage, **options):
-        trained = real(run, model, what, *args, **options)
+    def run_stage(run, job, model, what, *args, real=sessions.run_stage, **options):
+        trained = real(run, job, model, what, *args, **options)
         if what.name == stage:
             raise Stopped
         return trained

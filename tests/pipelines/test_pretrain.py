@@ -29,13 +29,14 @@ from t2r.model.modeling import T2RModel
 from t2r.pipelines.pretrain import make_model, pretrain, summary
 from t2r.tasks import LanguageModeling
 from t2r.training import session as sessions
+from t2r.training.job import Job, Settings
 from t2r.training.learner import Learner
 from t2r.training.preset import load_preset
 from t2r.training.recipe import Stage, load_recipe
 from t2r.training.run import Run
-from t2r.training.stages import run_stage
+from t2r.training.run_stage import run_stage
 from t2r.training.timing import Cost, Speeds
-from t2r.training.trainer import Settings, StageTrainer
+from t2r.training.trainer import StageTrainer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "to", "it", "in", "rain", "or", "sun"]
 BLOCK = 16
@@ -348,7 +349,7 @@ def test_a_loss_without_logits_is_the_cross_entropy(tmp_path, monkeypatch, swapp
     )
     before = [p.detach().clone() for p in model.parameters()]
     run = Run(tmp_path / "run", {})
-    run_stage(run, model, stage, OfRows(dataset), None, Settings(progress=False))
+    run_stage(run, Job(OfRows(dataset), settings=Settings(progress=False)), model, stage)
     assert len(seen) == (1 if device_tokens is None else 4)
     assert run.facts["only.log"][0]["loss"] == pytest.approx(expected.item(), abs=1e-4)
     for old, new, grad in zip(before, model.parameters(), wanted, strict=True):
@@ -361,7 +362,7 @@ def test_an_adaptive_model_can_be_a_teacher(tmp_path):
     student = t2r.swap(adaptive(), feature_map="hedgehog")
     stage = Stage("only", "distill", steps=3, block_size=BLOCK, batch_tokens=8 * BLOCK, learning_rate=1e-3)
     run = Run(tmp_path / "run", {})
-    run_stage(run, student, stage, OfRows(Rows()), teacher, Settings(progress=False))
+    run_stage(run, Job(OfRows(Rows()), teacher, Settings(progress=False)), student, stage)
     assert run.facts["only.log"][-1]["loss"] < run.facts["only.log"][0]["loss"]
 
 

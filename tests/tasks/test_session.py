@@ -10,10 +10,11 @@ import t2r
 from families import EOS, PAD, VOCABULARY, tiny
 from t2r.tasks import TASKS, Task
 from t2r.tasks.base import exchanged
+from t2r.training.job import Job, Settings
 from t2r.training.recipe import Recipe, Stage
 from t2r.training.sensitivity import most_sensitive
 from t2r.training.session import Session, table_of
-from t2r.training.trainer import Settings, StageTrainer
+from t2r.training.trainer import StageTrainer
 
 BLOCK = 12
 
@@ -100,7 +101,7 @@ def test_an_encoder_decoder_is_transferred_and_distilled(tmp_path, marian, monke
         results["teacher"] = session.measure("teacher", teacher)
         results["swapped"] = session.measure("swapped", student, teacher)
         for stage in plan.stages:
-            student = session.train(student, stage, teacher)
+            student = session.train(student, stage)
             results["stages"][stage.name] = session.measure(stage.name, student, teacher)
         scan = session.most_sensitive(student, BLOCK)
     assert sorted(layer for layer, _ in scan) == [0, 1, 2]
@@ -116,7 +117,7 @@ def test_an_encoder_decoder_is_transferred_and_distilled(tmp_path, marian, monke
 def test_the_loss_is_plain_kl_over_the_targets(tmp_path, marian):
     student, teacher = marian
     task = Copying()
-    trainer = StageTrainer(student, STAGES[1], 1, task, tmp_path, teacher, Settings(progress=False))
+    trainer = StageTrainer(Job(task, teacher, Settings(progress=False)), student, STAGES[1], 1, tmp_path)
     batch = task.collate(task.pairs[:4])
     loss = trainer.compute_loss(trainer.learner, batch)
     inputs, keep = task.inputs(batch), batch["labels"].flatten() >= 0

@@ -21,6 +21,7 @@ from t2r.generation.engine.step import DecodeStep
 from t2r.generation.text import until_stop
 from t2r.generation.translation import bucket_of, translate, translate_to_tokens, write_translations
 from t2r.tasks import Translation
+from t2r.training.job import Job
 from t2r.training.learner import Learner
 from t2r.training.objectives import transferring
 from t2r.training.order import collate
@@ -96,7 +97,7 @@ def test_batches_in_few_shapes_have_the_same_loss(tmp_path, tokenizer, teacher, 
     base = copy.deepcopy(teacher).double()
     model = t2r.swap(copy.deepcopy(base), feature_size=4, cross_feature_size=8)
     task = make_task(tmp_path, tokenizer, base)
-    learner = Learner(model, Stage("only", objective, "all", steps=1), task, base if objective == "distill" else None)
+    learner = Learner(Job(task, base), model, Stage("only", objective, "all", steps=1))
     blocks, shapes = task.dataset(64), set()
     for block in blocks:
         batch = collate([(block, 1)], task.collate, task.rows_of)

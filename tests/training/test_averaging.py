@@ -8,10 +8,11 @@ import torch
 from t2r.errors import T2RError
 from t2r.tasks import Translation
 from t2r.training.averaging import averaging_points
+from t2r.training.job import Job, Settings
 from t2r.training.recipe import Stage
 from t2r.training.run import Run
-from t2r.training.stages import run_stage
-from t2r.training.trainer import Settings, StageTrainer
+from t2r.training.run_stage import run_stage
+from t2r.training.trainer import StageTrainer
 from translating import make_model, make_tokenizer, write_pairs
 
 
@@ -56,7 +57,7 @@ def stage(**options):
 def train(task, folder, plan, **settings):
     run = Run(folder, {})
     run.remember("begun", lambda: True)
-    return run_stage(run, make_model(), plan, task, settings=Settings(progress=False, **settings))
+    return run_stage(run, Job(task, settings=Settings(progress=False, **settings)), make_model(), plan)
 
 
 @pytest.fixture

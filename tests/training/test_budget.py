@@ -20,7 +20,7 @@ from t2r.training.budget import (
     SCANNING,
     WANTED_STEPS,
     WRITING,
-    Schedule,
+    Timetable,
     Work,
     arrange,
     decide,
@@ -28,12 +28,12 @@ from t2r.training.budget import (
     steps_of,
     with_batch,
 )
+from t2r.training.job import Job, Settings
 from t2r.training.plan import within
+from t2r.training.plan_log import plan_lines
 from t2r.training.recipe import Recipe, Stage
 from t2r.training.run import Run
-from t2r.training.telling import plan_lines
 from t2r.training.timing import Cost, Speeds, sizes_to_time, slices, time_all, time_optimizer, time_slices
-from t2r.training.trainer import Settings
 
 PLAN = Recipe(
     "toy",
@@ -62,7 +62,7 @@ def test_the_schedule_fits_into_the_budget(minutes):
     assert all(stage.steps >= WANTED_STEPS for stage in found.stages.values())
     first, second = (found.stages[name].seconds for name in ("transfer", "distill"))
     assert second / first == pytest.approx(3, rel=0.2)  # in proportion to their steps
-    assert Schedule.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert Timetable.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert Speeds.from_dict(json.loads(json.dumps(LAPTOP.to_dict()))) == LAPTOP
 
 
@@ -264,7 +264,7 @@ def test_timing_does_not_change_the_model(objective, train, compiled):
     torch.compiler.set_stance("force_eager")  # tests the code path without compiling
     try:
         settings = Settings(progress=False, compiled=compiled)
-        speeds = time_all(student, teacher, Recipe("toy", (stage,)), task, settings, None)
+        speeds = time_all(Job(task, teacher, settings), student, Recipe("toy", (stage,)), None)
     finally:
         torch.compiler.set_stance("default")
     assert speeds.stages["only"].token > 0
@@ -282,6 +282,6 @@ def test_timing_does_not_change_the_model(objective, train, compiled):
 def test_the_plan_says_what_is_not_timed(writing, words):
     """Translations of the teacher are not timed before they are made."""
     asked = work()
-    schedule = decide(asked, dataclasses.replace(LAPTOP, writing=writing), None, 0.0)
-    lines = list(plan_lines(asked, schedule, tiny("gpt2"), None, Settings(), torch.device("cpu"), None))
+    timetable = decide(asked, dataclasses.replace(LAPTOP, writing=writing), None, 0.0)
+    lines = list(plan_lines(Job(LanguageModeling(None, [])), tiny("gpt2"), asked, timetable, torch.device("cpu"), None))
     assert lines[1].startswith(f"plan: the teacher generates 10,000,000 tokens{words}")

@@ -16,11 +16,11 @@ from t2r.attention.interface import UNMASKED
 from t2r.tasks import LanguageModeling, Translation
 from t2r.training import trainer
 from t2r.training.capture import WARM_UP, CapturedStep, Graph
+from t2r.training.job import Job, Settings
 from t2r.training.learner import Learner
 from t2r.training.recipe import Stage
 from t2r.training.run import Run
-from t2r.training.stages import run_stage
-from t2r.training.trainer import Settings
+from t2r.training.run_stage import run_stage
 from translating import make_model, make_tokenizer, write_pairs
 
 LENGTH = 16
@@ -95,7 +95,7 @@ def test_layers_do_not_synchronize_during_capture():
     for objective in ("transfer", "distill", "task"):
         trains = "maps" if objective == "transfer" else "all"
         stage = Stage("only", objective, trains, steps=1, block_size=LENGTH, batch_tokens=2 * LENGTH)
-        learner = Learner(model, stage, Rows(), base if objective == "distill" else None).train()
+        learner = Learner(Job(Rows(), base), model, stage).train()
         batch = {"input_ids": ids, "labels": ids}
         count = torch.tensor(2 * LENGTH)
         learner(dict(batch), count)  # verifies the model's head, once
@@ -112,7 +112,7 @@ def test_translation_does_not_synchronize_during_capture(tmp_path, monkeypatch):
     for objective in ("transfer", "distill", "task"):
         stage = Stage("only", objective, "maps" if objective == "transfer" else "all", steps=1)
         # In training mode, transformers draws a number on the CPU for each layer, which it may drop.
-        learner = Learner(model, stage, task, base if objective == "distill" else None).eval()
+        learner = Learner(Job(task, base), model, stage).eval()
         batch = task.in_few_shapes(task.collate([task.dataset(64)[0]]), 64)
         count = torch.tensor(20)
         learner(dict(batch), count)
@@ -166,7 +166,7 @@ def trained_both_ways(tmp_path, monkeypatch, caplog, model, base, stage, task):
         with monkeypatch.context() as patch, caplog.at_level("INFO"):
             if not captured:
                 patch.setattr(trainer, "captures", lambda *_: False)
-            run_stage(run, own, stage, task, base, Settings(progress=False, compiled=True))
+            run_stage(run, Job(task, base, Settings(progress=False, compiled=True)), own, stage)
         losses[captured] = [entry["loss"] for entry in run.facts["only.log"]]
         weights[captured] = {name: p.detach() for name, p in own.named_parameters()}
     assert "replayed as CUDA graphs" in caplog.text
@@ -203,7 +203,7 @@ def test_batches_in_few_shapes_train_alike(tmp_path, monkeypatch, objective):
     for captured in (False, True):
         monkeypatch.setattr(trainer, "captures", lambda *_, captured=captured: captured)
         run = Run(tmp_path / f"run{captured}", {})
-        run_stage(run, copy.deepcopy(model), translation_stage(objective, 8), task, base, Settings(progress=False))
+        run_stage(run, Job(task, base, Settings(progress=False)), copy.deepcopy(model), translation_stage(objective, 8))
         losses[captured] = [entry["loss"] for entry in run.facts["only.log"]]
     torch.testing.assert_close(losses[True], losses[False], rtol=1e-6, atol=1e-6)
 

@@ -9,12 +9,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import t2r
 from t2r.tasks import LanguageModeling
+from t2r.training.job import Job, Settings
 from t2r.training.learner import Learner
 from t2r.training.memory import Size, activation_bytes, held_bytes, memory_table, trained_parameters, weight_bytes
 from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.preparation import prepared, with_lora
 from t2r.training.recipe import Stage, load_recipe
-from t2r.training.trainer import Settings
 
 TINY = Size("tiny", 0, layers=3, hidden=64, intermediate=160, heads=4, vocabulary=50)
 STAGES = {
@@ -51,9 +51,10 @@ def kept(trained, student, teacher, stage, checkpointing):
         return tensor
 
     task = LanguageModeling(None, [])
-    with prepared(trained, student, teacher, stage, Settings(gradient_checkpointing=checkpointing), task):
+    job = Job(task, teacher, Settings(gradient_checkpointing=checkpointing))
+    with prepared(job, student, stage):
         choose_trained(trained, stage)
-        learner = Learner(trained, stage, task, teacher).train()
+        learner = Learner(job, trained, stage).train()
         ids = torch.randint(TINY.vocabulary, (2, 128))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             learner({"input_ids": ids, "labels": ids})

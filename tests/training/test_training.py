@@ -21,17 +21,19 @@ from t2r.errors import T2RError
 from t2r.model.logits import AT_ONCE, LinearHead
 from t2r.tasks import LanguageModeling, language_modeling
 from t2r.tasks.base import exchanged
-from t2r.training import budget, deadline, learner, objectives, stages, timing
+from t2r.training import budget, deadline, learner, objectives, timing
+from t2r.training import run_stage as running
 from t2r.training import trainer as trainers
 from t2r.training.checkpoints import last_checkpoint, seal
+from t2r.training.job import Job, Settings
 from t2r.training.objectives import distillation_loss, in_pieces, loss_and_gradient, transferring
 from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.recipe import Stage
 from t2r.training.run import Run, load_weights, save_weights
+from t2r.training.run_stage import run_stage
 from t2r.training.sensitivity import most_sensitive
-from t2r.training.stages import run_stage
 from t2r.training.timing import Cost
-from t2r.training.trainer import Settings, StageTrainer, batch_shape
+from t2r.training.trainer import StageTrainer, batch_shape
 
 LENGTH = 16
 
@@ -84,7 +86,7 @@ def pair(model_type="gpt2", dtype=torch.float32, layers=None, **options):
 def train(tmp_path, model, what, teacher=None, rows=None, **options):
     run = Run(tmp_path / "run", {})
     settings = Settings(**{"progress": False} | options)
-    model = run_stage(run, model, what, OfRows(rows or Rows()), teacher, settings)
+    model = run_stage(run, Job(OfRows(rows or Rows()), teacher, settings), model, what)
     return model, [entry["loss"] for entry in run.facts["only.log"]]
 
 
@@ -296,7 +298,7 @@ def test_a_distill_stage_matches_plain_kl(tmp_path, model_type, documents, monke
     student, teacher = pair(model_type)
     rows = Rows(prompts=lambda i: 3 * i % 5, documents=documents)
     what = stage("distill", task_weight=0.5, temperature=1.5)
-    trainer = StageTrainer(student, what, 1, OfRows(rows), tmp_path, teacher, Settings(progress=False))
+    trainer = StageTrainer(Job(OfRows(rows), teacher, Settings(progress=False)), student, what, 1, tmp_path)
     batch = torch.utils.data.default_collate([rows[i] for i in range(4)])
     loss = trainer.compute_loss(trainer.learner, batch)
     labels = batch.pop("labels")[:, 1:].flatten()
@@ -600,7 +602,7 @@ def test_learning_rates_and_clipping_of_a_stage(tmp_path):
     what = stage(
         schedule="cosine", steps=8, warmup_steps=3, warmup_init=1e-4, clip_norm=0.1, optimizer="nag", momentum=0.5
     )
-    run_stage(run, pair()[0], what, OfRows(Rows()), None, Settings(progress=False))
+    run_stage(run, Job(OfRows(Rows()), settings=Settings(progress=False)), pair()[0], what)
     schedule = what.make_schedule(8)
     rates = [entry["learning_rate"] for entry in run.facts["only.log"]]
     # Some versions of transformers log the learning rate of the next step, others that of the last one.
@@ -614,7 +616,7 @@ def test_learning_rates_and_clipping_of_a_stage(tmp_path):
 def test_budgets(tmp_path, budget, steps):
     run = Run(tmp_path / "run", {})
     student, teacher = pair()
-    run_stage(run, student, stage("distill", **budget), OfRows(Rows()), teacher, Settings(progress=False))
+    run_stage(run, Job(OfRows(Rows()), teacher, Settings(progress=False)), student, stage("distill", **budget))
     assert run.facts["only.steps"] == steps
 
 
@@ -626,7 +628,7 @@ def ticking(monkeypatch, seconds):
 
 def test_training_by_time_equals_training_by_steps(tmp_path, monkeypatch):
     """If steps take as long as timed, a time budget gives the same weights as a number of steps."""
-    monkeypatch.setattr(stages, "time_stage", lambda *args, real=timing.time_stage: real(*args) and Cost(0.0, 20.0))
+    monkeypatch.setattr(running, "time_stage", lambda *args, real=timing.time_stage: real(*args) and Cost(0.0, 20.0))
     monkeypatch.setattr(budget, "WANTED_STEPS", 1)
     ticking(monkeypatch, 20)
     timed, _ = train(tmp_path / "a", pair()[0], stage(minutes=1, schedule="linear", min_learning_rate=1e-3))
@@ -638,12 +640,12 @@ def test_training_by_time_equals_training_by_steps(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("seconds", "steps"), [(10, 6), (20, 3), (5, 12), (25, 2), (100, 1), (0.1, 48)])
 def test_the_schedule_follows_the_elapsed_time(tmp_path, monkeypatch, seconds, steps):
     """Six steps of ten seconds are planned. However long they take, the learning rate follows the time."""
-    monkeypatch.setattr(stages, "time_stage", lambda *args: Cost(0.0, 10.0))
+    monkeypatch.setattr(running, "time_stage", lambda *args: Cost(0.0, 10.0))
     monkeypatch.setattr(budget, "WANTED_STEPS", 1)
     ticking(monkeypatch, seconds)
     run = Run(tmp_path / "run", {})
     what = stage(minutes=1, schedule="linear")
-    run_stage(run, pair()[0], what, OfRows(Rows()), None, Settings(progress=False))
+    run_stage(run, Job(OfRows(Rows()), settings=Settings(progress=False)), pair()[0], what)
     assert (run.facts["only.steps"], run.facts["only.done"], run.facts["only.seconds"]) == (6, steps, 60)
     log, schedule = run.facts["only.log"], what.make_schedule(6)
     expected = [schedule.at(min(6, entry["step"] * seconds / 10)) for entry in log]
@@ -655,15 +657,15 @@ def test_the_schedule_follows_the_elapsed_time(tmp_path, monkeypatch, seconds, s
 def test_a_resumed_stage_with_a_time_budget_gets_the_same_weights(tmp_path, monkeypatch):
     """Ten steps of ten seconds are planned, each takes 14. Killed after step 4, the stage resumes with the rest of its
     time."""
-    monkeypatch.setattr(stages, "time_stage", lambda *args: Cost(0.0, 10.0))
+    monkeypatch.setattr(running, "time_stage", lambda *args: Cost(0.0, 10.0))
     what = stage("distill", minutes=100 / 60, schedule="linear", noise=0.2)
 
     def go(folder, trainer=StageTrainer):
         ticking(monkeypatch, 14)
-        monkeypatch.setattr(stages, "StageTrainer", trainer)
+        monkeypatch.setattr(running, "StageTrainer", trainer)
         student, teacher = pair()
         run = Run(tmp_path / folder, {})
-        run_stage(run, student, what, OfRows(Rows(10)), teacher, Settings(progress=False, save_steps=2))
+        run_stage(run, Job(OfRows(Rows(10)), teacher, Settings(progress=False, save_steps=2)), student, what)
         return student, run.facts
 
     whole, facts = go("whole")
@@ -694,9 +696,8 @@ class Failing(StageTrainer):
 @pytest.mark.parametrize(("save_steps", "every"), [(1, 1), (2, 1), (2, 5), (20, 1)])
 def test_nan_stops_and_names_the_last_good_checkpoint(tmp_path, save_steps, every):
     student, _ = pair()
-    trainer = Failing(
-        student, stage(), 8, OfRows(Rows()), tmp_path, None, Settings(save_steps=save_steps, progress=False)
-    )
+    settings = Settings(save_steps=save_steps, progress=False)
+    trainer = Failing(Job(OfRows(Rows()), settings=settings), student, stage(), 8, tmp_path)
     trainer.args.logging_steps = every  # a checkpoint may come before the next log
     with pytest.raises(T2RError) as error:
         trainer.train()
@@ -713,7 +714,7 @@ def test_nan_stops_and_names_the_last_good_checkpoint(tmp_path, save_steps, ever
 def test_divergence_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(Failing, "factor", 10.0)
     settings = Settings(save_steps=2, progress=False)
-    trainer = Failing(pair()[0], stage(learning_rate=1e-9), 20, OfRows(Rows()), tmp_path, None, settings)
+    trainer = Failing(Job(OfRows(Rows()), settings=settings), pair()[0], stage(learning_rate=1e-9), 20, tmp_path)
     with pytest.raises(T2RError, match=r"training diverges: .* by step 6; lower .* is .*checkpoint-4"):
         trainer.train()
 
@@ -750,7 +751,7 @@ class Dying(StageTrainer):
 def test_a_resumed_stage_gets_the_same_weights(tmp_path, monkeypatch, trained, saved):
     """With dropout and noise, so that the random state matters. Six steps, with checkpoints after 2, 4 and 6; the last
     one is written when training is done but not yet recorded."""
-    module = stages
+    module = running
 
     def fresh():
         student, teacher = pair()

@@ -29,7 +29,7 @@ from t2r.evaluation import Perplexity, Text, encode, perplexity, read_text, reca
 from t2r.evaluation.generation import fitting_distances
 from t2r.evaluation.inputs import positions_of
 from t2r.hub import need_tokenizer
-from t2r.options import RunOptions, check
+from t2r.options import AnalysisOptions, RunOptions, check
 from t2r.reporting import environment
 from t2r.training.sensitivity import scan_layers
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Model = str | Path | PreTrainedModel
 
-WINDOW, SAMPLES, TRIALS = 512, 16, 256
+WINDOW = 512
 BATCH = 4
 """Windows per forward pass."""
 POSITION_BUCKETS = 16
@@ -54,8 +54,8 @@ def analyze(
     tokenizer: Tokenizer | None = None,
     window: int | None = None,
     words: int | None = None,
-    limit: int = SAMPLES,
-    trials: int = TRIALS,
+    limit: int = AnalysisOptions.limit,
+    trials: int = AnalysisOptions.trials,
     measure_recall: bool = True,
     sensitivity: bool = False,
     dtype: str = "float32",

@@ -8,12 +8,9 @@ itself are not counted, as in `torch.utils.flop_counter`.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -24,8 +21,6 @@ from t2r.surgery.adapters import family_of
 
 SOURCE_PROJECTIONS = ("k_proj", "v_proj", "k", "v", "merged_projections.k")
 """Projections of the source in cross attention, which are computed once and not in a step."""
-PROBE = {"cuda": 1 << 28, "cpu": 1 << 24}
-"""Numbers that are copied to measure the bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +101,3 @@ def affine_rows(feature_map: FeatureMap) -> tuple[int, int]:
         return feature_map.rows, feature_map.key_rows
     rows = {"elu": 0, "rfa": feature_map.feature_size // 2}.get(feature_map.name, feature_map.feature_size)
     return rows, rows
-
-
-def bandwidth(device: torch.device, repeats: int = 5) -> float:
-    """Measure the bytes per second of a copy in the memory of a device, reads and writes together."""
-    numbers = torch.zeros(PROBE.get(device.type, PROBE["cpu"]), dtype=torch.float32, device=device)
-    other, times = torch.empty_like(numbers), []
-    for _ in range(1 + repeats):
-        wait(device)
-        started = time.perf_counter()
-        other.copy_(numbers)
-        wait(device)
-        times.append(time.perf_counter() - started)
-    return 2 * numbers.nbytes / median(times[1:])
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from t2r.bench.analytic import bandwidth, step_cost
+from t2r.bench.analytic import step_cost
+from t2r.bench.clock import bandwidth
 from t2r.bench.models import check_alike, feature_sizes, with_positions
 from t2r.bench.readers import Reader, captured, windowed
 from t2r.bench.summary import (

@@ -23,6 +23,7 @@ from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.evaluation.logits import evaluating
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
+from t2r.hub import synchronize
 from t2r.model.modeling import T2RModel
 
 if TYPE_CHECKING:
@@ -221,11 +222,11 @@ class Search:
         times = []
         for _ in range(1 + repeats):
             decode.own.lengths.fill_(self.length)
-            wait(device)
+            synchronize(device)
             started = time.perf_counter()
             for _ in range(self.steps):
                 decode.run()
-            wait(device)
+            synchronize(device)
             times.append(1e3 * (time.perf_counter() - started) / self.steps)
         each, spread = median_and_spread(times[1:])
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -240,11 +241,6 @@ def release(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # --- Formatting ---------------------------------------------------------------------------------------------

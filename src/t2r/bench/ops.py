@@ -7,7 +7,6 @@ quadratic in the length, that of linear attention is linear, so the speedup grow
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from t2r import ops
+from t2r.bench.clock import bandwidth, clock
 from t2r.errors import T2RError
 from t2r.hub import choose_device
 
@@ -112,7 +112,8 @@ def run(
     threads = torch.get_num_threads()
     settings = Settings(batch, heads, feature_size, head_dim, dtype, device, backends, decay, repeats, threads)
     rows = [row for length in lengths for row in _rows(length, settings)]
-    return Report(settings, rows, _growth(settings), _bandwidth(settings))
+    speed = bandwidth(choose_device(device), repeats) if _on_cuda(settings) else None
+    return Report(settings, rows, _growth(settings), speed)
 
 
 def _on_cuda(settings: Settings) -> bool:
@@ -201,15 +202,6 @@ def _growth(settings: Settings) -> float:
     return long / short
 
 
-def _bandwidth(settings: Settings) -> float | None:
-    if not _on_cuda(settings):
-        return None
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=settings.device)
-    target = torch.empty_like(source)
-    (milliseconds,) = _medians([lambda: target.copy_(source)], settings)
-    return 2 * source.nbytes / milliseconds * 1e3
-
-
 def _inputs(length: int, settings: Settings) -> Inputs:
     """Return q, k and v, and a gradient of the output. Features are positive, like those of feature maps."""
     device = choose_device(settings.device)
@@ -227,54 +219,10 @@ def _inputs(length: int, settings: Settings) -> Inputs:
 
 def _medians(functions: Sequence[Callable[[], object]], settings: Settings) -> list[float]:
     """Return the median milliseconds of each. Functions run in turn, so that other load affects all of them."""
-    clock = _device_clock if _on_cuda(settings) else _wall_clock
-    timed = [clock(function, settings) for function in functions]
+    device = choose_device(settings.device)
+    timed = [clock(function, device) for function in functions]
     rounds = [[measure() for measure in timed] for _ in range(settings.repeats)]
     return [median(times) for times in zip(*rounds, strict=True)]
-
-
-def _wall_clock(function: Callable[[], object], settings: Settings) -> Callable[[], float]:
-    def milliseconds() -> float:
-        start = time.perf_counter()
-        function()
-        return (time.perf_counter() - start) * 1e3
-
-    milliseconds()  # warm-up
-    return milliseconds
-
-
-AT_LEAST_MS = 20.0
-"""A measurement on a GPU replays the graph until it takes about this long."""
-
-
-def _device_clock(function: Callable[[], object], settings: Settings) -> Callable[[], float]:
-    """Time the captured work on the device, without Python and kernel launches."""
-    device = torch.device(settings.device)
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # compiles kernels and initializes libraries before the capture
-                function()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-
-    def replay(times: int) -> float:
-        with torch.cuda.device(device):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(times):
-                graph.replay()
-            end.record()
-            end.synchronize()
-        return float(start.elapsed_time(end)) / times
-
-    replay(3)
-    times = max(1, min(1000, round(AT_LEAST_MS / max(replay(3), 1e-3))))
-    return lambda: replay(times)
 
 
 def _peak_bytes(function: Callable[[], object], device: torch.device) -> int:

@@ -21,6 +21,7 @@ from t2r.errors import T2RError
 from t2r.generation.engine.request import no_static_cache
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
+from t2r.hub import synchronize
 from t2r.model.modeling import T2RModel
 from t2r.ops.constants import constant_weights
 
@@ -78,16 +79,12 @@ class Reader:
 
     def timed(self, step: Callable[[int], None], steps: int) -> float:
         step(0)  # warm-up: the copy of the cache is loaded
-        self.wait()
+        synchronize(self.model.device)
         started = time.perf_counter()
         for i in range(1, 1 + steps):
             step(i)
-        self.wait()
+        synchronize(self.model.device)
         return (time.perf_counter() - started) * 1e3 / steps
-
-    def wait(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
 
 
 class EngineReader(Reader):

@@ -20,15 +20,17 @@ from transformers import PreTrainedModel
 
 from t2r.bench.models import with_positions
 from t2r.errors import T2RError
+from t2r.hub import synchronize
 from t2r.model.swap import swap
 from t2r.tasks import LanguageModeling
 from t2r.training.arithmetic import fast_sums, halve
 from t2r.training.capture import WARM_UP
+from t2r.training.job import Job
+from t2r.training.job import Settings as SessionSettings
 from t2r.training.optimizers import make_optimizer
 from t2r.training.plan import over
 from t2r.training.recipe import Stage, load_recipe
 from t2r.training.timing import stage_step
-from t2r.training.trainer import Settings as SessionSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -108,10 +110,7 @@ def run(
             "the model has fewer than %s positions. They are repeated: only time and memory count", block_size
         )
         model = longer
-    on_gpu = model.device.type == "cuda"
-    how = SessionSettings(
-        bf16=on_gpu if bf16 is None else bf16, compiled=on_gpu if compiled is None else compiled, progress=False
-    )
+    how = SessionSettings.on(model.device, bf16=bf16, compiled=compiled, progress=False)
     plan = load_recipe(recipe)
     task = RandomText(model.config.get_text_config().vocab_size)
     base = copy.deepcopy(model).float().requires_grad_(True)
@@ -124,11 +123,11 @@ def run(
     rows += [(f"converted, {stage.name}", stage, student) for stage in plan.stages]
     if not any(stage.objective == "task" for stage in plan.stages):
         rows += [("converted, finetuned", finetune, student)]
-    measured = []
+    job, measured = Job(task, teacher, how), []
     with fast_sums(model.device):
         for name, stage, trained in rows:
             sized = replace(stage, batch_tokens=batch_tokens, block_size=block_size)
-            measured.append(time_steps(name, sized, trained, teacher, task, how, repeats))
+            measured.append(time_steps(name, job, trained, sized, repeats))
     dtype = "bfloat16" if how.bf16 else "float32"
     settings = Settings(
         plan.name,
@@ -143,44 +142,30 @@ def run(
     return Report(settings, measured)
 
 
-def time_steps(
-    name: str,
-    stage: Stage,
-    model: PreTrainedModel,
-    teacher: PreTrainedModel,
-    task: RandomText,
-    settings: SessionSettings,
-    repeats: int,
-) -> Row:
+def time_steps(name: str, job: Job, model: PreTrainedModel, stage: Stage, repeats: int) -> Row:
     """Return the median time of `repeats` steps after a warm-up. The learning rate is 0, so weights do not change."""
     device = model.device
     on_gpu = device.type == "cuda"
-    own_teacher = teacher if stage.objective == "distill" else None
-    with stage_step(model, model, own_teacher, stage, task, settings) as step:
+    with stage_step(job, model, stage) as step:
         optimizer = make_optimizer(model, stage)
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        example = task.example(stage.batch_tokens // stage.block_size, stage.block_size)
+        example = job.task.example(stage.batch_tokens // stage.block_size, stage.block_size)
         batch = {key: x.to(device) for key, x in example.items()}
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         times = []
         for _ in range(WARM_UP + 1 + repeats):
-            wait(device)
+            synchronize(device)
             started = time.perf_counter()
             step(batch)
             optimizer.step()
             optimizer.zero_grad()
-            wait(device)
+            synchronize(device)
             times.append(1e3 * (time.perf_counter() - started))
     milliseconds = median(times[WARM_UP + 1 :])
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return Row(name, milliseconds, 1e3 * stage.batch_tokens / milliseconds, peak)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # --- Formatting ---------------------------------------------------------------------------------------------

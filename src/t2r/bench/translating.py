@@ -31,6 +31,7 @@ from t2r.errors import T2RError
 from t2r.evaluation.logits import evaluating
 from t2r.generation.engine import Engine
 from t2r.generation.engine.softmax import on_the_engine
+from t2r.hub import synchronize
 from t2r.surgery.adapters import family_of
 
 if TYPE_CHECKING:
@@ -186,12 +187,12 @@ class Translator:
             "eos_token_id": None,  # translations have a given length
             "forced_eos_token_id": None,
         }
-        self.wait()
+        synchronize(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
         held = self.run(ids, how, length)
-        self.wait()
+        synchronize(device)
         seconds = time.perf_counter() - started
         return seconds, held, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
@@ -202,10 +203,6 @@ class Translator:
 
     def forget(self) -> None:
         """Free what was allocated for this length."""
-
-    def wait(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
 
 
 class EngineTranslator(Translator):

@@ -5,6 +5,9 @@ from typing import Annotated
 import typer
 
 from t2r.cli.common import RUN, AsJson, Device, Model, Quiet, calm, flag, print_json, show, shows_progress
+from t2r.options import AnalysisOptions, options_of
+
+OWN = options_of(AnalysisOptions)
 
 
 def analyze(
@@ -20,10 +23,8 @@ def analyze(
         int | None,
         typer.Option(min=1, help="Words at the end of a sample whose attention is measured. [default: half of it]"),
     ] = None,
-    limit: Annotated[
-        int, flag(RUN["limit"], help="Maximum number of samples, spread over the text.", default="16")
-    ] = 16,
-    trials: Annotated[int, typer.Option(min=1, help="Trials of the recall test at each distance.")] = 256,
+    limit: Annotated[int, flag(OWN["limit"])] = OWN["limit"].default,
+    trials: Annotated[int, flag(OWN["trials"])] = OWN["trials"].default,
     recall: Annotated[bool, typer.Option(help="Measure recall by distance.")] = True,
     sensitivity: Annotated[
         bool,

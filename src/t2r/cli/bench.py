@@ -1,7 +1,6 @@
 """t2r bench ..."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -120,32 +119,22 @@ def bench_decode(
     t2r bench decode smollm2 smollm2-rnn --page speed.html        also write figures
     t2r bench decode random:paper-lm --feature-size 16 --feature-size 32    speed by feature size
     """
-    from t2r.bench import decoding
-    from t2r.bench.models import add_feature_sizes, half_dtype, load_models
-    from t2r.hub import choose_device
+    from t2r.bench import commands, decoding
 
     with calm(quiet, info=True):
-        loaded = load_models(models, dtype=dtype, device=str(choose_device(device)))
-        add_feature_sizes(loaded, feature_size or [])
-        reports = []
-        for rows in batch or [1]:
-            report = decoding.run(
-                loaded,
-                length or decoding.LENGTHS,
-                batch=rows,
-                steps=steps,
-                repeats=repeats,
-                engine=engine,
-                compiled=compile_,
-                window=window,
-                own=own,
-                state_dtype=half_dtype(state_dtype),
-            )
-            reports.append(report)
-        if page is not None:
-            from t2r.bench.figures import decoding_page
-
-            decoding_page(reports).write(Path(page))
+        reports = commands.decode(
+            commands.load(models, feature_sizes=feature_size or (), dtype=dtype, device=device),
+            length or (),
+            batches=batch or (),
+            steps=steps,
+            repeats=repeats,
+            engine=engine,
+            compiled=compile_,
+            window=window,
+            own=own,
+            state_dtype=state_dtype,
+            page=page,
+        )
     if as_json:
         print_json([asdict(report) for report in reports])
     else:
@@ -188,26 +177,19 @@ def bench_translate(
     t2r bench translate --shape tiny-mt --batch 2 --length 8 --length 64         a small one, on a CPU
     t2r bench translate opus-mt opus-mt-rnn
     """
-    from t2r.bench import translating
-    from t2r.bench.models import add_feature_sizes, load_models
-    from t2r.hub import choose_device
+    from t2r.bench import commands, translating
 
     with calm(quiet, info=True):
         names = models or translating.paper_models(shape)
-        loaded = load_models(names, dtype=dtype, device=str(choose_device(device)))
-        add_feature_sizes(loaded, feature_size or [])
-        report = translating.run(
-            loaded,
-            length or translating.LENGTHS,
+        report = commands.translate(
+            commands.load(names, feature_sizes=feature_size or (), dtype=dtype, device=device),
+            length or (),
             batch=batch,
             repeats=repeats,
             generate=generate,
             compiled=compile_,
+            page=page,
         )
-        if page is not None:
-            from t2r.bench.figures import translating_page
-
-            translating_page(report).write(Path(page))
     if as_json:
         print_json(asdict(report))
     else:
@@ -249,27 +231,20 @@ def bench_memory(
     t2r bench memory smollm2 smollm2-rnn --context 32768 --device cuda
     t2r bench memory smollm2 smollm2-rnn --memory 4 --most 16              on a CPU
     """
-    from t2r.bench import memory
-    from t2r.bench.models import add_feature_sizes, half_dtype, load_models
-    from t2r.hub import choose_device
+    from t2r.bench import commands, memory
 
     with calm(quiet, info=True):
         names = models or memory.paper_models(shape)
-        loaded = load_models(names, dtype=dtype, device=str(choose_device(device)))
-        add_feature_sizes(loaded, feature_size or [])
-        report = memory.run(
-            loaded,
+        report = commands.find_largest_batch(
+            commands.load(names, feature_sizes=feature_size or (), dtype=dtype, device=device),
             context=context,
             memory=memory_,
             most=most,
             steps=steps,
             repeats=repeats,
-            state_dtype=half_dtype(state_dtype),
+            state_dtype=state_dtype,
+            page=page,
         )
-        if page is not None:
-            from t2r.bench.figures import memory_page
-
-            memory_page(report).write(Path(page))
     if as_json:
         print_json(asdict(report))
     else:
@@ -301,14 +276,12 @@ def bench_train(
     t2r bench train gpt2 --batch-tokens 8192 --block-size 4096 --recipe paper-lm
     t2r bench train random:paper-lm --recipe paper-lm              random weights, as in bench decode
     """
-    from t2r.bench import training
-    from t2r.bench.models import load_models
-    from t2r.hub import choose_device
+    from t2r.bench import commands, training
 
     with calm(quiet, info=True):
-        (loaded,) = load_models([model], dtype="float32", device=str(choose_device(device))).values()
-        report = training.run(
-            loaded,
+        report = commands.train(
+            model,
+            device=device,
             recipe=recipe,
             batch_tokens=batch_tokens,
             block_size=block_size,

@@ -79,11 +79,9 @@ Src = Annotated[
 ]
 TeacherBeams = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        max=1000,
-        help="Beams of the search for `--tgt teacher`. 1: greedy, several times as fast. [default: 5]",
-        show_default=False,
+    flag(
+        dataclasses.replace(RUN["beams"], name="teacher_beams"),
+        help="Beams of the search for --tgt teacher. 1: greedy, several times as fast.",
     ),
 ]
 ValidSrc = Annotated[str | None, typer.Option(help="Source sentences to measure BLEU on.")]

@@ -115,8 +115,6 @@ def convert(
     from t2r.pipelines.convert import convert as run
     from t2r.pipelines.convert import summary
 
-    if restart:
-        options["restart"] = True
     recipe = recipe or ("distill-mt" if src or tgt else "distill-lm")
     with calm(quiet or as_json, info=not quiet):
         results = run(
@@ -145,6 +143,7 @@ def convert(
             limit=limit,
             report_to=report_to,
             overwrite=overwrite,
+            restart=restart,
             revision=revision,
             trust_remote_code=trust_remote_code,
             progress=shows_progress(quiet or as_json),

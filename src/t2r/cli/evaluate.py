@@ -38,11 +38,9 @@ def evaluate(
     task_folder: Annotated[str | None, typer.Option(help="Folder with YAML files of custom lm-eval tasks.")] = None,
     src: Annotated[str | None, typer.Option(help="File of source sentences to translate, one per line.")] = None,
     ref: Annotated[str | None, typer.Option(help="References of --src, for BLEU and chrF.")] = None,
-    beams: Annotated[int, typer.Option(min=1, max=1000, help="Beams of the search that translates --src.")] = 5,
-    length_penalty: Annotated[float, typer.Option(help="Length penalty of the beam search.")] = 0.6,
-    bleu_tokenize: Annotated[
-        str, typer.Option(help="sacrebleu's tokenizer for BLEU, for example zh for Chinese references.")
-    ] = "13a",
+    beams: Annotated[int, flag(RUN["beams"])] = RUN["beams"].default,
+    length_penalty: Annotated[float, flag(RUN["length_penalty"])] = RUN["length_penalty"].default,
+    bleu_tokenize: Annotated[str, flag(RUN["bleu_tokenize"])] = RUN["bleu_tokenize"].default,
     source_language: SourceLanguage = None,
     target_language: TargetLanguage = None,
     outputs: Annotated[str | None, typer.Option(help="Folder to save the translations in, one file per model.")] = None,
@@ -65,7 +63,7 @@ def evaluate(
         list[int] | None,
         typer.Option(help="Distance in tokens for the recall test. Repeatable. [default: up to half a window]"),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Trials of the recall test at each distance.")] = 32,
+    trials: Annotated[int, flag(RUN["trials"])] = RUN["trials"].default,
     dtype: Annotated[str, flag(RUN["dtype"], default="float32")] = "float32",
     device: Device = RUN["device"].default,
     quiet: Quiet = False,

@@ -132,8 +132,6 @@ def pretrain(
     from t2r.pipelines.pretrain import pretrain as run
     from t2r.pipelines.pretrain import summary
 
-    if restart:
-        options["restart"] = True
     with calm(quiet or as_json, info=not quiet):
         results = run(
             config,
@@ -160,6 +158,7 @@ def pretrain(
             limit=limit,
             report_to=report_to,
             overwrite=overwrite,
+            restart=restart,
             progress=shows_progress(quiet or as_json),
             **options,
         )

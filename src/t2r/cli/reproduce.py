@@ -1,7 +1,6 @@
 """t2r reproduce"""
 
 import signal
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -61,28 +60,15 @@ def reproduce(
     Several processes may run the same command at the same time, on one machine or on several with a shared folder: each
     takes the next step that no other works on.
     """
-    from t2r.experiments import load_experiment, scales_of, shipped_experiments
+    from t2r.experiments import listing
     from t2r.experiments import reproduce as run
-    from t2r.experiments.data import TEXTS
     from t2r.experiments.tables import record_tables
 
     if list_:
-        experiments = [load_experiment(known, next(iter(scales_of(known)), None)) for known in shipped_experiments()]
         if as_json:
-            print_json([asdict(experiment) | {"texts": _texts(experiment)} for experiment in experiments])
-            return
-        for experiment in experiments:
-            print(f"{experiment.name}: {experiment.title}")
-            if experiment.scales:
-                print(f"    --scale {'|'.join(experiment.scales)}")
-            for known, source in experiment.models.items():
-                print(f"    --model {known}=FOLDER [default: {source}]")
-            if texts := _texts(experiment):
-                print(f"    --data FOLDER with {', '.join(texts)}")
-        print("\nTexts are files in the --data folder, optionally compressed (.xz, .gz):")
-        for text in (each for each in TEXTS.values() if not each.parts):
-            raw = f" (or {' or '.join(text.raw)}, which is detokenized)" if text.raw else ""
-            print(f"    {text.files[0]}{raw}: {text.source}")
+            print_json(listing.as_dicts())
+        else:
+            print("\n".join(listing.lines()))
         return
     if name is None:
         raise T2RError("no experiment given: see --list")
@@ -114,14 +100,6 @@ def _pairs(option: str, form: str, given: list[str] | None) -> dict[str, str]:
             raise T2RError(f"{option} {text}: write {form}")
         found[name] = value
     return found
-
-
-def _texts(experiment: Any) -> list[str]:
-    """Return the texts of an experiment at any scale."""
-    from t2r.experiments import load_experiment
-
-    every = [load_experiment(experiment.name, scale) for scale in experiment.scales] or [experiment]
-    return sorted({text for each in every for text in each.texts()})
 
 
 def _interrupt(*_: Any) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from t2r.errors import T2RError
+from t2r.options import RunOptions
 
-BLEU_TOKENIZE = "13a"
+BLEU_TOKENIZE = RunOptions.bleu_tokenize
 """sacrebleu's default."""
 NEEDS = "BLEU needs the translation extra: pip install 't2r[translation]'"
 OWN_TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}

@@ -2,9 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from t2r.data.progress import is_watched
 from t2r.errors import T2RError
-from t2r.evaluation.generation import DISTANCES, fitting_distances, recall, repeated, repetition
-from t2r.evaluation.harness import find_tasks, harness
+from t2r.evaluation.generation import DISTANCES, fitting_distances
+from t2r.evaluation.harness import find_tasks
 from t2r.evaluation.inputs import Text, encode, positions_of, read_text, refuse_seq2seq
-from t2r.evaluation.memory import memory_of
-from t2r.evaluation.perplexity import WINDOW, Perplexity, perplexity
-from t2r.evaluation.translation import BLEU_TOKENIZE, evaluate_translation
+from t2r.evaluation.measurement import Asked, Measurement
+from t2r.evaluation.perplexity import WINDOW
+from t2r.evaluation.translation import evaluate_translation
 from t2r.evaluation.variants import Variant
-from t2r.generation.translation import BEAMS, LENGTH_PENALTY
 from t2r.hub import auto_class, load_config, load_model, load_tokenizer
 from t2r.options import RunOptions, check
 
@@ -30,8 +26,6 @@ logger = logging.getLogger(__name__)
 Model = str | Path | PreTrainedModel
 
 LONG_DISTANCES = (*DISTANCES, 1024, 4096, 16384)
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 128
-"""For repetition, the prompts are excerpts of the text."""
 
 
 def evaluate(
@@ -40,9 +34,9 @@ def evaluate(
     *,
     source: str | Path | None = None,
     reference: str | Path | None = None,
-    beams: int = BEAMS,
-    length_penalty: float = LENGTH_PENALTY,
-    bleu_tokenize: str = BLEU_TOKENIZE,
+    beams: int = RunOptions.beams,
+    length_penalty: float = RunOptions.length_penalty,
+    bleu_tokenize: str = RunOptions.bleu_tokenize,
     source_language: str | None = None,
     target_language: str | None = None,
     outputs: str | Path | None = None,
@@ -60,7 +54,7 @@ def evaluate(
     device: str = RunOptions.device,
     generation: bool = True,
     distances: Sequence[int] | None = None,
-    trials: int = 32,
+    trials: int = RunOptions.trials,
     seed: int = 0,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
@@ -151,82 +145,51 @@ def evaluate(
     read = {str(name): encode(tokenizer, read_text(name, tokenizer)) for name in texts}
     _check(everyone, next(iter(read.values()), None))
     windows = [_windows(everyone, size, stride) for size in wanted]
-    if distances is None and generation:
-        positions = map(positions_of, map(_config, everyone))
-        fewest = min((n for n in positions if n is not None), default=None)
-        distances_fit = fitting_distances(tokenizer, max(size for size, _ in windows), fewest, LONG_DISTANCES)
-    else:
-        distances_fit = list(distances or ())
-    against = None if teacher is None or not read else _loaded(teacher, dtype, device)
-    sequences = RunOptions.batch_size if batch_size is None else batch_size  # batch size for generation
+    asked = Asked(
+        tokenizer=tokenizer,
+        texts=read,
+        windows=windows,
+        limit=limit,
+        tail=tail,
+        batch_size=batch_size,
+        generation=generation,
+        distances=_distances(everyone, tokenizer, windows) if distances is None and generation else distances or (),
+        recall_required=distances is not None,
+        trials=trials,
+        seed=seed,
+        tasks=tasks,
+        task_folder=task_folder,
+        progress=progress,
+    )
+    return _measured(models, of_model, teacher, asked, dtype, device)
 
-    results: list[dict[str, Any]] = []
-    first: dict[tuple[str, int], Perplexity] = {}
-    for index, entry in enumerate(models):
+
+def _measured(
+    models: Sequence[Model],
+    variants: Sequence[Sequence[Variant]],
+    teacher: Model | None,
+    asked: Asked,
+    dtype: str,
+    device: str,
+) -> list[dict[str, Any]]:
+    """Measure each model and its variants. Only the reference and one other model are in memory."""
+    against = None if teacher is None or not asked.texts else _loaded(teacher, dtype, device)
+    measurement, results = Measurement(asked, against), []
+    for entry, own_variants in zip(models, variants, strict=True):
         again = against is not None and teacher is not None and _title(entry) == _title(teacher)
         model = against if again and isinstance(entry, str | Path) else _loaded(entry, dtype, device)
         assert model is not None
-        for variant in (None, *of_model[index]):
-            result: dict[str, Any] = {"model": _title(entry), "parameters": model.num_parameters()}
-            if variant is not None:
-                result |= {"variant": str(variant)}
-            measured = []
-            kept = memory_of(model, variant) if read else None
-            for (name, text_read), (size, step) in product(read.items(), windows):
-                with _progress_bar(_row_title(result), progress) as advance:
-                    scored = perplexity(
-                        model,
-                        text_read,
-                        window=size,
-                        stride=step,
-                        batch_size=_batch(model, variant) if batch_size is None else batch_size,
-                        teacher=against,
-                        variant=variant,
-                        limit=limit,
-                        tail=tail,
-                        progress=advance,
-                    )
-                row = {"text": name, **scored.as_dict(), "kept_bytes": None if kept is None else kept.at(size)}
-                if index == 0 and variant is None:
-                    first[name, size] = scored
-                else:
-                    row["ratio"], row["ratio_interval"] = scored.ratio(first[name, size])
-                measured.append(row)
-            if measured:
-                against = against or model
-                result |= measured[0] | ({"measured": measured} if len(measured) > 1 else {})
-            if read and generation:
-                text_read = next(iter(read.values()))
-                if variant is None:
-                    shortest = min(size for size, _ in windows)
-                    result["repetition"] = _repetition(model, tokenizer, text_read, shortest, seed, sequences)
-                asked: dict[str, Any] = {"trials": trials, "seed": seed, "batch_size": batch_size, "variant": variant}
-                asked["distances"] = distances_fit
-                result["recall"] = _recalled(model, tokenizer, text_read.string, asked, required=distances is not None)
-            if tasks and variant is None:
-                own = tokenizer if isinstance(entry, PreTrainedModel) else _tokenizer_of(entry)
-                result["tasks"] = harness(
-                    model, tasks, tokenizer=own, task_folder=task_folder, limit=limit, batch_size=sequences
-                )
+        for variant in (None, *own_variants):
+            result = measurement.of(model, _title(entry), variant)
+            if asked.tasks and variant is None:
+                own = asked.tokenizer if isinstance(entry, PreTrainedModel) else _tokenizer_of(entry)
+                result["tasks"] = measurement.tasks(model, own)
             results.append(result)
         del model
         gc.collect()  # models contain reference cycles, and the next model needs the memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return results
-
-
-def _recalled(
-    model: PreTrainedModel, tokenizer: Tokenizer, filler: str, asked: dict[str, Any], *, required: bool
-) -> list[dict[str, Any]]:
-    """Measure recall. Unless it is `required`, a tokenizer or a text that does not allow it is only reported."""
-    try:
-        return [row._asdict() for row in recall(model, tokenizer, filler, **asked)]
-    except T2RError as error:  # depends on the tokenizer and the text, so it is the same for every model
-        if required:
-            raise
-        logger.warning("recall is not measured: %s", error)
-        return []
 
 
 def _variants(given: Sequence[str], models: Sequence[Model]) -> list[list[Variant]]:
@@ -243,21 +206,6 @@ def _variants(given: Sequence[str], models: Sequence[Model]) -> list[list[Varian
             )
         found[named[0]].append(Variant.parse(options))
     return found
-
-
-ROUNDED_WINDOWS = 256
-
-
-def _batch(model: PreTrainedModel, variant: Variant | None) -> int | None:
-    """Return the number of windows per batch, or None to choose by device.
-
-    With a rounded state, each token takes a forward pass, so an accelerator processes many windows at once."""
-    rounded = variant is not None and variant.state is not None and model.device.type != "cpu"
-    return ROUNDED_WINDOWS if rounded else None
-
-
-def _row_title(result: dict[str, Any]) -> str:
-    return f"{result['model']}, {result['variant']}" if "variant" in result else str(result["model"])
 
 
 def _windows(models: Sequence[Model], window: int | None, stride: int | None) -> tuple[int, int]:
@@ -281,19 +229,11 @@ def _windows(models: Sequence[Model], window: int | None, stride: int | None) ->
     return window, max(1, window // 2) if stride is None else stride
 
 
-def _repetition(
-    model: PreTrainedModel, tokenizer: Tokenizer, text: Text, window: int, seed: int, batch_size: int
-) -> dict[str, float | None]:
-    """Return the repetition rates of the model, and that of the text itself after the same prompts."""
-    prompt, new = min(PROMPT_TOKENS, window // 4), min(NEW_TOKENS, window // 2)
-    ids = text.token_ids.tolist()
-    starts = range(0, len(ids) - prompt - new + 1, max(1, len(ids) // PROMPTS))
-    if not starts:
-        raise T2RError(f"a text of {len(ids)} tokens is too short to measure repetition: use --no-generation")
-    prompts = [ids[i : i + prompt] for i in starts]
-    rates = repetition(model, tokenizer, prompts, new_tokens=new, seed=seed, batch_size=batch_size)
-    own = [repeated(ids[i + prompt : i + prompt + new]) for i in starts]
-    return {**rates._asdict(), "text": sum(own) / len(own)}
+def _distances(models: Sequence[Model], tokenizer: Tokenizer, windows: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the distances of recall that fit into the windows and every model."""
+    positions = map(positions_of, map(_config, models))
+    fewest = min((n for n in positions if n is not None), default=None)
+    return fitting_distances(tokenizer, max(size for size, _ in windows), fewest, LONG_DISTANCES)
 
 
 def _tokenizer_of(source: Model) -> Tokenizer:
@@ -341,18 +281,3 @@ def _loaded(source: Model, dtype: str, device: str) -> PreTrainedModel:
 
 def _title(source: Model) -> str:
     return type(source).__name__ if isinstance(source, PreTrainedModel) else str(source)
-
-
-@contextmanager
-def _progress_bar(title: str, shown: bool) -> Iterator[Any]:
-    """Yield the function that `perplexity` calls after each batch, which updates a progress bar on stderr."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    if not shown or not is_watched(console):
-        yield None
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(title)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -18,6 +18,7 @@ from t2r.evaluation.perplexity import fitting_batch
 from t2r.evaluation.variants import Variant
 from t2r.generation.engine import Engine
 from t2r.model.modeling import T2RModel
+from t2r.options import RunOptions
 
 PROMPTS = (
     "The history of the city begins",
@@ -156,7 +157,7 @@ def recall(
     filler: str,
     *,
     distances: Sequence[int] = DISTANCES,
-    trials: int = 32,
+    trials: int = RunOptions.trials,
     choices: int = 8,
     seed: int = 0,
     batch_size: int | None = 8,

@@ -29,9 +29,10 @@ from t2r.evaluation.bleu import (
     tokenized_bleu,
 )
 from t2r.evaluation.memory import translation_memory
-from t2r.generation.translation import BEAMS, LENGTH_PENALTY, translate
+from t2r.generation.translation import translate
 from t2r.hub import load_config, load_model, need_tokenizer
 from t2r.model.logits import Readout, evaluating, logits_at_once, widened
+from t2r.options import RunOptions
 from t2r.storage import write_text
 
 
@@ -76,8 +77,8 @@ def evaluate_translation(
     reference: str | Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    beams: int = BEAMS,
-    length_penalty: float = LENGTH_PENALTY,
+    beams: int = RunOptions.beams,
+    length_penalty: float = RunOptions.length_penalty,
     tokenize: str = BLEU_TOKENIZE,
     source_language: str | None = None,
     target_language: str | None = None,

@@ -25,22 +25,18 @@ from t2r.feature_maps import AffineMap
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
-from t2r.options import refuse_unknown
-from t2r.pipelines.texts import check_texts
-from t2r.reporting import environment
+from t2r.options import RunOptions, refuse_unknown
+from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
 from t2r.surgery.adapters import family_of
-from t2r.tasks import LanguageModeling, Task, Translation
-from t2r.tasks.base import max_positions
-from t2r.tasks.language_modeling import TEACHER_TOKENS
 from t2r.training import processes
-from t2r.training.arithmetic import halve, without_denormals
+from t2r.training.arithmetic import without_denormals
 from t2r.training.card import recall_lines
+from t2r.training.job import Settings
 from t2r.training.plan import check_report_to, over, trainable, within
-from t2r.training.recipe import Recipe, Stage, load_recipe
-from t2r.training.session import Session, as_table, caching, finite, table_of
-from t2r.training.trainer import Settings
+from t2r.training.recipe import Recipe, load_recipe
+from t2r.training.session import Session, as_table, table_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +60,7 @@ def convert(
     minutes: float | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     softmax_layers: list[int] | str | None = None,
-    teacher_tokens: int = TEACHER_TOKENS,
+    teacher_tokens: int = RunOptions.teacher_tokens,
     documents: bool = False,
     merged: bool | None = None,
     seed: int = 0,
@@ -131,36 +127,31 @@ def convert(
     refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
-    translates = check_texts(train, valid, documents, (source, target, valid_source, valid_target))
-    plan = within(load_recipe(recipe or default_recipe(translates), overrides), minutes)
+    texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
+    plan = within(load_recipe(recipe or default_recipe(texts.translates), overrides), minutes)
     auto = parse_auto(softmax_layers)
     swap_options = over(plan.swap, options) | {"seed": seed}
     if auto is None and softmax_layers is not None:
         swap_options["softmax_layers"] = softmax_layers
     place = processes.join(choose_device(device))
-    on_gpu = place.type == "cuda"
-    settings = Settings(
+    settings = Settings.on(
+        place,
         seed=seed,
-        bf16=on_gpu if bf16 is None else bf16,
-        compiled=on_gpu if compiled is None else compiled,
+        bf16=bf16,
+        compiled=compiled,
         gradient_checkpointing=gradient_checkpointing,
         save_steps=save_steps,
         report_to=report_to,
         progress=progress,
     )
     base, tokens = load_base(model, tokenizer, place, {"revision": revision, "trust_remote_code": trust_remote_code})
-    if not translates and (source_language or target_language):
-        raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
-    common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
-    task: Task
-    if translates:
+    if texts.translates:
         set_languages(base, tokens, source_language, target_language)
-        task = Translation(tokens, source, target, valid_source, valid_target, teacher_beams=teacher_beams, **common)
-        plan = plan.a_block_at_a_time()
-    else:
-        texts = plan.train if train is None else train
-        task = LanguageModeling(tokens, texts, valid, documents=documents, teacher_tokens=teacher_tokens, **common)
-        plan = plan.for_positions(max_positions(base))
+    elif source_language or target_language:
+        raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
+    of_teacher = {"teacher_beams": teacher_beams, "teacher_tokens": teacher_tokens}
+    task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_teacher)
+    plan = texts.fitted(plan, base)
     config = T2RConfig(**swap_options)
     check_auto(auto, plan, config, base)
     task.check(base, [stage.block_size for stage in plan.stages])
@@ -172,48 +163,42 @@ def convert(
     }
 
     with Session(out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=restart) as session:
-        teacher = copy.deepcopy(base).eval().requires_grad_(False)
-        if settings.bf16:
-            halve(teacher)
+        teacher = frozen_copy(base, settings)
         student: PreTrainedModel = swap(base, config)
         student.config.use_cache = True
-        session.plan = plan = trainable(plan, student)
+        session.plan = trainable(plan, student)
         if merged:
             mergeable_sites(student)  # raises before training if merging is not possible
-        session.prepare(
-            student,
-            teacher,
-            writer=None if translates else lambda length: writing_speed(teacher, tokens, length),
-            scans=auto is not None,
-        )
+        writer = None if texts.translates else lambda length: writing_speed(teacher, tokens, length)
+        session.prepare(student, teacher, writer=writer, scans=auto is not None)
 
-        results: dict[str, Any] = {"task": task.name, "stages": {}}
-        with exact_attention(student):  # the teacher, in the precision in which students are evaluated
-            results["teacher"] = session.measure("teacher", student)
-        results["swapped"] = session.measure("swapped", student, teacher)
-        for stage in plan.stages:
-            student = session.train(student, stage, teacher)
-            results["stages"][stage.name] = session.measure(stage.name, student, teacher)
-            if auto is not None and stage is plan.stages[0]:
-                student = keep_sensitive(session, student, teacher, config, auto, stage, results)
-        results["recall"] = session.recall(student)
-        results["log"] = session.logs()
-        results |= session.pace() | {"mixture": session.mixture(), "made": environment.made()}
-        results = finite(results)
-
+        student, results = train_stages(session, student, teacher, config, auto)
+        results = complete(results | {"recall": session.recall(student)}, session)
         student.eval()
         if merged or (merged is None and merges(student)):
             merge(student, force=bool(merged))
         results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
-        session.save(
-            student,
-            tokens,
-            results,
-            compared=True,
-            overwrite=overwrite,
-            state=[*state_lines(student), *recall_lines(results["recall"])],
-        )
+        state = [*state_lines(student), *recall_lines(results["recall"])]
+        session.save(student, tokens, results, compared=True, overwrite=overwrite, state=state)
     return results
+
+
+def train_stages(
+    session: Session, student: PreTrainedModel, teacher: PreTrainedModel, config: T2RConfig, auto: int | None
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Train all stages and measure the model before and after each. With `auto`, softmax is restored in this many
+    layers after the first stage. Returns the trained model and the results."""
+    results: dict[str, Any] = {"task": session.task.name, "stages": {}}
+    with exact_attention(student):  # the teacher, in the precision in which students are evaluated
+        results["teacher"] = session.measure("teacher", student)
+    results["swapped"] = session.measure("swapped", student, teacher)
+    for index, stage in enumerate(session.plan.stages):
+        student = session.train(student, stage)
+        results["stages"][stage.name] = session.measure(stage.name, student, teacher)
+        if auto is not None and index == 0:
+            results["sensitivity"] = scan = session.most_sensitive(student, stage.block_size)
+            student = with_softmax(student, teacher, config, sorted(int(layer) for layer, _ in scan[:auto]))
+    return student, results
 
 
 def summary(results: dict[str, Any]) -> Table:
@@ -265,18 +250,10 @@ def check_auto(count: int | None, plan: Recipe, config: T2RConfig, model: PreTra
         raise T2RError(f"softmax_layers=auto:{count} would keep all {layers} layers: nothing would be swapped")
 
 
-def keep_sensitive(
-    session: Session,
-    student: Any,
-    teacher: PreTrainedModel,
-    config: T2RConfig,
-    count: int,
-    stage: Stage,
-    results: dict[str, Any],
+def with_softmax(
+    student: PreTrainedModel, teacher: PreTrainedModel, config: T2RConfig, kept: list[int]
 ) -> PreTrainedModel:
-    """Measure the sensitivity of each layer after the first stage, and restore softmax in the most sensitive ones."""
-    results["sensitivity"] = scan = session.most_sensitive(student, stage.block_size)
-    kept = sorted(int(layer) for layer, _ in scan[:count])
+    """Return the student after a transfer, with softmax restored in the `kept` layers."""
     logger.info("most sensitive layers, which keep softmax attention: %s", kept)
     weights = student.state_dict()
     # A transfer trains only the maps, so the student is swapped again from the teacher, with the trained maps.

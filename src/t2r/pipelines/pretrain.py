@@ -4,7 +4,6 @@ With `continued`, training starts from the weights of a trained model: a baselin
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -28,20 +27,17 @@ from t2r.hub import auto_class, choose_device, explained, load_model, load_token
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import refuse_unknown
-from t2r.pipelines.texts import check_texts
-from t2r.reporting import environment
+from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination
-from t2r.tasks import LanguageModeling, Task, Translation
-from t2r.tasks.base import max_positions
 from t2r.tasks.translation import TEACHER
 from t2r.training import processes
-from t2r.training.arithmetic import halve, without_denormals
+from t2r.training.arithmetic import without_denormals
+from t2r.training.job import Settings
 from t2r.training.plan import check_report_to, over, within
 from t2r.training.preset import Preset, load_preset, of_folder
 from t2r.training.recipe import Recipe
-from t2r.training.session import Session, as_table, as_yaml, caching, finite, table_of
-from t2r.training.trainer import Settings
+from t2r.training.session import Session, as_table, as_yaml, caching, table_of
 
 SOFTMAX = "softmax"
 """As a feature map: no swap, the model keeps its softmax attention."""
@@ -123,40 +119,32 @@ def pretrain(
     refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
-    translates = check_texts(train, valid, documents, (source, target, valid_source, valid_target))
+    texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
     if continued and (options or model_overrides or tokenizer is not None):
         raise T2RError("continued training does not change the model: give no tokenizer, model or swap options")
     preset = of_folder(config) if continued else load_preset(config, model_overrides)
     if recipe is not None:
         preset = dataclasses.replace(preset, recipe=recipe)
-    if translates != preset.translates:
-        raise T2RError(
-            f"{preset.name} is an encoder-decoder: give it parallel text (--src, --tgt)"
-            if preset.translates
-            else f"{preset.name} is a language model: train it on text (--train), not on pairs (--src, --tgt)"
-        )
+    check_kind(preset, texts)
     plan = within(make_plan(preset, overrides), minutes)
     chosen = attention(preset.swap | plan.swap, options, seed)
     place = processes.join(choose_device(device))
-    on_gpu = place.type == "cuda"
-    settings = Settings(
+    settings = Settings.on(
+        place,
         seed=seed,
-        bf16=on_gpu if bf16 is None else bf16,
-        compiled=on_gpu if compiled is None else compiled,
+        bf16=bf16,
+        compiled=compiled,
         gradient_checkpointing=gradient_checkpointing,
         save_steps=save_steps,
         report_to=report_to,
         progress=progress,
     )
-    sources = [] if translates else parse_sources(plan.train if train is None else train)
-    pairs = parse_pairs(source, target, for_all=(TEACHER,))
-    by_itself = any(pair.target == TEACHER for pair in pairs)
+    sources, targets = files_of(texts, plan)
+    by_itself = TEACHER in targets
     if by_itself and not continued:
         raise T2RError("a model from random weights has no teacher: name files of targets")
     with caching():
-        texts = [*(entry.source for entry in sources), *(pair.source for pair in pairs)]
-        targets = [pair.target for pair in pairs]
-        tokens = make_tokenizer(preset, config, tokenizer, texts, targets, progress, continued)
+        tokens = make_tokenizer(preset, config, tokenizer, sources, targets, progress, continued)
     shape = preset.make_config(tokens)
     facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
     if continued:
@@ -164,38 +152,22 @@ def pretrain(
         facts["weights"] = of_model(model)
     else:
         model = make_model(shape, chosen, seed)
-    common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
-    task: Task
-    if translates:
-        task = Translation(tokens, source, target, valid_source, valid_target, teacher_beams=teacher_beams, **common)
-        plan = plan.a_block_at_a_time()
-        sizes = [stage.block_size for stage in plan.stages]
-    else:
-        plan = plan.for_positions(max_positions(model))
-        sizes = [stage.block_size for stage in plan.stages]
-        # The model is not trained on longer sequences, and so not measured on them.
-        task = LanguageModeling(tokens, sources, valid, documents=documents, longest=max(sizes), **common)
+    plan = texts.fitted(plan, model)
+    sizes = [stage.block_size for stage in plan.stages]
+    # The model is not trained on longer sequences, and so not measured on them.
+    of_data = {"teacher_beams": teacher_beams, "longest": max(sizes)}
+    task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_data)
     task.check(model, sizes)
 
     with Session(out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=restart) as session:
         model.to(place)  # type: ignore[arg-type]
-        session.prepare(model, author=author_of(model, settings) if by_itself else None)
-        results: dict[str, Any] = {
-            "task": task.name,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "vocabulary": len(tokens),
-            **({"target_vocabulary": target_size(tokens)} if preset.separate else {}),
-            "tokens": task.tokens,
-            "untrained": session.measure("untrained", model),  # with `continued`, the model before training
-            "stages": {},
-        }
-        for stage in plan.stages:
-            model = session.train(model, stage)
-            results["stages"][stage.name] = session.measure(stage.name, model)
-        results["log"] = session.logs()
-        results |= session.pace() | {"mixture": session.mixture(), "made": environment.made()}
-        results = finite(results)
-
+        # The author is as the teacher of a conversion: the same translations are cached.
+        session.prepare(model, author=frozen_copy(model, settings) if by_itself else None)
+        vocabularies = {"vocabulary": len(tokens)}
+        if preset.separate:
+            vocabularies["target_vocabulary"] = target_size(tokens)
+        model, results = train_stages(session, model, vocabularies)
+        results = complete(results, session)
         model.eval()
         done = dataclasses.replace(preset, recipe=plan.to_dict(), swap=chosen)  # with all overrides
         card = model_card(model, preset, chosen, results, continued)
@@ -203,6 +175,42 @@ def pretrain(
         state = state_lines(model) if isinstance(model, T2RModel) else ()
         session.save(model, tokens, results, compared=False, overwrite=overwrite, files=files, state=state)
     return results
+
+
+def train_stages(
+    session: Session, model: PreTrainedModel, vocabularies: dict[str, int]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Train all stages and measure the model before and after each. Returns the trained model and the results."""
+    results: dict[str, Any] = {
+        "task": session.task.name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **vocabularies,
+        "tokens": session.task.tokens,
+        "untrained": session.measure("untrained", model),  # of a continued model, before this training
+        "stages": {},
+    }
+    for stage in session.plan.stages:
+        model = session.train(model, stage)
+        results["stages"][stage.name] = session.measure(stage.name, model)
+    return model, results
+
+
+def check_kind(preset: Preset, texts: Texts) -> None:
+    """Raise T2RError if the model and the texts are not for the same task."""
+    if texts.translates != preset.translates:
+        raise T2RError(
+            f"{preset.name} is an encoder-decoder: give it parallel text (--src, --tgt)"
+            if preset.translates
+            else f"{preset.name} is a language model: train it on text (--train), not on pairs (--src, --tgt)"
+        )
+
+
+def files_of(texts: Texts, plan: Recipe) -> tuple[list[str], list[str]]:
+    """Return the training texts, or the sources and the targets of parallel text."""
+    if not texts.translates:
+        return [entry.source for entry in parse_sources(texts.sources(plan))], []
+    pairs = parse_pairs(texts.source, texts.target, for_all=(TEACHER,))
+    return [pair.source for pair in pairs], [pair.target for pair in pairs]
 
 
 def make_plan(preset: Preset, overrides: Sequence[str]) -> Recipe:
@@ -250,14 +258,6 @@ def make_tokenizer(
     if preset.translates:
         return train_pair_tokenizer(sources, targets, wanted["vocab_size"], separate=preset.separate, progress=progress)
     return train_tokenizer(sources, **wanted, progress=progress)
-
-
-def author_of(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
-    """Return a copy of the model that translates, as the teacher of a conversion: the same translations are cached."""
-    author = copy.deepcopy(model).eval().requires_grad_(False)
-    if settings.bf16:
-        halve(author)
-    return author
 
 
 def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int) -> PreTrainedModel:

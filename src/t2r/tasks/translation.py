@@ -23,7 +23,8 @@ from t2r.data.pieces import warn_of_target_pieces
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation.translation import metrics, score, token_scores
-from t2r.generation.translation import BEAMS, LENGTH_PENALTY, translate, write_translations
+from t2r.generation.translation import translate, write_translations
+from t2r.options import RunOptions
 from t2r.tasks.base import Task, exchanged, max_positions, number
 
 TEACHER = "teacher"
@@ -67,9 +68,9 @@ class Translation(Task):
         valid_source: str | None = None,
         valid_target: str | None = None,
         *,
-        beams: int = BEAMS,
+        beams: int = RunOptions.beams,
         teacher_beams: int | None = None,
-        length_penalty: float = LENGTH_PENALTY,
+        length_penalty: float = RunOptions.length_penalty,
         limit: int | None = None,
         seed: int = 0,
         progress: bool = True,

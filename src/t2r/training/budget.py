@@ -2,7 +2,7 @@
 training, the scan of the layers, evaluation and saving.
 
 If time is short, the teacher generates fewer tokens, fewer windows are evaluated, and batches are smaller, so that
-training keeps most of the time. The schedule is computed from measured speeds.
+training keeps most of the time. The timetable is computed from measured speeds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Timetable:
     """The work that will be done, and the seconds planned for each part."""
 
     stages: dict[str, StagePlan]
@@ -99,30 +99,30 @@ class Schedule:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Schedule:
+    def from_dict(cls, values: dict[str, Any]) -> Timetable:
         return cls(**values | {"stages": {name: StagePlan(**stage) for name, stage in values["stages"].items()}})
 
 
-def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Schedule:
-    """Return a schedule that fits into `total` seconds, `spent` of which have passed. None: no limit.
+def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Timetable:
+    """Return a timetable that fits into `total` seconds, `spent` of which have passed. None: no limit.
 
     Raises T2RError if a stage would have too few steps; the message says how many minutes are enough."""
-    schedule = arrange(work, speeds, total, spent)
-    if total is None or schedule.enough:
-        return schedule
-    needed, longer = max(total, 1.0), schedule
+    timetable = arrange(work, speeds, total, spent)
+    if total is None or timetable.enough:
+        return timetable
+    needed, longer = max(total, 1.0), timetable
     while any(stage.steps < WANTED_STEPS for stage in longer.stages.values()) and needed < LONGEST:
         needed *= 1.1
         longer = arrange(work, speeds, needed, spent)
-    name, stage = min(schedule.stages.items(), key=lambda item: item[1].steps)
+    name, stage = min(timetable.stages.items(), key=lambda item: item[1].steps)
     raise T2RError(
         f"{in_minutes(total)} are not enough on this machine: stage {name} would have {stage.steps} steps of "
         f"{stage.batch_tokens} tokens; give about {in_minutes(needed)}, or use a smaller model"
     )
 
 
-def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Schedule:
-    """Return a schedule, without checking its number of steps."""
+def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Timetable:
+    """Return a timetable, without checking its number of steps."""
     shrunk: list[str] = []
     written = work.teacher_tokens
     windows, scanned = work.windows, work.scanned if work.passes else 0
@@ -154,7 +154,7 @@ def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Sc
         stages[stage.name] = plan_stage(stage, speeds, own, work.tokens + written)
         if stages[stage.name].batch_tokens < stage.batch_tokens:
             shrunk.append(smaller_batch(stage, stages[stage.name].batch_tokens))
-    return Schedule(stages, written, windows, scanned, **fixed, shrunk=shrunk)
+    return Timetable(stages, written, windows, scanned, **fixed, shrunk=shrunk)
 
 
 def fewer(count: int, least: int, seconds: float, each: float) -> int:

@@ -9,40 +9,32 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from t2r import compat
 from t2r.errors import T2RError
 from t2r.model.logits import Readout
-from t2r.tasks import Task
+from t2r.training.job import Job
 from t2r.training.objectives import distillation_loss, transferring
 from t2r.training.order import READING
 from t2r.training.recipe import Stage
 
 
-class Learner(nn.Module):
+class Learner(compat.WrapsModel, nn.Module):
     """The module that Trainer trains. The whole loss, including the head, is computed in the forward, as wrappers for
     distributed training require.
 
     Args:
+        job: the task, the teacher and the settings. If they say so, the loss is compiled; the errors of a transfer only
+            if all batches have the same shape.
         student: the model that learns, with its LoRA adapters if there are any.
-        teacher: the teacher of a distillation.
-        compiled: compile the loss. The errors of a transfer are compiled if all batches have the same shape.
         whole: compute the logits of a whole batch with the model's own forward. Otherwise they are computed in slices
             where the model's head allows it.
     """
 
-    def __init__(
-        self,
-        student: PreTrainedModel,
-        stage: Stage,
-        task: Task,
-        teacher: PreTrainedModel | None = None,
-        *,
-        compiled: bool = False,
-        whole: bool = False,
-    ) -> None:
+    def __init__(self, job: Job, student: PreTrainedModel, stage: Stage, *, whole: bool = False) -> None:
         super().__init__()
         self.student = student
-        self.stage, self.task, self.compiled, self.whole = stage, task, compiled, whole
-        self._teacher = (teacher,)  # in a tuple, so that it is not registered as a submodule
+        self.stage, self.task, self.compiled, self.whole = stage, job.task, job.settings.compiled, whole
+        self._teacher = (job.teacher_of(stage),)  # in a tuple, so that it is not registered as a submodule
         self._readouts: dict[int, Readout] = {}
         # An adaptive softmax computes only the logits that the loss needs.
         self.own_loss = stage.objective == "task" and bool(getattr(student, "loss_without_logits", False))
@@ -53,9 +45,8 @@ class Learner(nn.Module):
         self.without_logits = {"logits_to_keep": 1} if takes_rows else {}
 
     @property
-    def _no_split_modules(self) -> Any:
-        """The module classes that FSDP wraps."""
-        return getattr(self.student, "_no_split_modules", None)
+    def wrapped(self) -> nn.Module:
+        return self.student
 
     def forward(self, batch: dict[str, Tensor], count: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch, and sums for the log.

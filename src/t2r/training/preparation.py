@@ -15,16 +15,16 @@ from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
 from t2r.tasks import Task
+from t2r.training.job import Job
 from t2r.training.recipe import Stage
-from t2r.training.trainer import Settings, captures
+from t2r.training.trainer import captures
 
 
 @contextmanager
-def prepared(
-    trained: Any, model: PreTrainedModel, teacher: PreTrainedModel | None, stage: Stage, settings: Settings, task: Task
-) -> Iterator[None]:
+def prepared(job: Job, model: PreTrainedModel, stage: Stage) -> Iterator[None]:
     """Enable compilation and gradient checkpointing by the settings. On exit they are disabled, and all parameters
     require gradients again."""
+    task, settings, teacher = job.task, job.settings, job.teacher_of(stage)
     fused = [model] if teacher is None else [model, teacher]
     attention = [compat.attention_implementation(part) for part in fused]
     recomputes = settings.gradient_checkpointing and stage.objective != "transfer"  # whose gradients stay in the maps

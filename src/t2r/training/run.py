@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from t2r import compat
 from t2r.errors import T2RError
 from t2r.storage import take_lock, whole_file, write_text, writing
 from t2r.training import processes
@@ -270,7 +271,6 @@ def save_weights(model: PreTrainedModel, path: Path) -> None:
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
     missing, unexpected = model.load_state_dict(load_file(path), strict=False)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    if unexpected or set(missing) - tied:
+    if unexpected or set(missing) - compat.tied_weights(model):
         raise T2RError(f"{path} has the weights of another model: remove its folder to start again")
     model.tie_weights()

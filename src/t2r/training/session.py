@@ -22,17 +22,17 @@ from t2r.tasks import TASKS, Task
 from t2r.tasks.language_modeling import LanguageModeling
 from t2r.training import processes
 from t2r.training.arithmetic import fast_sums
-from t2r.training.budget import Schedule, Work, decide, duration, in_minutes, steps_of
+from t2r.training.budget import Timetable, Work, decide, duration, in_minutes, steps_of
 from t2r.training.card import completed, training_section
+from t2r.training.job import Job, Settings
+from t2r.training.plan_log import plan_lines
 from t2r.training.preparation import check_checkpointing
 from t2r.training.recipe import Recipe, Stage
 from t2r.training.run import Run, run_folder
+from t2r.training.run_stage import Limits, run_stage
 from t2r.training.sensitivity import BLOCKS, most_sensitive
-from t2r.training.stages import run_stage
-from t2r.training.telling import plan_lines
 from t2r.training.threads import can_choose
 from t2r.training.timing import Speeds, choose_threads, scanned_layers, time_all
-from t2r.training.trainer import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,15 @@ class Session:
         restart: bool = False,
     ) -> None:
         self.out, self.plan, self.task, self.settings, self.place = out, plan, task, settings, place
+        self.job = Job(task, settings=settings)
+        """With the teacher, after `prepare`."""
         self.minutes = minutes
-        self.compared = False
         by_the_clock = minutes is not None or any(stage.minutes is not None for stage in plan.stages)
         self.threads = torch.get_num_threads() if by_the_clock and can_choose(place) else None
         """The maximum number of threads. None: the number of threads is not tuned."""
         self.reading: float | None = None
         """Seconds of the last forward pass over the evaluation windows."""
-        self.schedule: Schedule | None = None
+        self.timetable: Timetable | None = None
         self.speeds: Speeds | None = None
         known = {"recipe": plan.to_dict(), "seed": settings.seed, "bf16": settings.bf16}
         if minutes is not None:
@@ -112,13 +113,14 @@ class Session:
         """Time this machine, log the plan, and prepare the data. The run starts when this returns.
 
         Args:
+            teacher: the teacher of all distillations.
             author: the model that generates training data. None: the teacher.
             writer: a function that times the teacher's generation of samples of a given length.
             scans: the sensitivity of the layers will be measured.
         """
         if self.settings.gradient_checkpointing:
             check_checkpointing(model)
-        self.compared = teacher is not None
+        self.job = Job(self.task, teacher, self.settings)
         sizes = {stage.block_size for stage in self.plan.stages}
         self.task.read()
         if not self.task.asked_of_teacher:
@@ -130,8 +132,8 @@ class Session:
         if "schedule" not in self.run.facts:
             threads = None
             if self.threads is not None:
-                threads = choose_threads(model, teacher, self.plan, self.task, self.settings)
-            made = self.arrange(work, model, teacher, writer)
+                threads = choose_threads(self.job, model, self.plan.stages[0])
+            made = self.arrange(work, model, writer)
             self.run.remember("threads", lambda: threads)
             if made is not None:
                 self.run.remember("speeds", made[0].to_dict)
@@ -139,10 +141,10 @@ class Session:
         elif self.threads is not None:
             torch.set_num_threads(self.run.facts.get("threads") or self.threads)
         if (known := self.run.facts["schedule"]) is not None:
-            self.schedule = Schedule.from_dict(known)
+            self.timetable = Timetable.from_dict(known)
             self.speeds = Speeds.from_dict(self.run.facts["speeds"])
-            self.restrict(work, self.schedule)
-        for line in plan_lines(work, self.schedule, model, teacher, self.settings, self.place, self.minutes):
+            self.restrict(work, self.timetable)
+        for line in plan_lines(self.job, model, work, self.timetable, self.place, self.minutes):
             logger.info("%s", line)
         names = self.task.prepare(teacher if author is None else author, max(sizes))
         for size in sizes:
@@ -165,15 +167,18 @@ class Session:
             scanned=BLOCKS,
         )
 
+    @property
+    def compared(self) -> bool:
+        """Whether there is a teacher, with which students are compared."""
+        return self.job.teacher is not None
+
     def reads(self) -> int:
         """Return the number of passes over the evaluation windows: before training and after each stage, with a teacher
         also by the teacher."""
         count = len(self.plan.stages)
         return 3 + 2 * count if self.compared else 1 + count
 
-    def arrange(
-        self, work: Work, model: PreTrainedModel, teacher: PreTrainedModel | None, writer: Any
-    ) -> tuple[Speeds, Schedule] | None:
+    def arrange(self, work: Work, model: PreTrainedModel, writer: Any) -> tuple[Speeds, Timetable] | None:
         """Time the work and schedule it. None: the work is too short to be timed."""
         stages = self.plan.stages
         timed = self.minutes is not None or any(stage.minutes is not None for stage in stages)
@@ -181,30 +186,30 @@ class Session:
             return None
         write = None if writer is None or not work.teacher_tokens else lambda: writer(work.length)
         with fast_sums(self.place):
-            speeds = time_all(model, teacher, self.plan, self.task, self.settings, write)
+            speeds = time_all(self.job, model, self.plan, write)
         total = None if self.minutes is None else 60 * self.minutes
-        schedule = decide(work, speeds, total, processes.agreed(self.run.seconds))
-        for words in schedule.shrunk:
+        timetable = decide(work, speeds, total, processes.agreed(self.run.seconds))
+        for words in timetable.shrunk:
             logger.warning("%s, to fit into %s", words, "its minutes" if total is None else in_minutes(total))
-        return speeds, schedule
+        return speeds, timetable
 
-    def restrict(self, work: Work, schedule: Schedule) -> None:
-        """Limit the task to the schedule."""
+    def restrict(self, work: Work, timetable: Timetable) -> None:
+        """Limit the task to the timetable."""
         self.task.restrict(
-            teacher_tokens=schedule.teacher_tokens if schedule.teacher_tokens < work.teacher_tokens else None,
-            windows=schedule.windows if schedule.windows < work.windows else None,
+            teacher_tokens=timetable.teacher_tokens if timetable.teacher_tokens < work.teacher_tokens else None,
+            windows=timetable.windows if timetable.windows < work.windows else None,
         )
 
     def seconds_for(self, stage: Stage) -> float | None:
         """Return the stage's share of the time left for training. None: the stage has its own budget."""
-        if self.minutes is None or self.schedule is None:
+        if self.minutes is None or self.timetable is None:
             return None
         index = self.plan.stages.index(stage)
         later = self.plan.stages[index:]
-        reading = self.schedule.measuring / self.reads() if self.reading is None else self.reading
-        others = reading * len(later) * (2 if self.compared else 1) + self.schedule.saving
+        reading = self.timetable.measuring / self.reads() if self.reading is None else self.reading
+        others = reading * len(later) * (2 if self.compared else 1) + self.timetable.saving
         if index == 0:
-            others += self.schedule.scanning
+            others += self.timetable.scanning
         left = max(0.0, 60 * self.minutes - self.run.seconds - others)
         return left * (stage.minutes or 0.0) / sum(each.minutes or 0.0 for each in later)
 
@@ -223,21 +228,12 @@ class Session:
         rows: list[dict[str, Any]] = self.run.remember("recall", lambda: self.task.recall(model))
         return rows
 
-    def train(self, model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel | None = None) -> PreTrainedModel:
+    def train(self, model: PreTrainedModel, stage: Stage) -> PreTrainedModel:
         """Run a stage, or load its result if it is finished."""
         began = self.run.remember(f"{stage.name}.began", lambda: self.run.seconds)
         with fast_sums(self.place):
-            trained = run_stage(
-                self.run,
-                model,
-                stage,
-                self.task,
-                teacher,
-                self.settings,
-                self.speeds,
-                self.seconds_for(stage),
-                self.threads,
-            )
+            limits = Limits(self.speeds, self.seconds_for(stage), self.threads)
+            trained = run_stage(self.run, self.job, model, stage, limits)
         self.run.remember(f"{stage.name}.took", lambda: self.run.seconds - began)
         return trained
 
@@ -247,7 +243,7 @@ class Session:
             model,
             self.task,
             block_size,
-            self.schedule.scanned or BLOCKS if self.schedule else BLOCKS,
+            self.timetable.scanned or BLOCKS if self.timetable else BLOCKS,
             remember=lambda name, measure: self.run.remember(f"sensitivity.{name}", measure),
             progress=self.settings.progress and processes.is_main(),
         )

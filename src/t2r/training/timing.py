@@ -17,16 +17,18 @@ from t2r.attention.recurrence import recurrent_sites
 from t2r.data.progress import progress_bar
 from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
+from t2r.hub import synchronize
 from t2r.model.logits import evaluating
 from t2r.tasks import Task
 from t2r.training import processes
 from t2r.training.capture import WARM_UP, CapturedStep
+from t2r.training.job import Job
 from t2r.training.learner import Learner
 from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.preparation import prepared, with_lora
 from t2r.training.recipe import Recipe, Stage
 from t2r.training.threads import choose
-from t2r.training.trainer import Settings, batch_shape, captures
+from t2r.training.trainer import batch_shape, captures
 
 SLICE = 128
 """Tokens of the first slice."""
@@ -69,24 +71,17 @@ class Speeds:
         return cls(stages, values["reading"], None if written is None else WritingSpeed(*written))
 
 
-def time_all(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    plan: Recipe,
-    task: Task,
-    settings: Settings,
-    write: Callable[[], WritingSpeed] | None,
-) -> Speeds:
+def time_all(job: Job, model: PreTrainedModel, plan: Recipe, write: Callable[[], WritingSpeed] | None) -> Speeds:
     """Time a slice of each part of the work. All processes do so; the main one's times are used."""
-    shown = settings.progress and processes.is_main()
+    shown = job.settings.progress and processes.is_main()
     parts = len(plan.stages) + 1 + (write is not None)
     try:
         with progress_bar("timing this machine", parts, "parts", shown=shown) as report, undisturbed(model):
             stages = {}
             for stage in plan.stages:
-                stages[stage.name] = time_stage(model, stage, task, teacher, settings)
+                stages[stage.name] = time_stage(job, model, stage)
                 report(len(stages))
-            reading = time_reading(model, plan.stages[0], task)
+            reading = time_reading(job.task, model, plan.stages[0])
             report(len(stages) + 1)
             writing = None if write is None else write()
             report(parts)
@@ -98,13 +93,10 @@ def time_all(
     return Speeds.from_dict(processes.agreed(Speeds(stages, reading, writing).to_dict()))
 
 
-def choose_threads(
-    model: PreTrainedModel, teacher: PreTrainedModel | None, plan: Recipe, task: Task, settings: Settings
-) -> int:
-    """Set the number of threads with which a step of the first stage is fastest."""
-    stage = plan.stages[0]
+def choose_threads(job: Job, model: PreTrainedModel, stage: Stage) -> int:
+    """Set the number of threads with which a step of the stage is fastest."""
     with undisturbed(model):
-        return choose(lambda: time_stage(model, stage, task, teacher, settings).of(stage.batch_tokens))
+        return choose(lambda: time_stage(job, model, stage).of(stage.batch_tokens))
 
 
 class undisturbed:
@@ -131,17 +123,14 @@ class undisturbed:
 
 @contextmanager
 def stage_step(
-    trained: Any,
-    model: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    stage: Stage,
-    task: Task,
-    settings: Settings,
+    job: Job, model: PreTrainedModel, stage: Stage, trained: Any = None
 ) -> Iterator[Callable[[dict[str, Any]], Any]]:
-    """Yield a function that runs forward and backward of a stage on one batch, as a session does."""
-    with prepared(trained, model, teacher, stage, settings, task):
+    """Yield a function that runs forward and backward of a stage on one batch, as a session does. `trained` is the
+    model with LoRA adapters, if there are any."""
+    trained, settings = model if trained is None else trained, job.settings
+    with prepared(job, model, stage):
         choose_trained(trained, stage)
-        learner = Learner(trained, stage, task, teacher, compiled=settings.compiled).train()
+        learner = Learner(job, trained, stage).train()
 
         def work(batch: dict[str, Any]) -> dict[str, Any]:
             with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
@@ -152,17 +141,15 @@ def stage_step(
         yield CapturedStep(work, trained.parameters()) if captures(trained, settings) else work
 
 
-def time_stage(
-    model: PreTrainedModel, stage: Stage, task: Task, teacher: PreTrainedModel | None, settings: Settings
-) -> Cost:
+def time_stage(job: Job, model: PreTrainedModel, stage: Stage) -> Cost:
     """Return the time of forward, backward and optimizer step in this stage."""
-    teacher = teacher if stage.objective == "distill" else None
+    settings = job.settings
     trained: Any = with_lora(model, stage, settings.seed) if stage.train == "lora" else model
     try:
-        with stage_step(trained, model, teacher, stage, task, settings) as step:
+        with stage_step(job, model, stage, trained) as step:
             sizes = sizes_to_time(stage, model.device, settings.compiled)
             warm_up = WARM_UP + 1 if captures(trained, settings) else int(settings.compiled)
-            token = time_slices(step, task, model.device, sizes, warm_up)
+            token = time_slices(step, job.task, model.device, sizes, warm_up)
             return Cost(token * OVERHEAD / processes.count(), time_optimizer(trained, stage))
     finally:
         if stage.train == "lora":
@@ -181,7 +168,7 @@ def time_optimizer(model: Any, stage: Stage) -> float:
     return timed(lambda: optimizer.step(), next(model.parameters()).device)
 
 
-def time_reading(model: PreTrainedModel, stage: Stage, task: Task) -> float:
+def time_reading(task: Task, model: PreTrainedModel, stage: Stage) -> float:
     """Return the seconds per token of a forward pass."""
 
     def read(batch: dict[str, Any]) -> None:
@@ -233,14 +220,10 @@ def time_slices(
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    finish()
+    synchronize(device)
     started = time.perf_counter()
     work()
-    finish()
+    synchronize(device)
     return time.perf_counter() - started
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     PreTrainedModel,
@@ -30,12 +30,12 @@ from transformers.integrations import TensorBoardCallback
 from t2r import compat
 from t2r.errors import T2RError
 from t2r.storage import writing
-from t2r.tasks import Task
 from t2r.training import processes
 from t2r.training.averaging import Average, averaging_points
 from t2r.training.capture import CapturedStep
 from t2r.training.checkpoints import last_checkpoint, seal
 from t2r.training.deadline import FASTER, Deadline
+from t2r.training.job import Job, Settings
 from t2r.training.learner import Learner
 from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.order import Order, collate, epoch_items
@@ -52,120 +52,67 @@ COUNT, LOSS = "t2r.count", "t2r.loss"
 """Keys added to the inputs and outputs of a captured step."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a session, apart from its plan.
+class StageTrainer(compat.TrainerHooks, Trainer):
+    """Trains one stage.
 
     Args:
-        seed: seed of the data order, of dropout and of token noise.
-        bf16: train with bfloat16 autocast; weights stay in float32.
-        compiled: compile losses and, if all batches have the same shape, layers, and on a GPU replay steps as CUDA
-            graphs.
-        gradient_checkpointing: recompute the activations of a layer in the backward pass, to save memory.
-        save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
-        report_to: `none`, or an experiment tracker of transformers.
-        progress: show progress bars.
+        model: the model that is trained, with its LoRA adapters if there are any.
+        steps: the number of steps, planned if there are `seconds`.
+        folder: the folder of the checkpoints.
+        logs: the folder of log files.
+        seconds: the stage ends when this time is over.
     """
-
-    seed: int = 0
-    bf16: bool = False
-    compiled: bool = False
-    gradient_checkpointing: bool = False
-    save_steps: int | None = None
-    report_to: str = "none"
-    progress: bool = True
-
-
-class StageTrainer(compat.TrainerHooks, Trainer):
-    """Trains one stage. `teacher` is the teacher of a distillation. With `seconds` the stage ends when the time is
-    over, and `steps` is the planned number of steps."""
 
     def __init__(
         self,
+        job: Job,
         model: PreTrainedModel,
         stage: Stage,
         steps: int,
-        task: Task,
         folder: Path,
-        teacher: PreTrainedModel | None = None,
-        settings: Settings = Settings(),  # noqa: B008
+        *,
         logs: Path | None = None,
         seconds: float | None = None,
     ) -> None:
+        task = job.task
         choose_trained(model, stage)
-        optimizer = make_optimizer(model, stage)
-        schedule = stage.make_schedule(steps)
         self.deadline = None if seconds is None else Deadline(seconds, steps)
-        reached = (lambda step: step) if self.deadline is None else self.deadline.planned_step
-        scheduler = LambdaLR(optimizer, lambda step: schedule.at(reached(step)) / stage.learning_rate)
-        rows, accumulation = batch_shape(stage)
-        most = steps if self.deadline is None else FASTER * steps
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            max_steps=most,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=accumulation,
-            max_grad_norm=stage.clip_norm or 0.0,
-            bf16=settings.bf16,
-            use_cpu=next(model.parameters()).device.type == "cpu",
-            save_strategy="no" if settings.save_steps is None else "steps",
-            save_steps=settings.save_steps or 500,
-            save_total_limit=2,
-            logging_steps=max(1, min(20, steps // 20)),
-            logging_nan_inf_filter=False,  # `Watch` must see NaN losses
-            report_to=[] if settings.report_to == "none" else [settings.report_to],
-            seed=settings.seed,
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-            disable_tqdm=not settings.progress,
-            dataloader_num_workers=0,
-            dataloader_pin_memory=torch.cuda.is_available(),
-            ddp_find_unused_parameters=False,
-        )
-        compat.use_one_gpu(arguments)
-        learner = Learner(model, stage, task, teacher, compiled=settings.compiled)
-        self.order = Order(
-            task.dataset(stage.block_size), most * accumulation * rows * processes.count(), settings.seed
-        )
-        capturing = captures(model, settings)
+        arguments = training_arguments(job.settings, model, stage, steps, folder, self.deadline)
+        items = arguments.max_steps * (stage.batch_tokens // stage.block_size)
+        self.order = Order(task.dataset(stage.block_size), items, job.settings.seed)
+        reached = float if self.deadline is None else self.deadline.planned_step
+        self.average = make_average(model, stage, steps, self.order, reached)
+        self.stage, self.task, self.learner = stage, task, Learner(job, model, stage)
+        clock = Clock() if job.settings.save_steps is None else None
+        capturing = captures(model, job.settings)
         shaped = partial(task.in_few_shapes, block_size=stage.block_size) if capturing else None
-        callbacks: list[TrainerCallback] = [Watch()]
-        if self.deadline is not None:
-            callbacks.append(self.deadline)
-        if settings.save_steps is None:
-            callbacks.append(Clock())
-        self.average: Average | None = None
-        if stage.average > 1:
-            epoch = float(epoch_items(self.order.items)) * stage.block_size / stage.batch_tokens
-            weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            position = float if self.deadline is None else self.deadline.planned_step
-            self.average = Average(weights, averaging_points(steps, stage.average, epoch), position)
-            callbacks.append(self.average)
         super().__init__(
-            model=learner,
+            model=self.learner,
             args=arguments,
             train_dataset=self.order,
             data_collator=partial(collate, batch=task.collate, rows=task.rows_of, shaped=shaped),
-            optimizers=(optimizer, scheduler),
-            callbacks=callbacks,
+            optimizers=make_optimizers(model, stage, steps, reached),
+            callbacks=[callback for callback in (Watch(), self.deadline, clock, self.average) if callback is not None],
         )
+        self.replace_callbacks(logs)
         # FSDP gathers weights only inside a forward, so the head cannot be applied separately.
-        learner.whole = bool(self.is_fsdp_enabled)
-        if learner.whole and self.average is not None:
+        self.learner.whole = bool(self.is_fsdp_enabled)
+        if self.learner.whole and self.average is not None:
             raise T2RError(f"stage {stage.name!r}: average is not supported with FSDP: average model folders instead")
-        # Both would print logs to stdout, where the results go.
+        # True: the loss is divided by the count of `get_batch_samples`. False: it is a mean, divided by accumulation.
+        self.model_accepts_loss_kwargs = stage.objective != "transfer"
+        self.terms: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.captured = CapturedStep(self.whole_step, model.parameters()) if capturing else None
+
+    def replace_callbacks(self, logs: Path | None) -> None:
+        """Remove what prints logs to stdout, where the results go, and write log files to `logs`."""
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(Bar(self.deadline))
         for callback in self.callback_handler.callbacks:  # its default is the checkpoint folder, which is removed
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and logs is not None:
                 callback.logging_dir = str(logs)
-        self.stage, self.task, self.learner = stage, task, learner
-        # True: the loss is divided by the count of `get_batch_samples`. False: it is a mean, divided by accumulation.
-        self.model_accepts_loss_kwargs = stage.objective != "transfer"
-        self.terms: dict[str, Tensor] = {}
-        self.sums: dict[str, Tensor] = {}
-        self.captured = CapturedStep(self.whole_step, model.parameters()) if capturing else None
 
     # --- The loss -------------------------------------------------------------------------------------------
 
@@ -259,6 +206,57 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         parameters = {name for name, _ in student.named_parameters(remove_duplicate=False)}
         buffers = {name: x for name, x in student.state_dict(keep_vars=True).items() if name not in parameters}
         return {name: p for name, p in student.named_parameters() if p.requires_grad} | buffers
+
+
+def training_arguments(
+    settings: Settings, model: nn.Module, stage: Stage, steps: int, folder: Path, deadline: Deadline | None
+) -> TrainingArguments:
+    """Return the arguments of Trainer. With a deadline there may be more steps than planned."""
+    rows, accumulation = batch_shape(stage)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps if deadline is None else FASTER * steps,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=stage.clip_norm or 0.0,
+        bf16=settings.bf16,
+        use_cpu=next(model.parameters()).device.type == "cpu",
+        save_strategy="no" if settings.save_steps is None else "steps",
+        save_steps=settings.save_steps or 500,
+        save_total_limit=2,
+        logging_steps=max(1, min(20, steps // 20)),
+        logging_nan_inf_filter=False,  # `Watch` must see NaN losses
+        report_to=[] if settings.report_to == "none" else [settings.report_to],
+        seed=settings.seed,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        disable_tqdm=not settings.progress,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+    )
+    compat.use_one_gpu(arguments)
+    return arguments
+
+
+def make_optimizers(
+    model: nn.Module, stage: Stage, steps: int, reached: Callable[[int], float]
+) -> tuple[Optimizer, LambdaLR]:
+    """Return the optimizer, and its learning rates as a function of the step of the plan that is `reached`."""
+    optimizer = make_optimizer(model, stage)
+    schedule = stage.make_schedule(steps)
+    return optimizer, LambdaLR(optimizer, lambda step: schedule.at(reached(step)) / stage.learning_rate)
+
+
+def make_average(
+    model: nn.Module, stage: Stage, steps: int, order: Order, reached: Callable[[int], float]
+) -> Average | None:
+    """Return what averages the weights of a stage, if it does."""
+    if stage.average <= 1:
+        return None
+    epoch = float(epoch_items(order.items)) * stage.block_size / stage.batch_tokens
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return Average(weights, averaging_points(steps, stage.average, epoch), reached)
 
 
 class Bar(ProgressCallback):

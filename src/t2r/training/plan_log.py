@@ -7,56 +7,56 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from t2r.training.budget import Schedule, Work, duration, in_minutes, steps_of
+from t2r.training.budget import Timetable, Work, duration, in_minutes, steps_of
+from t2r.training.job import Job
 from t2r.training.memory import states_of, weight_bytes
 from t2r.training.optimizers import trained_by
 from t2r.training.recipe import Stage
-from t2r.training.trainer import Settings
 
 
 def plan_lines(
-    work: Work,
-    schedule: Schedule | None,
+    job: Job,
     model: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    settings: Settings,
+    work: Work,
+    timetable: Timetable | None,
     place: torch.device,
-    given: float | None,
+    minutes: float | None,
 ) -> Iterator[str]:
-    """Yield one line per phase and one for the total. Without a schedule, times are omitted."""
+    """Yield one line per phase and one for the total. `minutes` is the budget. Without a timetable, times are
+    omitted."""
     parameters = sum(p.numel() for p in model.parameters())
-    precision = "bfloat16" if settings.bf16 else "float32"
+    precision = "bfloat16" if job.settings.bf16 else "float32"
     yield f"plan: {parameters / 1e6:.1f}M parameters, recipe {work.plan.name}, on {place} in {precision}"
     if work.teacher_tokens:
-        tokens = work.teacher_tokens if schedule is None else schedule.teacher_tokens
+        tokens = work.teacher_tokens if timetable is None else timetable.teacher_tokens
         # How fast a teacher translates depends on its lines, so it is not timed.
-        timed = None if schedule is None or not schedule.writing else schedule.writing
-        unknown = "" if schedule is None or timed is not None else ", whose time is not part of the total"
+        timed = None if timetable is None or not timetable.writing else timetable.writing
+        unknown = "" if timetable is None or timed is not None else ", whose time is not part of the total"
         yield f"plan: the teacher generates {tokens:,} tokens{about(timed)}{unknown}"
     for stage in work.plan.stages:
-        if schedule is None:
+        if timetable is None:
             steps, batch, seconds = steps_of(stage, work.tokens + work.teacher_tokens), stage.batch_tokens, None
         else:
-            planned = schedule.stages[stage.name]
+            planned = timetable.stages[stage.name]
             steps, batch, seconds = planned.steps, planned.batch_tokens, planned.seconds
-        gigabytes = stage_bytes(model, stage, teacher) / 1e9
+        gigabytes = stage_bytes(model, stage, job.teacher_of(stage)) / 1e9
         yield (
             f"plan: {stage.name} ({stage.objective}, trains {stage.train}): {steps:,} steps of {batch:,} tokens, "
             f"{steps * batch:,} in total{about(seconds)}; weights, gradients and optimizer states {gigabytes:.2f} GB"
         )
     if work.passes:
         layers = work.passes - 1
-        yield f"plan: scan of {layers} layers" + about(None if schedule is None else schedule.scanning)
+        yield f"plan: scan of {layers} layers" + about(None if timetable is None else timetable.scanning)
     if work.windows:
-        windows = work.windows if schedule is None else schedule.windows
-        times = len(work.plan.stages) + (2 if teacher is not None else 1)
+        windows = work.windows if timetable is None else timetable.windows
+        times = len(work.plan.stages) + (2 if job.teacher is not None else 1)
         size = f" of {work.window} tokens" if work.unit == "windows" else ""
         yield f"plan: {times} evaluations on {windows:,} {work.unit}{size}" + about(
-            None if schedule is None else schedule.measuring
+            None if timetable is None else timetable.measuring
         )
-    if schedule is not None:
-        of = "" if given is None else f", of {in_minutes(60 * given)}"
-        yield f"plan: about {duration(schedule.seconds)} in total{of}; {duration(schedule.before)} have passed"
+    if timetable is not None:
+        of = "" if minutes is None else f", of {in_minutes(60 * minutes)}"
+        yield f"plan: about {duration(timetable.seconds)} in total{of}; {duration(timetable.before)} have passed"
 
 
 def about(seconds: float | None) -> str:
@@ -69,7 +69,7 @@ def stage_bytes(model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel |
     chosen = "maps" if stage.train == "lora" else stage.train
     learning = trained_by(model, Stage("memory", "task", chosen, steps=1))
     of_teacher, bytes_ = 0, 4
-    if teacher is not None and stage.objective == "distill":
+    if teacher is not None:
         of_teacher = sum(p.numel() for p in teacher.parameters())
         bytes_ = teacher.dtype.itemsize
     trained = sum(size for key, size in sizes.items() if key in learning)

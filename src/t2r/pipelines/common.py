@@ -1,0 +1,87 @@
+"""What `convert` and `pretrain` have in common: their texts and the task these make, and their results."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from t2r.data.mixture import Sources
+from t2r.errors import T2RError
+from t2r.reporting import environment
+from t2r.tasks import LanguageModeling, Task, Translation
+from t2r.tasks.base import max_positions
+from t2r.training.arithmetic import halve
+from t2r.training.job import Settings
+from t2r.training.recipe import Recipe
+from t2r.training.session import Session, caching, finite
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a training command: text for language modeling, or parallel text for translation.
+
+    Raises T2RError if both kinds are given."""
+
+    train: Sources | None = None
+    valid: str | None = None
+    documents: bool = False
+    source: Sources | None = None
+    target: Sources | None = None
+    valid_source: str | None = None
+    valid_target: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.translates and (self.train is not None or self.valid is not None or self.documents):
+            raise T2RError("give a text (train, valid, documents) or parallel text (source, target), not both")
+
+    @property
+    def translates(self) -> bool:
+        """Whether parallel text is given."""
+        pairs = (self.source, self.target, self.valid_source, self.valid_target)
+        return any(given is not None for given in pairs)
+
+    def sources(self, plan: Recipe) -> Sources:
+        """Return the sources of training text: those given, or the recipe's."""
+        return plan.train if self.train is None else self.train
+
+    def fitted(self, plan: Recipe, model: PreTrainedModel) -> Recipe:
+        """Return the plan with the blocks that the task and the model allow."""
+        return plan.a_block_at_a_time() if self.translates else plan.for_positions(max_positions(model))
+
+    def task(
+        self,
+        plan: Recipe,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        limit: int | None,
+        seed: int,
+        progress: bool,
+        teacher_beams: int | None = None,
+        **of_text: Any,
+    ) -> Task:
+        """Return the training task. `of_text` are further arguments of `LanguageModeling`."""
+        common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
+        if self.translates:
+            pairs = (self.source, self.target, self.valid_source, self.valid_target)
+            return Translation(tokenizer, *pairs, teacher_beams=teacher_beams, **common)
+        return LanguageModeling(
+            tokenizer, self.sources(plan), self.valid, documents=self.documents, **of_text, **common
+        )
+
+
+def frozen_copy(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
+    """Return a copy of the model that is not trained: a teacher, in bfloat16 if the settings say so."""
+    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    if settings.bf16:
+        halve(copied)
+    return copied
+
+
+def complete(results: dict[str, Any], session: Session) -> dict[str, Any]:
+    """Return the results with the log, the pace and the sources of the session, and where it ran."""
+    measured = {"log": session.logs(), **session.pace(), "mixture": session.mixture(), "made": environment.made()}
+    done: dict[str, Any] = finite(results | measured)
+    return done
