@@ -13,15 +13,13 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.attention.merged import Mergeable
-from t2r.attention.recurrence import exact_attention, recurrent_sites
+from t2r.attention.recurrence import exact_attention
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
 from t2r.data.languages import set_languages
 from t2r.data.mixture import Sources
 from t2r.data.teacher import writing_speed
 from t2r.errors import T2RError
-from t2r.feature_maps import AffineMap
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.swap import swap
@@ -29,7 +27,7 @@ from t2r.options import refuse_unknown
 from t2r.pipelines.texts import check_texts
 from t2r.reporting import environment
 from t2r.reporting.inspection import state_lines
-from t2r.storage import check_destination
+from t2r.storage import check_destination, finite
 from t2r.surgery.adapters import family_of
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
@@ -39,7 +37,7 @@ from t2r.training.arithmetic import halve, without_denormals
 from t2r.training.card import recall_lines
 from t2r.training.plan import check_report_to, over, trainable, within
 from t2r.training.recipe import Recipe, Stage, load_recipe
-from t2r.training.session import Session, as_table, caching, finite, table_of
+from t2r.training.session import Session, as_table, caching, table_of
 from t2r.training.trainer import Settings
 
 logger = logging.getLogger(__name__)
@@ -290,9 +288,7 @@ def keep_sensitive(
 
 def merges(student: PreTrainedModel) -> bool:
     """Return whether the maps can be merged into the projections and merging saves operations."""
-    sites = recurrent_sites(student)
-    possible = all(
-        isinstance(site.feature_map, AffineMap) and isinstance(site, Mergeable) and site.merge_obstacle is None
-        for site in sites
-    )
-    return possible and merge_cost(student).pays
+    try:
+        return merge_cost(student).pays
+    except T2RError:
+        return False

@@ -31,7 +31,7 @@ from t2r.options import refuse_unknown
 from t2r.pipelines.texts import check_texts
 from t2r.reporting import environment
 from t2r.reporting.inspection import state_lines
-from t2r.storage import check_destination
+from t2r.storage import check_destination, finite
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
 from t2r.tasks.translation import TEACHER
@@ -40,7 +40,7 @@ from t2r.training.arithmetic import halve, without_denormals
 from t2r.training.plan import check_report_to, over, within
 from t2r.training.preset import Preset, load_preset, of_folder
 from t2r.training.recipe import Recipe
-from t2r.training.session import Session, as_table, as_yaml, caching, finite, table_of
+from t2r.training.session import Session, as_table, as_yaml, caching, table_of
 from t2r.training.trainer import Settings
 
 SOFTMAX = "softmax"
