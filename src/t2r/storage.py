@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -22,6 +23,8 @@ try:
     import fcntl
 except ImportError:  # not on Windows, where there is no lock
     fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
 
 
 def kind_of(path: str | Path) -> str | None:
@@ -81,6 +84,64 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+class Resumed(NamedTuple):
+    """A file that is written in parts."""
+
+    file: IO[str]
+    """Open for appending."""
+    done: int
+    """The number of parts that it has already."""
+
+
+@contextmanager
+def resumable_file(path: Path, lines: int = 1) -> Iterator[Resumed | None]:
+    """Yield a text file to append to, which is renamed to `path` if the block succeeds; None if `path` exists.
+
+    If the block fails, the file stays as a `.partial` file, from which the next call resumes. It consists of parts of
+    `lines` lines; an incomplete last part is removed. Only one process writes: another one waits until the first has
+    finished, and then gets None, or has failed, and then resumes."""
+    if path.exists():
+        yield None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = path.with_suffix(".lock")
+    lock = take_lock(name)
+    if lock is None:
+        logger.warning("waiting for another process, which is writing %s", path)
+        lock = take_lock(name, wait=True)
+    assert lock is not None
+    with lock:
+        try:
+            if path.exists():  # written by the process that held the lock
+                yield None
+                return
+            partial = path.with_suffix(".partial")
+            done = complete_parts(partial, lines)
+            with partial.open("a", encoding="utf-8", newline="\n") as file:
+                yield Resumed(file, done)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            name.unlink(missing_ok=True)
+
+
+def complete_parts(partial: Path, lines: int) -> int:
+    """Return the number of complete parts of `lines` lines in a file. What follows them is removed."""
+    if not partial.exists():
+        return 0
+    count = size = end = 0
+    with partial.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            count, size = count + 1, size + len(line)
+            if count % lines == 0:
+                end = size
+        file.truncate(end)
+    return count // lines
+
+
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
     """Convert write errors of torch, safetensors and Python, such as a full disk, to T2RError."""
@@ -99,17 +160,22 @@ def whole_folder(out: str, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a new folder that is renamed to `out` if the block succeeds, and removed if it fails.
 
     Raises T2RError immediately if `out` exists, unless `overwrite` is set. The old model is then removed only when the
-    new one replaces it."""
+    new one replaces it. Without `overwrite`, a folder that was created by another process during the block is kept, and
+    T2RError is raised."""
     final = Path(os.path.realpath(out))  # if `out` is a link, its target is replaced
     check_destination(final, overwrite)
-    folder, old = (final.with_name(f".{final.name}.{os.getpid()}.{word}") for word in ("partial", "old"))
+    unique = f"{os.getpid()}-{secrets.token_hex(4)}"
+    folder, old = (final.with_name(f".{final.name}.{unique}.{word}") for word in ("partial", "old"))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
         yield folder
+        check_destination(final, overwrite)
         try:
-            if final.exists():
+            if overwrite and final.exists():
                 final.rename(old)
+            elif final.exists():
+                final.rmdir()  # fails if it is no longer empty
             folder.rename(final)
         except BaseException:
             if old.exists() and not final.exists():
@@ -140,8 +206,8 @@ def check_destination(final: Path, overwrite: bool) -> None:
         raise T2RError(f"{final} is not a saved model, so --overwrite does not replace it: remove it first")
 
 
-def take_lock(path: Path) -> IO[bytes] | None:
-    """Lock a file, which is created if necessary. Returns None if another process holds the lock.
+def take_lock(path: Path, *, wait: bool = False) -> IO[bytes] | None:
+    """Lock a file, which is created if necessary. Returns None if another process holds the lock, unless `wait` is set.
 
     The operating system releases the lock when the returned file is closed, or when the process and all child processes
     that inherited the file have ended."""
@@ -150,11 +216,13 @@ def take_lock(path: Path) -> IO[bytes] | None:
             return Path(os.devnull).open("ab")
         lock = path.open("ab")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
             lock.close()
+            if wait:
+                raise T2RError(f"{path} cannot be locked: {error.strerror}") from error
             return None
-        # The previous owner may have removed the file.
-        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-            return lock
+        with suppress(FileNotFoundError):  # the previous owner may have removed the file
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
         lock.close()

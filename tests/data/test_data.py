@@ -7,7 +7,9 @@ import os
 import pickle
 import random
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -617,12 +619,27 @@ def test_the_teacher_samples_its_own_distribution(tmp_path, tokenizer, model):
     before = torch.get_rng_state()
     path = write(model, tokenizer, tmp_path, tokens=2000, batch_size=50)
     assert torch.equal(torch.get_rng_state(), before)
-    assert model.training
     assert model.generation_config.repetition_penalty == 100.0
     texts = [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
     assert all(text.startswith(EOS) for text in texts)
     assert len({i for text in texts for i in ids(tokenizer, text)}) > 150
     assert len(set(texts)) == 250
+
+
+def test_generating_does_not_change_the_model(tmp_path, tokenizer, model, monkeypatch):
+    """Another thread may generate with the model at the same time. Modules may be in different modes."""
+    model.transformer.drop.eval()
+    own, during, generate = model.generation_config, [], type(model).generate
+
+    def watched(self, *args, **options):
+        during.append((model.generation_config is own, any(module.training for module in self.modules())))
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(type(model), "generate", watched)
+    write(model, tokenizer, tmp_path, tokens=30)
+    assert during == [(True, False)]
+    assert model.generation_config is own
+    assert [name for name, module in model.named_modules() if not module.training] == ["transformer.drop"]
 
 
 @pytest.mark.parametrize("damage", [0, 1, 40])
@@ -652,6 +669,24 @@ def test_interrupted_generation_is_resumed(tmp_path, tokenizer, model, monkeypat
     write(model, tokenizer, tmp_path / "again")
     assert calls[-1] == "0/3"
     assert len(calls) == (6 if damage else 5)
+
+
+def test_a_corpus_is_written_once(tmp_path, tokenizer, model, monkeypatch):
+    """Threads take the lock like processes."""
+    calls = []
+
+    def slowly(model, tokenizer, start, seed, **options):
+        calls.append(seed)
+        time.sleep(0.05)
+        return [seed] * 4
+
+    monkeypatch.setattr(teacher, "sample", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        writing = [pool.submit(write, model, tokenizer, tmp_path) for _ in range(2)]
+        first, second = (done.result() for done in writing)
+    assert first == second
+    assert len(first.read_text("utf-8").splitlines()) == 16
+    assert calls == ["0/0", "0/1", "0/2", "0/3"]
 
 
 def test_another_teacher_or_setting_gives_another_corpus(tmp_path, tokenizer, model):

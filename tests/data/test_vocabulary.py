@@ -212,3 +212,20 @@ def test_invalid_texts(tmp_path):
     with pytest.raises(T2RError, match="there is no file"):
         train_tokenizer(str(tmp_path / "none.txt"), "bpe", 300, progress=False)
     assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+def test_a_tokenizer_that_another_process_made_meanwhile_is_used(tmp_path):
+    made = []
+
+    def make(folder):
+        word_tokenizer(["a", "b"]).save_pretrained(folder)
+        if not made:  # the other process finishes first
+            made.append(vocabulary.cached_tokenizer(["words"], make_first, tmp_path))
+
+    def make_first(folder):
+        word_tokenizer(["a", "b"]).save_pretrained(folder)
+        (folder / "first").touch()
+
+    assert vocabulary.cached_tokenizer(["words"], make, tmp_path).get_vocab() == made[0].get_vocab()
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "first").exists()

@@ -87,6 +87,7 @@ def test_a_window_of_kept_layers_is_the_teachers_window_where_all_layers_are_kep
     window = SoftmaxWindow(4, 2)
     with torch.no_grad(), t2r.exact_attention(model):
         ours = model(ids, use_cache=False, t2r_window=window).logits
+    assert vars(window) == {"tokens": 4, "sinks": 2}  # a call leaves nothing on it
     torch.testing.assert_close(ours.float(), logits(stock, ids, Variant(window=4, sinks=2)), **CLOSE)
 
 

@@ -252,6 +252,27 @@ def test_a_copy_of_a_merged_model_is_merged():
         again.train()
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "marian"])
+def test_the_configuration_of_a_merged_model_builds_a_merged_model(model_type):
+    model = merged(swapped(model_type, torch.float32))
+    expected, state = logits(model, model_type), model.state_dict()
+    assert model.config.t2r["merged"]
+    built = type(model)(model.config).eval()
+    built.load_state_dict(state)
+    assert torch.equal(logits(built, model_type), expected)
+    loaded = type(model).from_pretrained(None, config=model.config, state_dict=state)
+    assert torch.equal(logits(loaded, model_type), expected)
+
+
+def test_merging_does_not_change_a_configuration_that_models_share(tmp_path):
+    swapped("gpt2", torch.float32).save_pretrained(tmp_path)
+    config = t2r.T2RConfig.from_pretrained(tmp_path)
+    first, second = (t2r.T2RForCausalLM.from_pretrained(tmp_path, config=config) for _ in range(2))
+    t2r.merge(first, force=True)
+    assert not config.merged
+    assert second.train().training
+
+
 # --- Unsupported models -------------------------------------------------------------------------------------
 
 
@@ -343,11 +364,13 @@ def test_a_failed_merge_leaves_the_model_unchanged(model_type, shared, change, m
     model = swapped(model_type, shared=shared, softmax_layers=[1])
     before, weights = logits(model, model_type), copy.deepcopy(model.state_dict())
     model.train(training)
+    frozen = next(site for site in recurrent_sites(model)).feature_map.eval()
     monkeypatch.setattr(merging, "fold_one", spoil(change))
     with pytest.raises(t2r.T2RError if message else RuntimeError, match=message):
         t2r.merge(model, force=True)
     assert not model.t2r_config.merged
     assert model.training == training
+    assert all(module.training == (training and module not in frozen.modules()) for module in model.modules())
     model.eval()
     assert model.state_dict().keys() == weights.keys()
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())

@@ -23,6 +23,7 @@ from processes import same_threads
 from t2r.attention.recurrence import recurrent_sites
 from t2r.config import FORMAT
 from t2r.feature_maps import FEATURE_MAPS
+from t2r.model.card import model_card
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 both = pytest.mark.parametrize("model_type", ["gpt2", "llama", "marian"])
@@ -214,6 +215,21 @@ def test_the_model_card(tmp_path):
     (first / "README.md").write_text("my own words")
     AutoModelForCausalLM.from_pretrained(second).save_pretrained(first)
     assert (first / "README.md").read_text() == "my own words"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "softmax"),
+    [
+        ("gpt2", {}, None),
+        ("gpt2", {"softmax_layers": [2]}, "Softmax attention remains in 1 of 3 layers"),
+        ("marian", {}, None),
+        ("marian", {"recurrent": "causal"}, "Softmax attention remains in 3 of 3 layers"),
+    ],
+)
+def test_the_model_card_says_what_grows_with_the_length(model_type, options, softmax):
+    card = model_card(t2r.swap(tiny(model_type), feature_size=4, **options))
+    assert ("it generates in time linear in the length and with a state of fixed size." in card) == (softmax is None)
+    assert softmax is None or softmax in card
 
 
 @pytest.mark.parametrize(("model_type", "tag"), [("gpt2", "text-generation"), ("marian", "text2text-generation")])

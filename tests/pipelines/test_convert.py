@@ -35,13 +35,14 @@ from t2r.evaluation import encode, perplexity, read_text
 from t2r.pipelines import convert as module
 from t2r.pipelines.convert import convert, summary
 from t2r.reporting.inspection import inspect_model
+from t2r.storage import finite
 from t2r.tasks import language_modeling
 from t2r.training import session as sessions
 from t2r.training.arithmetic import halve, without_denormals
 from t2r.training.plan import within
 from t2r.training.recipe import load_recipe
 from t2r.training.run import Run
-from t2r.training.session import finite, table_of
+from t2r.training.session import table_of
 from t2r.training.timing import Cost, Speeds
 
 EOS, BLOCK = "<eos>", 16

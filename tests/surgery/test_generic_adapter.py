@@ -106,6 +106,14 @@ def test_a_refused_model_is_restored(model_type):
         assert torch.equal(model.eval()(**inputs).logits, before(**inputs).logits)
 
 
+def test_every_module_keeps_its_mode():
+    model = build(*UNDERSTOOD["starcoder2"]).train()
+    model.model.layers[0].eval()
+    t2r.swap(model, feature_size=8)
+    frozen = {id(module) for module in model.model.layers[0].modules()}
+    assert all(module.training == (id(module) not in frozen) for module in model.modules())
+
+
 def test_a_state_that_does_not_reach_the_layers_is_detected(monkeypatch):
     """If a stock forward uses another name for its cache, every token would start from an empty state."""
     monkeypatch.setattr(interface.InterfaceAttention, "cache_arguments", ("another_name",))

@@ -1,8 +1,10 @@
 """Translation as a task: what a model reads, what is scored against what, and what is measured."""
 
 import copy
+import time
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -329,6 +331,30 @@ def test_translations_of_a_file_go_on_where_they_were(tmp_path, tokenizer, teach
     again = write_translations(teacher, tokenizer, source, tmp_path / "two", beams=2, progress=False)
     assert calls == [1, 5, 5, 9]
     assert again.read_text() == whole.read_text()
+
+
+def test_translations_of_a_file_are_written_once(tmp_path, tokenizer, teacher, monkeypatch):
+    """Commands of a grid share the cache. Threads take the lock like processes."""
+    source, _ = write_pairs(tmp_path, "train", 6)
+    calls = []
+
+    def slowly(model, tokenizer, lines, *args, first, **options):
+        calls.append(first)
+        time.sleep(0.05)
+        return [[first + i] for i in range(len(lines))]
+
+    monkeypatch.setattr(translating_module, "CHUNK", 2)
+    monkeypatch.setattr(translating_module, "translate_to_tokens", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        writing = [
+            pool.submit(write_translations, teacher, tokenizer, source, tmp_path / "cache", progress=False)
+            for _ in range(2)
+        ]
+        first, second = (done.result() for done in writing)
+    assert first == second
+    assert first.read_text() == "1\n2\n3\n4\n5\n6\n"
+    assert calls == [1, 3, 5]
+    assert list(first.parent.iterdir()) == [first]
 
 
 def test_what_the_teacher_wrote_is_learned_token_by_token(tmp_path, tokenizer, teacher):

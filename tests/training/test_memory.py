@@ -1,17 +1,17 @@
 """Memory estimates, compared with a real model."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import t2r
+from t2r.reporting.memory import Size, activation_bytes, trained_parameters
 from t2r.tasks import LanguageModeling
 from t2r.training.job import Job, Settings
 from t2r.training.learner import Learner
-from t2r.training.memory import Size, activation_bytes, held_bytes, memory_table, trained_parameters, weight_bytes
+from t2r.training.memory import held_bytes, weight_bytes
 from t2r.training.optimizers import choose_trained, make_optimizer
 from t2r.training.preparation import prepared, with_lora
 from t2r.training.recipe import Stage, load_recipe
@@ -107,9 +107,3 @@ def test_trained_parameters_match_the_formula():
 
 def test_a_teacher_in_bfloat16_takes_half():
     assert weight_bytes(100, 10, teacher=100, teacher_bytes=2) == 400 + 10 * 12 + 200
-
-
-def test_the_table_in_the_documentation():
-    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    table = text.split("<!-- memory -->\n")[1].split("<!-- end -->")[0].strip().splitlines()
-    assert table == memory_table()

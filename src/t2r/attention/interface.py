@@ -74,7 +74,7 @@ class InterfaceAttention(Mergeable):
     # --- Without the stock forward --------------------------------------------------------------------------
 
     @property
-    def merge_obstacle(self) -> str | None:
+    def merge_obstacle(self) -> str | None:  # type: ignore[override]
         if self.rotary:
             return (
                 "its queries and keys are rotated by position or normalized between the projections and the feature "

@@ -47,17 +47,14 @@ class Mergeable(Recurrence):
     """A site that gives access to its projections, so that `t2r.merge` can merge the feature map into them."""
 
     scaling: float
+    merge_obstacle: str | None = None
+    """The reason why this site cannot be merged, or None if it can."""
 
     @property
     def merged(self) -> MergedProjections | None:
         """The merged projections, or None before a merge."""
         merged: Any = self._modules.get("merged_projections")
         return merged
-
-    @property
-    def merge_obstacle(self) -> str | None:
-        """The reason why this site cannot be merged, or None if it can."""
-        return None
 
     def values(self, hidden_states: Tensor) -> Tensor:
         """Compute the values only, `[batch, heads, time, head_dim]`. Used after a merge."""

@@ -18,11 +18,10 @@ class SoftmaxWindow:
     """A window for causal softmax attention.
 
     Each position attends to the last `tokens` positions, including itself, and to the first `sinks` positions of the
-    sequence. Position ids do not change. `applied` is set when an attention uses the window."""
+    sequence. Position ids do not change."""
 
     tokens: int
     sinks: int = 0
-    applied: bool = False
 
     def allowed(self, distance: Tensor, key: Tensor) -> Tensor:
         """Return whether a key is in the window, from its distance to the query and its position."""
@@ -106,7 +105,6 @@ def allowed_keys(
             allowed = allowed & (distance < sliding_window)
         if window is not None:
             allowed = allowed & window.allowed(distance, key)
-            window.applied = True
     if mask is not None:
         mask = mask[:, -keys:]
         if mask.dtype == torch.bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,19 @@ def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
         # Padding and truncation are those of the last call and do not belong to the tokenizer.
         del backend["padding"], backend["truncation"]
     else:
-        backend = [tokenizer.get_vocab(), getattr(tokenizer, "target_encoder", None), segmentation(tokenizer)]
+        backend = [tokenizer.get_vocab(), saved_files(tokenizer)]
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return digest([type(tokenizer).__name__, backend, special, tokenizer.chat_template])
 
 
-def segmentation(tokenizer: Any) -> list[str]:
-    """Return hashes of the sentencepiece models of a tokenizer: vocabularies do not determine how text is divided."""
-    files = [tokenizer.vocab_file] if getattr(tokenizer, "vocab_file", None) else getattr(tokenizer, "spm_files", ())
-    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if Path(file).is_file()]
+def saved_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return hashes of the vocabulary files of a tokenizer: those of both languages, merges, sentencepiece models.
+
+    The vocabulary of sources alone does not determine how text is divided, or the ids of targets. The files are written
+    anew, because the tokenizer may have changed since it was loaded, and its own files may be gone."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_vocabulary(folder)
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()}
 
 
 def of_model(model: PreTrainedModel) -> str:

@@ -6,13 +6,12 @@ resumes. Each batch has its own random seed, so the resumed file is the same as 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +32,9 @@ from t2r.data.blocks import BLOCK_SIZE, check_block_size
 from t2r.data.corpus import JoinedCorpus, TokenCorpus
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
+from t2r.model.logits import evaluating
+from t2r.options import RunOptions
+from t2r.storage import resumable_file
 
 CONTINUED = 48
 """Length in tokens of the excerpts that the teacher continues."""
@@ -45,7 +47,7 @@ def write_corpus(
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path | None = None,
     *,
-    tokens: int = 10_000_000,
+    tokens: int = RunOptions.teacher_tokens,
     length: int = BLOCK_SIZE,
     continues: TokenCorpus | JoinedCorpus | None = None,
     batch_size: int | None = None,
@@ -62,8 +64,8 @@ def write_corpus(
 
     With `continues`, each sample starts with 48 tokens (at most half of `length`) from a random position of a corpus.
 
-    The file name is derived from the model and all settings. An existing file is returned immediately. Only one process
-    may write the same corpus at a time.
+    The file name is derived from the model and all settings. An existing file is returned immediately. If another
+    process is writing the file, the call waits for it.
 
     Args:
         model: the teacher.
@@ -93,50 +95,34 @@ def write_corpus(
         settings.append(continues.key)
     key = fingerprint.digest([fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings])
     path = Path(folder or fingerprint.cache_folder("teacher")).expanduser() / f"{key}.jsonl"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
 
     def start() -> Tensor:
         if continues is None:
             return first_tokens(tokenizer, batch_size)
         return excerpts(continues, batch_size, min(CONTINUED, length // 2))
 
-    partial = path.with_suffix(".partial")
-    done = resume(partial, batch_size)
     size = batch_size * length
-    with (
-        partial.open("a", encoding="utf-8", newline="\n") as file,
-        generating(model, sampling(tokenizer, length, temperature, top_p)),
-        progress_bar("generating teacher text", batches * size, "tokens", done=done * size, shown=progress) as report,
-    ):
-        for number in range(done, batches):
+    with resumable_file(path, lines=batch_size) as resumed:
+        if resumed is None:
+            return path
+        file, done = resumed
+        writer = sampler(model, sampling(tokenizer, length, temperature, top_p))
+        with (
+            evaluating(writer),
+            progress_bar(
+                "generating teacher text", batches * size, "tokens", done=done * size, shown=progress
+            ) as report,
+        ):
+            for number in range(done, batches):
 
-            def written(count: int, before: int = number * size) -> None:
-                report(before + count)
+                def written(count: int, before: int = number * size) -> None:
+                    report(before + count)
 
-            for text in sample(model, tokenizer, start, f"{seed}/{number}", report=written):
-                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-            file.flush()
-            report((number + 1) * size)
-        os.fsync(file.fileno())
-    partial.replace(path)
+                for text in sample(writer, tokenizer, start, f"{seed}/{number}", report=written):
+                    file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                file.flush()
+                report((number + 1) * size)
     return path
-
-
-def resume(partial: Path, batch_size: int) -> int:
-    """Return the number of complete batches in a partial file. An incomplete batch is removed."""
-    if not partial.exists():
-        return 0
-    ends = [0]
-    with partial.open("r+b") as file:
-        for line in file:
-            if not line.endswith(b'"}\n'):
-                break
-            ends.append(ends[-1] + len(line))
-        done = (len(ends) - 1) // batch_size
-        file.truncate(ends[done * batch_size])
-    return done
 
 
 def sampling(
@@ -152,21 +138,15 @@ def sampling(
     )
 
 
-@contextmanager
-def generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Set evaluation mode and replace the generation configuration of the model.
+def sampler(model: PreTrainedModel, config: GenerationConfig) -> PreTrainedModel:
+    """Return the model with another generation configuration. It is a shallow copy, with the same modules.
 
     A configuration passed to `generate` would be completed from the model's own, which may have a repetition penalty
     and an EOS token to stop at.
     """
-    own, training = model.generation_config, model.training
-    model.generation_config = config
-    model.eval()
-    try:
-        yield
-    finally:
-        model.generation_config = own
-        model.train(training)
+    twin = copy.copy(model)
+    twin.generation_config = config
+    return twin
 
 
 class Counter(StoppingCriteria):
@@ -250,11 +230,12 @@ def writing_speed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, le
     many = fitting_batch(model, length)
     few = max(1, many // 8)
     seconds = []
-    with generating(model, sampling(tokenizer, min(5, length))):
+    writer = sampler(model, sampling(tokenizer, min(5, length)))
+    with evaluating(writer):
         for rows in (few, many):
             times: list[float] = []
             sample(
-                model,
+                writer,
                 tokenizer,
                 lambda rows=rows: first_tokens(tokenizer, rows),  # type: ignore[misc]
                 "speed",

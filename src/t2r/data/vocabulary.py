@@ -75,8 +75,12 @@ def cached_tokenizer(
     name = fingerprint.digest([FORMAT, tokenizers.__version__, *inputs])
     folder = Path(cache_dir or fingerprint.cache_folder("tokenizers")).expanduser() / name
     if not folder.exists():
-        with whole_folder(str(folder)) as partial:
-            make(Path(partial))
+        try:
+            with whole_folder(str(folder)) as partial:
+                make(Path(partial))
+        except T2RError:
+            if not folder.exists():  # otherwise another process has made the same tokenizer meanwhile
+                raise
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from t2r.attention.layers import RecurrentLayer
 from t2r.attention.softmax import SoftmaxWindow
 from t2r.errors import T2RError
-from t2r.model.logits import Readout, accepts, evaluating
+from t2r.model.logits import Readout, evaluating, takes
 from t2r.model.modeling import T2RModel
 from t2r.ops import State, step
 from t2r.ops.common import HALF
@@ -101,6 +101,16 @@ def readout_of(model: PreTrainedModel, example: Mapping[str, Tensor], variant: V
     return Readout(model, example) if variant is None else variant.readout(model, example)
 
 
+class WatchedWindow(SoftmaxWindow):
+    """A window that notes whether an attention uses it."""
+
+    used = False
+
+    def allowed(self, distance: Tensor, key: Tensor) -> Tensor:
+        self.used = True
+        return super().allowed(distance, key)
+
+
 class WindowedReadout(Readout):
     """Softmax attention limited to a window and sinks.
 
@@ -128,14 +138,17 @@ class WindowedReadout(Readout):
         # An additive mask, which has the same meaning in every attention implementation.
         mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=ids.device).masked_fill(~allowed, -torch.inf)
         limited = {**inputs, "attention_mask": mask[None, None]}
-        if accepts(self.model.forward, "position_ids"):  # OPT computes them from a two-dimensional mask
+        if takes(self.model.forward, "position_ids"):  # OPT computes them from a two-dimensional mask
             limited["position_ids"] = position.expand(len(ids), -1)
         return limited
 
     def _check_effect(self, example: Mapping[str, Tensor]) -> None:
         """Raise T2RError if the window has no effect, because a model may ignore unknown arguments."""
         if self.swapped:
-            obeys = self.window.applied
+            watched = WatchedWindow(1)
+            with evaluating(self.model):
+                super()._whole(self._limited({name: x[:1, :2] for name, x in example.items()}, watched))
+            obeys = watched.used
         else:  # with a window of one token, the first token cannot affect the second
             ids = example["input_ids"][:1, :2]
             other = torch.stack([(ids[:, 0] + 1) % self.out_features, ids[:, 1]], dim=1)

@@ -38,7 +38,6 @@ class FeatureMap(nn.Module):
     """
 
     name: ClassVar[str]
-    mergeable: ClassVar[bool] = False  # an affine map followed by a function of its outputs: see AffineMap
     separable: ClassVar[bool] = True  # whether shared=False is supported
     even: ClassVar[bool] = False  # whether feature_size must be even
 
@@ -204,7 +203,6 @@ class AffineMap(FeatureMap):
             linear function of the key. Features that always sum to 1 cannot express such a weight; `exp(q·k)` can.
     """
 
-    mergeable = True
     has_bias: ClassVar[bool]
     activation: str = ""
     """The name of the function that follows. Empty: it has none."""

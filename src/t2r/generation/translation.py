@@ -8,7 +8,6 @@ a greedy search, lines that have ended make room for the next ones, so that no l
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,10 +26,12 @@ from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.state import check_vocabulary
 from t2r.generation.text import padded, run, special_tokens, until_stop
 from t2r.model.logits import evaluating, logits_at_once
+from t2r.options import RunOptions
+from t2r.storage import resumable_file
 
 logger = logging.getLogger(__name__)
 
-BEAMS, LENGTH_PENALTY = 5, 0.6
+BEAMS, LENGTH_PENALTY = RunOptions.beams, RunOptions.length_penalty
 """The paper's."""
 BUCKET = 16
 """The smallest difference between the lengths of two buckets."""
@@ -202,52 +203,34 @@ def write_translations(
 
     Translations are token ids separated by spaces, because tokenizing their text may give other tokens. The file is
     cached under a name made from the model, the source and the settings. An interrupted run leaves a `.partial` file,
-    from which the next run continues. The line of an empty source, of a source that is too long for the model, or of a
-    translation that does not end is empty."""
+    from which the next run continues. If another process is writing the file, the call waits for it.
+
+    The line of an empty source, of a source that is too long for the model, or of a translation that does not end is
+    empty."""
     file = find_file(source)
     settings = [FORMAT, file.fingerprint(), beams, length_penalty, languages(tokenizer)]
     made = [fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings]
     path = Path(folder or fingerprint.cache_folder("translations")).expanduser() / f"{fingerprint.digest(made)}.txt"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    total = sum(1 for _ in file.read_lines())
-    done = complete_lines(partial)
-    lines = islice(file.read_lines(), done, None)
-    with (
-        partial.open("a", encoding="utf-8", newline="\n") as out,
-        progress_bar("the teacher translates", total, "lines", done=done, shown=progress) as report,
-    ):
-        while chunk := list(islice(lines, CHUNK)):
-            found = translate_to_tokens(
-                model,
-                tokenizer,
-                chunk,
-                beams,
-                length_penalty,
-                name=source,
-                first=done + 1,
-                whole=True,
-                report=lambda count, before=done: report(before + count),  # type: ignore[misc]
-            )
-            out.write("".join(f"{' '.join(map(str, row))}\n" for row in found))
-            out.flush()
-            done += len(chunk)
-        os.fsync(out.fileno())
-    partial.replace(path)
+    with resumable_file(path) as resumed:
+        if resumed is None:
+            return path
+        out, done = resumed
+        total = sum(1 for _ in file.read_lines())
+        lines = islice(file.read_lines(), done, None)
+        with progress_bar("the teacher translates", total, "lines", done=done, shown=progress) as report:
+            while chunk := list(islice(lines, CHUNK)):
+                found = translate_to_tokens(
+                    model,
+                    tokenizer,
+                    chunk,
+                    beams,
+                    length_penalty,
+                    name=source,
+                    first=done + 1,
+                    whole=True,
+                    report=lambda count, before=done: report(before + count),  # type: ignore[misc]
+                )
+                out.write("".join(f"{' '.join(map(str, row))}\n" for row in found))
+                out.flush()
+                done += len(chunk)
     return path
-
-
-def complete_lines(partial: Path) -> int:
-    """Return the number of complete lines of a partial file. An incomplete last line is removed."""
-    if not partial.exists():
-        return 0
-    count = size = 0
-    with partial.open("r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            count, size = count + 1, size + len(line)
-        file.truncate(size)
-    return count

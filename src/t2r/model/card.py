@@ -30,7 +30,7 @@ def model_card(model: Any) -> str:
 # {base.split("/")[-1]} as an RNN
 
 `{base}` ({model.config.model_type}) with its softmax attention swapped for a recurrence by t2r {__version__}:
-it generates in time linear in the length and with a state of fixed size.
+{growth(model)}
 
 ```python
 import t2r
@@ -47,6 +47,18 @@ The license of the base model applies to this one: {metadata.get("license", "see
 | --- | --- |
 {chr(10).join(f"| {name} | {value} |" for name, value in chosen.items())}
 """
+
+
+def growth(model: Any) -> str:
+    """Return how time and memory of generation grow with the length."""
+    kept = model.kept_layers()
+    if not kept:
+        return "it generates in time linear in the length and with a state of fixed size."
+    return (
+        "its recurrent attention takes time linear in the length and has a state of fixed size.\n"
+        f"Softmax attention remains in {len(kept)} of {model.count_layers()} layers: keys and values, and the time per "
+        "token, grow with the length there."
+    )
 
 
 def pipeline_tag(model: Any) -> str:

@@ -124,7 +124,7 @@ class Readout:
 
     def _body(self, inputs: Mapping[str, Tensor]) -> Tensor:
         assert self.body is not None
-        options = {"use_cache": False} if accepts(self.body.forward, "use_cache") else {}
+        options = {"use_cache": False} if takes(self.body.forward, "use_cache") else {}
         out = self.body(**inputs, **options)
         states: Tensor = out.last_hidden_state if hasattr(out, "last_hidden_state") else out[0]
         return states
@@ -182,7 +182,8 @@ def finishes(model: Any) -> Iterator[Finish]:
         yield Finish(lambda logits: logits / scale, lambda head: head.divided(scale))
 
 
-def accepts(function: Callable[..., Any], name: str) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function takes a keyword argument of this name, also among any others (`**kwargs`)."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

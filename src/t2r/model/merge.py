@@ -5,6 +5,7 @@ W~_q = s W_phi W_q        b~_q = s W_phi b_q + b_phi        (keys: without the s
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from t2r.attention.merged import Affine, Mergeable, MergedProjections
 from t2r.attention.recurrence import Recurrence, recurrent_sites
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap
+from t2r.model.logits import evaluating
 from t2r.surgery.adapters import family_of
 
 # Allowed difference of logits: the maximum over the vocabulary, averaged over positions, relative to the largest logit.
@@ -74,7 +76,9 @@ def merge(model: PreTrainedModel, force: bool = False) -> PreTrainedModel:
         raise
     model.eval()
     swapped: Any = model
-    swapped.t2r_config.merged = True
+    config = copy.deepcopy(swapped.t2r_config)  # other models may have been built from the same configuration
+    config.merged = True
+    swapped.adopt(config)
     return model
 
 
@@ -171,7 +175,6 @@ def merge_cost(model: PreTrainedModel) -> MergeCost:
     return MergeCost(before, after)
 
 
-@torch.no_grad()
 def sample_logits(model: PreTrainedModel) -> Tensor:
     """Return the logits of a few random tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -180,9 +183,6 @@ def sample_logits(model: PreTrainedModel) -> Tensor:
     vocabulary = min((weight.shape[0] for weight in tables), default=model.config.vocab_size)
     ids = torch.randint(0, vocabulary, (2, 24), generator=generator).to(model.device)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {})
-    training = model.training
-    model.eval()
-    logits: Tensor = model(**inputs, use_cache=False).logits.cpu().double()
-    if training:
-        model.train()
+    with evaluating(model):
+        logits: Tensor = model(**inputs, use_cache=False).logits.cpu().double()
     return logits

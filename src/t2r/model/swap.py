@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.modeling import T2RModel, t2r_class
+from t2r.model.proof import install_proved
 from t2r.model.swapped import SwappedModel
 from t2r.options import refuse_unknown
 from t2r.surgery.adapters import change_class
-from t2r.surgery.proof import install_proved
 
 
 def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any) -> SwappedModel:

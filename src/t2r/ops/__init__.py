@@ -11,11 +11,9 @@ selects a backend.
 from t2r.ops.common import (
     FASTEST_DECAY,
     LARGEST_LOG_WEIGHT,
-    BoundCount,
     Features,
     State,
     Sums,
-    count_bounds,
     normalize,
 )
 from t2r.ops.functional import absorb, computes_features, linear_attention, look, step
@@ -25,7 +23,6 @@ from t2r.ops.weights import attention_weights
 __all__ = [
     "FASTEST_DECAY",
     "LARGEST_LOG_WEIGHT",
-    "BoundCount",
     "Features",
     "State",
     "Sums",
@@ -34,7 +31,6 @@ __all__ = [
     "backends",
     "choose",
     "computes_features",
-    "count_bounds",
     "linear_attention",
     "look",
     "normalize",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -97,28 +95,6 @@ def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-@dataclass
-class BoundCount:
-    """The number of queries, and the number of queries whose denominator was bounded."""
-
-    queries: int = 0
-    bounded: int = 0
-
-
-_counts: list[BoundCount] = []
-
-
-@contextmanager
-def count_bounds() -> Iterator[BoundCount]:
-    """Count how often the denominator is bounded inside the `with` block."""
-    count = BoundCount()
-    _counts.append(count)
-    try:
-        yield count
-    finally:
-        _counts.remove(count)
-
-
 class Denominator(NamedTuple):
     """A denominator that is safe to divide by, where it was bounded, and where all weights are zero."""
 
@@ -142,9 +118,6 @@ def safe_denominator(den: Tensor, total: Tensor | None) -> Denominator:
         floor = (SIGNED_FLOOR * total.detach()).clamp_min(DENOMINATOR_FLOOR)
         bounded, empty = den.abs() < floor, total == 0
         floor = torch.copysign(floor, den.detach())
-    for count in _counts:
-        count.queries += bounded.numel()
-        count.bounded += int(bounded.sum())
     return Denominator(torch.where(bounded, floor, den), bounded, empty)
 
 

@@ -7,14 +7,13 @@ import functools
 import torch
 from torch import Tensor
 
-from t2r.ops.common import DENOMINATOR_FLOOR, State, _counts, bound_decay, cast_output
+from t2r.ops.common import DENOMINATOR_FLOOR, State, bound_decay, cast_output
 from t2r.ops.constants import derived
 
 
 def can_do(state: State, *, inplace: bool) -> bool:
-    """Return whether `step` supports this call. It requires `inplace` and supports no gradients, signed features, or
-    counting of bounds."""
-    return inplace and state.z_abs is None and not torch.is_grad_enabled() and not _counts
+    """Return whether `step` supports this call. It requires `inplace` and supports no gradients or signed features."""
+    return inplace and state.z_abs is None and not torch.is_grad_enabled()
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, state: State, mask: Tensor | None, decay: Tensor | None) -> Tensor:

@@ -11,12 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from t2r.data.mixture import Sources
 from t2r.errors import T2RError
 from t2r.reporting import environment
+from t2r.storage import finite
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
 from t2r.training.arithmetic import halve
 from t2r.training.job import Settings
 from t2r.training.recipe import Recipe
-from t2r.training.session import Session, caching, finite
+from t2r.training.session import Session, caching
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
-"""Estimates of training memory: weights, gradients and optimizer states are counted, activations follow a formula."""
+"""The memory that training holds besides activations: weights, gradients and optimizer states."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -33,91 +31,3 @@ def held_bytes(model: nn.Module, stage: Stage, teacher: nn.Module | None = None)
     if teacher is not None:
         bytes_ += sum(p.numel() * p.element_size() for p in teacher.parameters())
     return bytes_
-
-
-# --- By the size of a model ---------------------------------------------------------------------------------
-
-METHODS = ("maps", "lora", "all")
-FEATURES = 32
-"""The feature size of the default recipe."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """The dimensions of a language model that determine its memory."""
-
-    name: str
-    parameters: int
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    vocabulary: int
-
-    @property
-    def maps(self) -> int:
-        """Parameters of the feature maps of the default recipe: for each head an affine map of queries and one of keys,
-        key weights, and decay rates."""
-        head = self.hidden // self.heads
-        return self.layers * self.heads * (2 * FEATURES * (head + 1) + head + FEATURES)
-
-
-SIZES = (
-    Size("gpt2 (124M)", 124_439_808, 12, 768, 3072, 12, 50_257),
-    Size("SmolLM2-135M", 134_515_008, 30, 576, 1536, 9, 49_152),
-    Size("SmolLM2-360M", 361_821_120, 32, 960, 2560, 15, 49_152),
-    Size("TinyLlama-1.1B", 1_100_048_384, 22, 2048, 5632, 32, 32_000),
-    Size("Mistral-7B", 7_241_732_096, 32, 4096, 14_336, 32, 32_000),
-)
-
-
-def trained_parameters(size: Size, method: str, rank: int = 16) -> int:
-    """Return the number of trained parameters. LoRA adapts four projections of attention and three of the MLP."""
-    if method == "maps":
-        return size.maps
-    if method == "lora":
-        widths = 4 * 2 * size.hidden + 3 * (size.hidden + size.intermediate)
-        return size.maps + size.layers * rank * widths
-    return size.parameters + size.maps
-
-
-def activation_bytes(size: Size, method: str, tokens: int, *, checkpointing: bool = False, bytes_: int = FLOAT) -> int:
-    """Return the bytes of activations kept for the backward pass over `tokens` tokens.
-
-    Values per token and layer: a transfer keeps 4 times the hidden size; training all parameters or LoRA keeps 10 times
-    the hidden size and 4 times the MLP size; both keep 4 times the features of all heads. With gradient checkpointing,
-    only the input of each layer and the activations of one layer are kept; a transfer does not benefit from it."""
-    features = 4 * FEATURES * size.heads
-    if method == "maps":
-        return tokens * size.layers * (4 * size.hidden + features) * bytes_
-    layer = 10 * size.hidden + 4 * size.intermediate + features
-    kept = size.layers * size.hidden + layer if checkpointing else size.layers * layer
-    head = size.vocabulary * size.hidden if method == "all" else 0  # the gradient of the head, computed in slices
-    return (tokens * (kept + 3 * size.hidden) + head) * bytes_
-
-
-def training_bytes(size: Size, method: str, tokens: int, *, checkpointing: bool = False, bf16: bool = True) -> int:
-    """Return the total: the student and its optimizer in float32, the teacher, and activations."""
-    trained = trained_parameters(size, method)
-    adapters = trained - size.maps if method == "lora" else 0
-    bytes_ = 2 if bf16 else FLOAT
-    held = weight_bytes(
-        size.parameters + size.maps + adapters,
-        trained,
-        teacher=size.parameters,  # loaded for all stages
-        teacher_bytes=bytes_,
-    )
-    return held + activation_bytes(size, method, tokens, checkpointing=checkpointing, bytes_=bytes_)
-
-
-def memory_table(tokens: int = 16384) -> list[str]:
-    """Return the lines of the Markdown table in docs/training.md."""
-    lines = [
-        "| model | maps | LoRA | LoRA, checkpointing | all | all, checkpointing |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for size in SIZES:
-        cells = [training_bytes(size, "maps", tokens)]
-        cells += [training_bytes(size, m, tokens, checkpointing=c) for m in ("lora", "all") for c in (False, True)]
-        lines.append(f"| {size.name} | {' | '.join(f'{cell / 1e9:.1f}' for cell in cells)} |")
-    return lines

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from t2r.ops.chunked import two_products
-from t2r.ops.common import Features, State, Sums, _counts, normalize
+from t2r.ops.common import Features, State, Sums, normalize
 from t2r.ops.contract import Abilities, Backend
 from t2r.ops.reference import look as read_state
 from t2r.ops.triton.presence import INSTALLED, INTERPRETED
@@ -70,7 +70,7 @@ class Triton(Backend):
         return step(q, k, v, state, mask, decay, features), state
 
     def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
-        if q.shape[2] == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or _counts):
+        if q.shape[2] == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
             from t2r.ops.triton.decode import look
 
             return look(q, state, dtype)

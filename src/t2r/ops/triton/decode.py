@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from t2r.ops.common import Features, State, _counts, safe_denominator
+from t2r.ops.common import Features, State
 from t2r.ops.triton.blocks import block, inner, on_device
 from t2r.ops.triton.decode_kernel import decode, read
 
@@ -27,16 +27,13 @@ def _launch(
     out = torch.empty(batch, heads, 1, value, dtype=v.dtype, device=v.device)
     flags = None if mask is None else mask.view(torch.uint8)
     rates = None if decay is None else inner(decay)
-    counting = bool(_counts) and not torch.compiler.is_compiling()
-    dens = torch.empty(batch, heads, 1, dtype=torch.float32, device=v.device) if counting else out
-    totals = torch.empty_like(dens) if counting else out
     group, rows = heads // key_heads, block(feature, 256)
     how = Features(feature, "") if features is None else features
     mapped, dim = how.q_weight is not None, 0 if how.q_weight is None else how.q_weight.shape[2]
     with on_device(q):
         decode[(batch * key_heads,)](
             q, k, v, s, z, z if z_abs is None else z_abs, q if flags is None else flags, q if rates is None else rates,
-            out, dens, totals, *(q if x is None else x for x in how[3:]),
+            out, *(q if x is None else x for x in how[3:]),
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1),
             0 if z_abs is None else z_abs.stride(0), 0 if z_abs is None else z_abs.stride(1),
@@ -44,12 +41,10 @@ def _launch(
             0 if flags is None else flags.stride(0), 0 if rates is None else rates.stride(0),
             key_heads, group, feature, value,
             dim, feature + how.weighs_keys, key_heads // k.shape[1], key_heads // v.shape[1],
-            HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None, COUNT=counting,
+            HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None,
             MAPPED=mapped, HAS_BIAS=how.q_bias is not None, ACTIVATION=how.activation, WEIGHS=how.weighs_keys,
             BF=rows, BV=block(value, max(16, 8192 // rows)), BD=block(dim, 256), num_warps=4,
         )  # fmt: skip
-    if counting:
-        safe_denominator(dens, None if z_abs is None else totals)
     return out
 
 

@@ -49,10 +49,10 @@ def rows_of(x, weight, bias, f, f_ok, dim, HAS_BIAS: tl.constexpr, BD: tl.conste
 
 @triton.jit(do_not_specialize=[*SIZES, "dim", "key_rows", "k_share", "v_share"])
 def decode(
-    q, k, v, s, z, z_abs, mask, decay, out, dens, totals, q_weight, q_bias, k_weight, k_bias,
+    q, k, v, s, z, z_abs, mask, decay, out, q_weight, q_bias, k_weight, k_bias,
     q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, decay_h,
     key_heads, group, feature, value, dim, key_rows, k_share, v_share,
-    HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr, COUNT: tl.constexpr,
+    HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr,
     MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -116,9 +116,6 @@ def decode(
             total = tl.sum(tl.abs(query) * sum_abs, 0) + tl.zeros([1], tl.float32)
             row = tl.sum(divide(num[None, :], den, total, HAS_Z_ABS), 0)
             tl.store(out + b * out_b + head * out_h + d, saturate(row, out.dtype.element_ty), mask=d_ok)
-            if COUNT:
-                tl.store(dens + b * key_heads * group + head + one, den)
-                tl.store(totals + b * key_heads * group + head + one, total)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from t2r.ops.common import State, Sums, _counts, safe_denominator
+from t2r.ops.common import State, Sums
 from t2r.ops.triton import backward as back
 from t2r.ops.triton import forward as fore
 from t2r.ops.triton import running
@@ -337,7 +337,5 @@ def linear_attention(
     past = (None, None, None) if state is None else state
     inputs = (q, k, v, *past, decay, mask, starts, signed, normalized)
     out, dens, totals, s, z, z_abs = _LinearAttention.apply(*inputs)
-    if normalized and _counts and not torch.compiler.is_compiling():
-        safe_denominator(dens, totals if signed else None)  # called only for its counts
     new = State(s, z, z_abs if signed else None)
     return out if normalized else Sums(out, dens, totals if signed else None), new

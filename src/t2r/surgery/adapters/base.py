@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t2r.attention.interface import InterfaceAttention
-from t2r.attention.recurrence import Recurrence
+from t2r.attention.merged import Mergeable
 
 
 class Shape(NamedTuple):
@@ -43,7 +43,7 @@ class Family:
     layers: str = "layers"  # path of the decoder layers, from the base model
     self_attention: str = "self_attn"  # path within a layer
     cross_attention: str | None = None
-    recurrent: type[Recurrence] | None = None
+    recurrent: type[Mergeable] | None = None
     positions: str = "rotary"  # or learned (a table of fixed length), sinusoidal, relative, none
     lacks: frozenset[str] = frozenset()  # features that neither the base model nor the swapped model supports
     positions_by_row: bool = False  # the decoder of an encoder-decoder accepts past lengths per row, [rows, 1]
@@ -55,8 +55,8 @@ class Family:
 
     @property
     def merges(self) -> bool:
-        """Whether feature maps can be merged into the projections. This requires nothing in between."""
-        return self.recurrent is not None
+        """Whether every model of the family can be merged, whatever the options of its swap."""
+        return self.recurrent is not None and self.recurrent.merge_obstacle is None
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise T2RError if this model of the family cannot be swapped."""

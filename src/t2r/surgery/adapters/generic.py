@@ -1,6 +1,6 @@
 """Detection of the attention in other language models on the attention interface of transformers.
 
-The detection may be wrong, so `t2r.surgery.proof` checks it on the model."""
+The detection may be wrong, so `t2r.model.proof` checks it on the model."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ class RotatedAttention(ProjectionAttention):
     rotary: bool = True
     """Whether the feature map is applied to rotated queries and keys. Exact attention always uses rotation."""
 
-    @property
-    def merge_obstacle(self) -> str | None:
-        return "its queries and keys are rotated by position or normalized between the projections and the feature map"
+    merge_obstacle = (
+        "its queries and keys are rotated by position or normalized between the projections and the feature map"
+    )
 
     @property
     def scaling(self) -> float:  # type: ignore[override]
@@ -67,10 +67,6 @@ class RotatedAttention(ProjectionAttention):
 
 
 class RotatedFamily(Family):
-    @property
-    def merges(self) -> bool:
-        return False
-
     def softmax_dropout(self, module: Any) -> float:
         """Return the attention dropout of the stock module."""
         return 0.0

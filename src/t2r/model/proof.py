@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from t2r import compat
 from t2r.attention.recurrence import exact_attention
 from t2r.config import T2RConfig
+from t2r.model.logits import evaluating
 from t2r.surgery.adapters import change_class, family_of, refusal
 from t2r.surgery.install import install
 
@@ -30,16 +31,13 @@ def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
         install(model, config)
         return
     stock = [(site.module, type(site.module)) for site in family.sites(model)]
-    implementation, training = compat.attention_implementation(model), model.training
-    try:
-        model.eval()
-        inputs = small_batch(model)
-        with torch.no_grad():
-            expected = model(**inputs, use_cache=False).logits
-            install(model, config)
-            doubt = misunderstanding(model, inputs, expected)
-    finally:
-        model.train(training)
+    implementation = compat.attention_implementation(model)
+    inputs = small_batch(model)
+    with evaluating(model):
+        expected = model(**inputs, use_cache=False).logits
+    install(model, config)
+    with evaluating(model):
+        doubt = misunderstanding(model, inputs, expected)
     if doubt is None:
         return
     for module, stock_class in stock:
