@@ -415,12 +415,14 @@ def test_texts_are_found_prepared_and_shortened(tmp_path):
 
 
 def test_a_text_of_several_parts(tmp_path):
-    name = "zh-en/various.zh"
-    for i, part in enumerate(TEXTS[name].parts):
-        file = tmp_path / f"{TEXTS[part].files[0]}.xz"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with lzma.open(file, "wt") as text:
-            text.write(f"first {i}\nlast {i}" + "\n" * (i % 2))  # the last line of a file may have no end
-    assert set(TEXTS[name].parts) < set(load_experiment("opus-zh-en").texts())  # these are what a user must have
-    lines = prepared(name, tmp_path, tmp_path / "work").read_text().splitlines()
-    assert lines == [f"{which} {i}" for i in range(len(TEXTS[name].parts)) for which in ("first", "last")]
+    """Both sides are joined alike, and never across files."""
+    for side, space in (("zh", ""), ("en", " ")):
+        text = TEXTS[f"zh-en/long.{side}"]
+        assert set(text.parts) < set(load_experiment("opus-zh-en").texts())  # these are what a user must have
+        for i, part in enumerate(text.parts):
+            file = tmp_path / f"{TEXTS[part].files[0]}.xz"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with lzma.open(file, "wt") as lines:
+                lines.write("a\nb\nc\nd\ne" + "\n" * (i % 2))  # the last line of a file may have no end
+        found = prepared(f"zh-en/long.{side}", tmp_path, tmp_path / "work").read_text().splitlines()
+        assert found == ["a", f"b{space}c", f"d{space}e"] * len(text.parts)

@@ -6,7 +6,7 @@ import gzip
 import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,12 @@ class Text:
     lines: int | None = None
     """Number of lines to use, from the beginning. None: all."""
     parts: tuple[str, ...] = ()
-    """Names of the texts that are joined to this one, which has no file of its own."""
+    """Names of the texts that this one consists of. It has no file of its own."""
+    group: int = 1
+    """The lines of the parts are joined in groups of 1, 2, 3 ... up to this many, in turn. Both sides of parallel text
+    have the same groups."""
+    space: str = " "
+    """What is between joined lines."""
 
 
 def wikitext(split: str) -> Text:
@@ -79,13 +84,18 @@ def parallel(pair: str, files: str, source: str, lines: int | None = None, short
     }
 
 
-def joined(pair: str, name: str, parts: str) -> dict[str, Text]:
-    """Return both sides of several parallel texts, one after the other."""
+def joined(pair: str, name: str, parts: str, group: int) -> dict[str, Text]:
+    """Return both sides of several parallel texts, one after the other, with lines joined in groups."""
+    source = f"{parts}, one after the other, in groups of 1 to {group} lines"
     return {
-        f"{pair}/{name}.{language}": Text(
-            (), f"{parts}, one after the other", parts=tuple(f"{pair}/{part}.{language}" for part in parts.split(", "))
+        f"{pair}/{name}.{side}": Text(
+            (),
+            source,
+            parts=tuple(f"{pair}/{part}.{side}" for part in parts.split(", ")),
+            group=group,
+            space="" if side == "zh" else " ",
         )
-        for language in pair.split("-")
+        for side in pair.split("-")
     }
 
 
@@ -101,7 +111,7 @@ TEXTS |= {
     **parallel("zh-en", "more/softdocs-po", "documentation of Python, Django and others, 99K pairs"),
     **parallel("zh-en", "more/kubernetes", "documentation of Kubernetes, 43K pairs"),
     **parallel("zh-en", "more/mdn", "web documentation of MDN, 23K pairs"),
-    **joined("zh-en", "various", "train, lctt-opensource, games, kubernetes, softdocs-po, mdn"),
+    **joined("zh-en", "long", "train, lctt-opensource, games, kubernetes, softdocs-po, mdn, msdocs-ht", 4),
     **parallel("en-de", "train", "265K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
     **parallel("en-de", "more/europarl3", "Europarl (statmt.org/europarl), 399K pairs"),
     **parallel("en-de", "more/suttacentral", "texts of SuttaCentral, 63K pairs"),
@@ -155,10 +165,13 @@ def prepared(name: str, folder: Path, work: Path) -> Path:
         prepare(str(raw), out)
     elif text.parts:
         files = [prepared(part, folder, work) for part in text.parts]
+        sizes = cycle(range(1, text.group + 1))
         with whole_file(out) as temporary, temporary.open("w", encoding="utf-8") as whole:
             for file in files:
                 with _opened(file) as lines:
-                    whole.writelines(line.rstrip("\n") + "\n" for line in lines)
+                    each = (line.rstrip("\n") for line in lines)
+                    while group := list(islice(each, next(sizes))):
+                        whole.write(text.space.join(group) + "\n")
     else:
         raise T2RError(f"text {name} was not found in {folder}")
     return out

@@ -50,11 +50,20 @@ def _translations(results: Sequence[Mapping[str, Any]]) -> str:
     return markdown((text, "BLEU", "chrF", "tokenized BLEU", "numbers copied", "names copied"), rows)
 
 
+def _by_length(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return BLEU by the length of the source."""
+    header = [f"BLEU on {_short(results[0]['source'])}, by tokens of the source"]
+    header += [f"{x['first']}-{x['last']}" if x["last"] else f"{x['first']}-" for x in results[0]["by_length"]]
+    return markdown(header, [[_name(x), *(_number(part["bleu"], 2) for part in x["by_length"])] for x in results])
+
+
 def evaluation_tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return tables of translations, perplexity, recall and tasks, with a row for each model and variant."""
     found = []
     if "bleu" in results[0]:
         found.append(_translations(results))
+        if len(results[0].get("by_length") or ()) > 1:
+            found.append(_by_length(results))
     if "perplexity" in results[0]:
         found.append(_quality(results))
     if results[0].get("recall"):

@@ -159,16 +159,13 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
 
 
 def _joined(tables: Iterable[str]) -> list[str]:
-    """Join consecutive tables with the same header, such as those of two benchmarks. Equal rows appear once."""
-    joined: list[str] = []
+    """Join tables with the same header, such as those of two benchmarks. Equal rows appear once."""
+    found: dict[str, dict[str, None]] = {}
     for table in tables:
         header, rule, rows = (*table.split("\n", 2), "", "")[:3]
-        if joined and rule and joined[-1].startswith(f"{header}\n{rule}\n"):
-            seen = joined[-1].splitlines(keepends=True)
-            joined[-1] += "".join(row for row in rows.splitlines(keepends=True) if row not in seen)
-        else:
-            joined.append(table)
-    return joined
+        own = found.setdefault(f"{header}\n{rule}\n" if rule else table, {})
+        own |= dict.fromkeys(rows.splitlines(keepends=True))
+    return [header + "".join(own) for header, own in found.items()]
 
 
 if __name__ == "__main__":
