@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -367,6 +368,19 @@ def test_what_the_teacher_wrote_is_learned_token_by_token(tmp_path, tokenizer, t
 
 
 # --- What is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_warning_if_longer_lines_are_measured_than_learned(tmp_path, tokenizer, teacher, caplog, times):
+    source, target = write_pairs(tmp_path, "train", 30)
+    long = [tmp_path / "long.src", tmp_path / "long.tgt"]
+    for file, short in zip(long, (source, target), strict=True):
+        lines = Path(short).read_text().splitlines()
+        file.write_text("".join(" ".join([line] * times) + "\n" for line in lines))
+    task = Translation(tokenizer, source, target, *map(str, long), progress=False)
+    task.check(teacher, [64])
+    task.prepare(None, 64)
+    assert ("add longer pairs" in caplog.text) == (times == 3)
 
 
 def test_mistakes_of_the_caller(tmp_path, tokenizer, teacher):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,12 +28,16 @@ from t2r.generation.translation import translate, write_translations
 from t2r.options import RunOptions
 from t2r.tasks.base import Task, exchanged, max_positions, number
 
+logger = logging.getLogger(__name__)
+
 TEACHER = "teacher"
 """Target name that stands for translations by the teacher."""
 MEASURED = 2048
 """Tokens per batch in evaluation."""
 SAMPLE = 1000
 """Number of lines from which the tokens of a file are estimated."""
+LONGER = 1.5
+"""A warning is given if the lines that are measured are longer than the training text by more than this factor."""
 SEARCH = 8
 """Assumed cost of a beam search per beam, relative to one forward pass over the line."""
 
@@ -191,7 +196,21 @@ class Translation(Task):
             for side, size in zip((corpus.source, corpus.target), self.vocabularies or (), strict=False):
                 side.check_vocabulary(size)
         self.dataset(longest).notices()
+        self.warn_of_short_pairs()
         return [corpus.key for _, corpus in sorted(self.corpora.items())]
+
+    def warn_of_short_pairs(self) -> None:
+        """Warn if the lines that are measured are longer than those that are learned."""
+        pairs = sum(map(len, self.corpora.values()))
+        learned, measured = self.tokens / pairs, sum(self.valid_lengths) / max(1, len(self.valid_lengths))
+        if measured > LONGER * learned:
+            logger.warning(
+                "pairs of the training text have %.0f tokens in the mean, and those of %s have %.0f: an RNN loses most "
+                "on lines that are longer than what it learned; add longer pairs, such as neighboring lines joined",
+                learned,
+                self.valid_source,
+                measured,
+            )
 
     @property
     def tokens(self) -> int:
