@@ -56,9 +56,10 @@ class Engine(RunningBatch):
             needed.
         compiled: whether to fuse the kernels of a step with torch.compile, on a GPU. Compilation takes about a minute
             for each batch size.
-        state_dtype: the dtype in which recurrent states are stored, torch.bfloat16 or torch.float16. It halves their
-            memory; they are rounded after every token (`t2r evaluate --variant MODEL:state=bfloat16` measures the
-            error). Defaults to float32.
+        state_dtype: the dtype in which recurrent states are stored, torch.float16 or torch.bfloat16. It halves their
+            memory; they are rounded after every token, which costs quality over thousands of tokens, most of all in
+            bfloat16 (docs/performance.md; `t2r evaluate --variant MODEL:state=float16` measures it). Defaults to
+            float32.
     """
 
     def __init__(
