@@ -117,13 +117,15 @@ class ProjectionAttention(Mergeable):
         mask: Tensor | None,
         causal: bool,
         position_bias: Tensor | None = None,
+        mapped: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
+        """Softmax attention. `mapped`: queries and keys to which the feature map applies, if other than q and k."""
         dropout = self.softmax_dropout if self.training else 0.0
         observe_softmax(self, q, k, v, mask=mask, scaling=self.scaling, causal=causal, position_bias=position_bias)
         out = softmax_attention(q, k, v, mask, self.scaling, causal, dropout, position_bias=position_bias)
         mode = mode_of(self)
         if mode is not None and mode.observer is not None:
-            mode.observer(self, Inputs(q, k, v, mask, self.scaling, causal), out)
+            mode.observer(self, Inputs(*(mapped or (q, k)), v, mask, self.scaling, causal), out)
         return out
 
     def query_features(self, x: Tensor) -> Tensor:

@@ -11,10 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from t2r.attention.cache import adopt
-from t2r.attention.observation import observe_softmax
 from t2r.attention.projection import ProjectionAttention
-from t2r.attention.recurrence import Inputs, mode_of
-from t2r.attention.softmax import softmax_attention
 from t2r.feature_maps import join_heads
 from t2r.surgery.adapters.base import Family, Site, change_class
 
@@ -56,14 +53,7 @@ class RotatedAttention(ProjectionAttention):
         rotated_q, rotated_k = self.rotate(q, k, positions)
         if layer is not None:
             rotated_k, v = layer.update(rotated_k, v)
-        dropout = self.softmax_dropout if self.training else 0.0
-        observe_softmax(self, rotated_q, rotated_k, v, mask=mask, scaling=self.scaling, causal=True)
-        out = softmax_attention(rotated_q, rotated_k, v, mask, self.scaling, True, dropout)
-        mode = mode_of(self)
-        if mode is not None and mode.observer is not None:
-            seen = (rotated_q, rotated_k) if self.rotary else (q, k)
-            mode.observer(self, Inputs(*seen, v, mask, self.scaling, True), out)
-        return out
+        return self.attend_exactly(rotated_q, rotated_k, v, mask, True, mapped=None if self.rotary else (q, k))
 
 
 class RotatedFamily(Family):
