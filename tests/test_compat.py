@@ -30,6 +30,8 @@ PRIVATE = (
     "_prefill(",
     "_tied_weights_keys",
     "_no_split_modules",
+    "_weight_conversions",
+    "all_tied_weights_keys",
 )
 DEFINES = {"architectures/adaptive_lm/modeling.py"}
 """Models defined by t2r use the same private names as the models of transformers."""

@@ -159,7 +159,15 @@ class BeamSearch(GenerationMixin):
 
 def tied_weights(model: PreTrainedModel) -> set[str]:
     """Return the names of parameters that are tied to others, which a saved file does not contain."""
-    return set(model._tied_weights_keys or ())
+    return set(model._tied_weights_keys or ()) | set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def forget_renamings(model: PreTrainedModel) -> None:
+    """Let a model be saved with the names of its own tensors.
+
+    transformers renames tensors of some files when it loads them (`embed_out` of GPT-NeoX), and names them back when it
+    saves. It knows the renamings by the class of the model, and a swapped model is of another class."""
+    model._weight_conversions = None  # type: ignore[assignment]
 
 
 class WrapsModel:

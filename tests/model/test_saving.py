@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
 import t2r
-from families import POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
+from families import FAMILIES, POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
 from processes import same_threads
 from t2r.attention.recurrence import recurrent_sites
 from t2r.config import FORMAT
 from t2r.feature_maps import FEATURE_MAPS
+from t2r.hub import load_model
 from t2r.model.card import model_card
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -100,6 +101,18 @@ def test_a_saved_model_is_loaded(model_type, feature_map, tmp_path):
     assert not isinstance(again.config, t2r.T2RConfig)  # the configuration of the base model
     again.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_a_base_model_from_a_folder_is_saved_swapped_and_loaded(model_type, tmp_path):
+    """transformers renames tensors of some families when it loads them, and remembers that when it saves them."""
+    tiny(model_type, torch.float32).save_pretrained(tmp_path / "base")
+    model = t2r.swap(load_model(str(tmp_path / "base"), dtype="float32"), feature_size=4).eval()
+    for folder in ("once", "twice"):
+        model.save_pretrained(tmp_path / folder)
+        again = load_model(str(tmp_path / folder), dtype="float32")
+        assert_same(again, model, model_type)
+        model = again
 
 
 @both

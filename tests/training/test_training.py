@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import t2r
-from families import VOCABULARY, tiny
+from families import FAMILIES, VOCABULARY, tiny
 from t2r.attention.recurrence import exact_attention, recurrent_sites
 from t2r.attention.softmax import softmax_attention
 from t2r.errors import T2RError
@@ -823,6 +823,17 @@ def test_weights_of_another_model_are_refused(tmp_path):
     load_weights(model, tmp_path / "w.safetensors")
     assert model.lm_head.weight is model.transformer.wte.weight
     assert model.lm_head.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_the_weights_of_a_finished_stage_are_loaded(model_type, tmp_path):
+    """Encoder-decoders tie more than one name to the embeddings."""
+    model = t2r.swap(tiny(model_type, torch.float32), feature_size=4)
+    save_weights(model, tmp_path / "w.safetensors")
+    other = t2r.swap(tiny(model_type, torch.float32, seed=1), feature_size=4)
+    load_weights(other, tmp_path / "w.safetensors")
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 # --- Settings of a stage ----------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class SavedModel:
         # threads that use the model are not affected.
         twin = copy.copy(self)
         twin.config = self.saved_config()
+        compat.forget_renamings(twin)  # type: ignore[arg-type]
         super(SavedModel, twin).save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
 
     def saved_config(self) -> T2RConfig:
