@@ -188,6 +188,14 @@ def whole_folder(out: str, *, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def refuse_replacing(source: Any, out: str | Path) -> None:
+    """Raise T2RError if saving to `out` would replace the model in the folder `source`."""
+    if not isinstance(source, str | Path) or kind_of(source) != "folder":
+        return
+    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(out)):
+        raise T2RError(f"saving to {out} would replace the model in {source}: choose another folder")
+
+
 def check_destination(final: Path, overwrite: bool) -> None:
     """Raise T2RError unless the path is free, an empty folder, or a saved model that may be overwritten."""
     kind = kind_of(final)

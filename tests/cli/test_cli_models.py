@@ -211,7 +211,7 @@ def test_overwriting_replaces_models_only_and_never_the_base(run, folders, tmp_p
     for out in (tmp_path / "base", tmp_path):
         code, _, stderr = run("swap", tmp_path / "base", out, "--overwrite")
         assert code == 2
-        assert "would replace the base model" in stderr
+        assert "would replace the model" in stderr
     assert (tmp_path / "precious").exists()
     assert files(tmp_path / "base") == files(folders / "gpt2")
 

@@ -66,5 +66,5 @@ def test_models_that_do_not_belong_together(tmp_path):
         with pytest.raises(T2RError, match=said):
             t2r.average([str(tmp_path / name) if "/" not in name else name for name in pair], str(tmp_path / "out"))
         assert not (tmp_path / "out").exists()
-    with pytest.raises(T2RError, match="would replace one of the models"):
+    with pytest.raises(T2RError, match="would replace the model"):
         t2r.average([str(tmp_path / "plain")] * 2, str(tmp_path / "plain"), overwrite=True)

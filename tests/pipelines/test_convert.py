@@ -260,6 +260,55 @@ def test_refused_input_leaves_no_files(world, tmp_path, wrong):
     assert list(tmp_path.glob("out*")) == []
 
 
+class Dataset:
+    """What `datasets` has, for text in memory."""
+
+    column_names = ("text",)
+
+    def __iter__(self):
+        return iter([{"text": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"limit": 0}, "limit must be a whole number, at least 1"),
+        ({"teacher_tokens": 0, "train": "teacher"}, "teacher_tokens must be a whole number, at least 1"),
+        ({"minutes": "1"}, "minutes must be a number"),
+        ({"save_steps": 0}, "save_steps must be a whole number, at least 1"),
+        ({"train": Dataset()}, "train is a Dataset object: give a name"),
+        ({"valid": Dataset()}, "valid is a Dataset object: give a name"),
+    ],
+)
+def test_options_are_checked_before_anything_is_written(world, tmp_path, wrong, words):
+    with pytest.raises(T2RError, match=words):
+        run(world, tmp_path / "out", **wrong)
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_paths_may_be_objects(world, tmp_path):
+    results = run(
+        world, tmp_path / "out", world / "gpt2", train=world / "train.txt", valid=world / "valid.txt", limit=2
+    )
+    assert results["teacher"]["perplexity"] > 0
+
+
+def test_a_model_is_not_replaced_by_its_conversion(world, tmp_path):
+    shutil.copytree(world / "gpt2", tmp_path / "both")
+    before = weights(tmp_path / "both")
+    with pytest.raises(T2RError, match="would replace the model"):
+        run(world, tmp_path / "both", tmp_path / "both", overwrite=True)
+    assert all(torch.equal(x, before[name]) for name, x in weights(tmp_path / "both").items())
+
+
+def test_a_converted_model_is_refused(world, tmp_path):
+    t2r.swap(make_model("gpt2"), feature_size=4).save_pretrained(tmp_path / "rnn")
+    make_tokenizer().save_pretrained(tmp_path / "rnn")
+    with pytest.raises(T2RError, match="is already a t2r model"):
+        run(world, tmp_path / "new" / "folder" / "out", tmp_path / "rnn")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("named", ["hedgehog", "t2r", "elu", "performer", "rfa"])
 def test_a_given_feature_map_uses_its_own_defaults(world, tmp_path, named):
     """The options that the recipe sets for its own map do not apply to another map."""

@@ -102,7 +102,7 @@ def parse_sources(train: Sources | None) -> list[WeightedSource]:
     if isinstance(train, Mapping):
         parsed = [with_weight(source, weight) for source, weight in train.items()]
     else:
-        parsed = [parse_source(entry) for entry in ([train] if isinstance(train, str) else train or ())]
+        parsed = [parse_source(entry) for entry in ([train] if isinstance(train, str | Path) else train or ())]
     check_shares(parsed)
     combined: dict[str, WeightedSource] = {}
     for entry in parsed:

@@ -24,7 +24,7 @@ def lines() -> Iterator[str]:
         for name, source in experiment.models.items():
             yield f"    --model {name}=FOLDER [default: {source}]"
         if texts := texts_of(experiment):
-            yield f"    --data FOLDER with {', '.join(texts)}"
+            yield f"    --data FOLDER with {', '.join(dict.fromkeys(TEXTS[text].files[0] for text in texts))}"
     yield ""
     yield "Texts are files in the --data folder, optionally compressed (.xz, .gz):"
     for text in (each for each in TEXTS.values() if not each.parts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import realpath
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from t2r.data.fingerprint import of_tokenizer
 from t2r.errors import T2RError
 from t2r.hub import load_config, load_model, load_tokenizer
-from t2r.storage import kind_of, whole_folder
+from t2r.storage import refuse_replacing, whole_folder
 
 NOT_COMPARED = ("transformers_version", "t2r_version", "dtype", "name_or_path", "_name_or_path")
 """Fields of a configuration that may differ between models that are averaged."""
@@ -34,8 +33,7 @@ def average(models: Sequence[str], out: str, *, overwrite: bool = False) -> None
     if len(models) < 2:
         raise T2RError("an average requires at least two models")
     for source in models:
-        if kind_of(source) == "folder" and realpath(source) == realpath(out):
-            raise T2RError(f"saving to {out} would replace one of the models: choose another folder")
+        refuse_replacing(source, out)
     with whole_folder(out, overwrite=overwrite) as folder:
         first, *others = models
         tokenizer = load_tokenizer(first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,6 +36,15 @@ class Texts:
     valid_target: str | None = None
 
     def __post_init__(self) -> None:
+        for name, given in vars(self).items():
+            if hasattr(given, "column_names"):
+                raise T2RError(
+                    f"{name} is a {type(given).__name__} object: give a name, datasets:NAME, or write it to a file "
+                    "(to_json) and give the file"
+                )
+        for name in ("valid", "valid_source", "valid_target"):
+            if isinstance(given := getattr(self, name), Path):
+                object.__setattr__(self, name, str(given))
         if self.translates and (self.train is not None or self.valid is not None or self.documents):
             raise T2RError("give a text (train, valid, documents) or parallel text (source, target), not both")
 

@@ -22,11 +22,12 @@ from t2r.data.teacher import writing_speed
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
+from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import RunOptions, refuse_unknown
+from t2r.options import RunOptions, check, refuse_unknown
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
-from t2r.storage import check_destination
+from t2r.storage import check_destination, refuse_replacing
 from t2r.surgery.adapters import family_of
 from t2r.training import processes
 from t2r.training.arithmetic import without_denormals
@@ -125,6 +126,9 @@ def convert(
     refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
+    refuse_replacing(model, out)
+    given = {"limit": limit, "minutes": minutes, "teacher_tokens": teacher_tokens, "save_steps": save_steps}
+    check(RunOptions, given)
     texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
     plan = within(load_recipe(recipe or default_recipe(texts.translates), overrides), minutes)
     auto = parse_auto(softmax_layers)
@@ -143,6 +147,8 @@ def convert(
         progress=progress,
     )
     base, tokens = load_base(model, tokenizer, place, {"revision": revision, "trust_remote_code": trust_remote_code})
+    if isinstance(base, T2RModel):
+        raise T2RError(f"{base.config.name_or_path or 'the model'} is already a t2r model: give the base model")
     if texts.translates:
         set_languages(base, tokens, source_language, target_language)
     elif source_language or target_language:
@@ -212,7 +218,8 @@ def load_base(
     model: str | PreTrainedModel, tokenizer: Any, place: torch.device, hub: dict[str, Any]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model in float32, for training, and its tokenizer."""
-    if isinstance(model, str):
+    if isinstance(model, str | Path):
+        model = str(model)
         # The model first: a wrong name then fails at the first request, not after one for each tokenizer file.
         base = load_model(model, dtype="float32", device=str(place), **hub)
         tokenizer = tokenizer or load_tokenizer(model, **hub)

@@ -26,10 +26,10 @@ from t2r.errors import T2RError
 from t2r.hub import auto_class, choose_device, explained, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import refuse_unknown
+from t2r.options import RunOptions, check, refuse_unknown
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
-from t2r.storage import check_destination
+from t2r.storage import check_destination, refuse_replacing
 from t2r.tasks.translation import TEACHER
 from t2r.training import processes
 from t2r.training.arithmetic import without_denormals
@@ -119,6 +119,8 @@ def pretrain(
     refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
+    refuse_replacing(config if continued else None, out)
+    check(RunOptions, {"limit": limit, "minutes": minutes, "save_steps": save_steps})
     texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
     if continued and (options or model_overrides or tokenizer is not None):
         raise T2RError("continued training does not change the model: give no tokenizer, model or swap options")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from os.path import realpath
-from pathlib import Path
 from typing import Any
 
 from t2r.errors import T2RError
 from t2r.hub import load_model, load_tokenizer
 from t2r.model.swap import swap
 from t2r.reporting.inspection import Inspection, inspect_model
-from t2r.storage import kind_of, whole_folder
+from t2r.storage import refuse_replacing, whole_folder
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +28,7 @@ def swap_folder(
 
     `options` are those of `swap`. Returns an inspection of the swapped model. Errors are raised before weights are
     loaded."""
-    if kind_of(source) == "folder" and Path(realpath(source)).is_relative_to(realpath(out)):
-        raise T2RError(f"saving to {out} would replace the base model in {source}: choose another folder")
+    refuse_replacing(source, out)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with whole_folder(out, overwrite=overwrite) as folder:
         inspection = inspect_model(source, dtype=dtype, **hub, **options)
