@@ -527,6 +527,17 @@ def test_user_errors():
         Engine(model).submit(prompt.expand(2, -1))
 
 
+@pytest.mark.parametrize("case", ["gpt2", "marian"])
+def test_empty_prompts_are_refused(case):
+    engine = Engine(swapped(case))
+    for shape, message in (((1, 0), "prompt has no tokens"), ((0, 3), "batch has no prompts")):
+        for options in ({}, {"num_beams": 2}, {"do_sample": True}):
+            with pytest.raises(T2RError, match=message):
+                engine.generate(torch.empty(shape, dtype=torch.long), max_new_tokens=2, **options)
+    with pytest.raises(T2RError, match="prompt has no tokens"):
+        engine.submit(torch.empty(0, dtype=torch.long), max_new_tokens=2)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
