@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from os import PathLike
 from pathlib import Path
@@ -154,6 +155,42 @@ def read_base_config(fields: Any, dtype: Any) -> PreTrainedConfig:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise T2RError(f"the configuration's base_config is damaged: {reason}") from error
     return config
+
+
+class ReadsT2R:
+    """Mixin of the configuration classes of swapped models, whose `from_pretrained` reads t2r folders too.
+
+    PEFT calls `type(model.config).from_pretrained(folder)` when it saves an adapter, which `GUARD` would reject. The
+    stock class still rejects the folder, because a stock model would be built from what it returns."""
+
+    base_class: type[PreTrainedConfig]
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        fields, rest = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
+        if fields.get("model_type") == T2RConfig.model_type and isinstance(fields.get("base_config"), dict):
+            fields = fields["base_config"] | {"dtype": fields.get("dtype")}
+        return fields, rest
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle does not find a dynamic class by its name
+        return _blank, (self.base_class,), self.__dict__
+
+
+@functools.cache
+def reading_class(base: Any) -> Any:
+    """Return the configuration class of swapped models whose base model has a configuration of the class `base`.
+
+    It has the name of `base`, by which the Auto classes of transformers find the class of a model or tokenizer."""
+    if issubclass(base, ReadsT2R):
+        return base
+    names = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__")  # a dataclass would define the last two
+    members = {name: getattr(base, name) for name in names}
+    return type(base.__name__, (ReadsT2R, base), {**members, "base_class": base})
+
+
+def _blank(base: Any) -> Any:
+    made = reading_class(base)
+    return made.__new__(made)
 
 
 AutoConfig.register("t2r", T2RConfig, exist_ok=True)

@@ -1,6 +1,9 @@
 """The engine chooses the same tokens as `generate`, independently of other running sequences."""
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -235,6 +238,54 @@ def test_streaming(case):
     assert (ours.parts, ours.ended) == (theirs.parts, theirs.ended)
     with pytest.raises(T2RError, match="one sequence"):
         engine.generate(**given, **how, streamer=Heard())
+    assert not engine.busy
+
+
+def in_threads(works):
+    """Run functions at the same time, each in a thread of its own, and return their results."""
+    together = threading.Barrier(len(works))
+    with ThreadPoolExecutor(len(works)) as pool:
+        running = [pool.submit(lambda work=work: (together.wait(), work())[1]) for work in works]
+        return [work.result() for work in running]
+
+
+def test_calls_of_several_threads():
+    model, given = swapped("gpt2 kept", torch.float32), prompts([5, 2, 7, 4])
+    how = {"max_new_tokens": 8, "do_sample": False}
+    expected = [alone(model, prompt, **how) for prompt in given]
+    engine, times = Engine(model), 2
+
+    def generated(prompt):
+        return [engine.generate(prompt, **how)[0, prompt.shape[1] :].tolist() for _ in range(times)]
+
+    def streamed(prompt):
+        return [[token for _, token in engine.stream(prompt, **how)] for _ in range(times)]
+
+    def each(prompt):
+        return [tokens for _, tokens in engine.generate_each({"input_ids": prompt, **how} for _ in range(times))]
+
+    for works in ([generated] * 4, [generated, streamed, each, streamed]):
+        found = in_threads([partial(work, prompt) for work, prompt in zip(works, given, strict=True)])
+        assert found == [[tokens] * times for tokens in expected]
+    assert not engine.busy
+
+
+def test_tokens_generated_during_another_call_are_not_lost():
+    model, (first, second, third) = swapped("gpt2"), prompts([5, 2, 7])
+    engine = Engine(model, rows=3)
+    stream = engine.stream(first, max_new_tokens=6)
+    heard = [next(stream)[1]]
+    submitted = engine.submit(second, max_new_tokens=8)
+    numbered = engine.generate_each([{"input_ids": first, "max_new_tokens": n} for n in (2, 7)])
+    short = next(numbered)
+    engine.generate(third, max_new_tokens=12)  # all other sequences end meanwhile
+    assert submitted.finished
+    events = list(engine.run())
+    assert [token for _, token in events] == alone(model, second, max_new_tokens=8)
+    assert {sequence for sequence, _ in events} == {submitted}
+    heard += [token for _, token in stream]
+    assert heard == alone(model, first, max_new_tokens=6)
+    assert [short, *numbered] == [(i, alone(model, first, max_new_tokens=n)) for i, n in enumerate((2, 7))]
     assert not engine.busy
 
 
@@ -474,6 +525,17 @@ def test_user_errors():
         Engine(model).submit(prompt, num_beams=2)
     with pytest.raises(T2RError, match="submit each"):
         Engine(model).submit(prompt.expand(2, -1))
+
+
+@pytest.mark.parametrize("case", ["gpt2", "marian"])
+def test_empty_prompts_are_refused(case):
+    engine = Engine(swapped(case))
+    for shape, message in (((1, 0), "prompt has no tokens"), ((0, 3), "batch has no prompts")):
+        for options in ({}, {"num_beams": 2}, {"do_sample": True}):
+            with pytest.raises(T2RError, match=message):
+                engine.generate(torch.empty(shape, dtype=torch.long), max_new_tokens=2, **options)
+    with pytest.raises(T2RError, match="prompt has no tokens"):
+        engine.submit(torch.empty(0, dtype=torch.long), max_new_tokens=2)
 
 
 @pytest.mark.cuda

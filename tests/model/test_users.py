@@ -1,13 +1,16 @@
 """Common uses of Hugging Face models work, or raise a one-line error."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from accelerate import dispatch_model
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel, LlamaForCausalLM
 
 import t2r
 import t2r.attention.recurrence
-from families import PAD, VOCABULARY, batch, real_positions, tiny
+from families import PAD, VOCABULARY, batch, is_seq2seq, real_positions, tiny
 from t2r import T2RError
 
 FORGETS = {"decay": True, "rotary": False, "activation": "softmax", "shared": False, "feature_size": 8}
@@ -172,6 +175,36 @@ def test_an_adapter_of_a_model_swapped_in_memory_does_not_load_on_the_base_model
     adapted.save_pretrained(tmp_path / "adapter")
     with pytest.raises(OSError, match="swapped by t2r in memory"):
         peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_an_adapter_of_a_loaded_model_is_saved_and_loaded(model_type, tmp_path):
+    """PEFT reads the configuration of the folder with the class of `model.config`, to find resized embeddings."""
+    peft = pytest.importorskip("peft")
+    swapped(model_type, torch.float32).save_pretrained(tmp_path / "swapped")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "swapped")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    inputs = batch(model_type)
+    assert torch.equal(loaded(**inputs).logits, adapted(**inputs).logits)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "adaptive_lm", "fsmt", "t5"])
+def test_the_class_of_a_configuration_reads_t2r_folders_and_stock_folders(model_type, tmp_path):
+    base, model = tiny(model_type, torch.float32), swapped(model_type, torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "swapped")
+    config = model.config
+    assert isinstance(config, type(base.config))
+    for same in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert type(same) is type(config)
+        assert same.to_dict() == config.to_dict()
+    for folder in ("base", "swapped"):
+        read = type(config).from_pretrained(tmp_path / folder)
+        assert (read.vocab_size, read.dtype) == (base.config.vocab_size, torch.float32)
+    auto = AutoModelForSeq2SeqLM if is_seq2seq(model_type) else AutoModelForCausalLM
+    assert type(auto.from_config(config)) is type(base)
 
 
 def test_objects_that_are_not_models():

@@ -24,7 +24,7 @@ from t2r.attention.interface import NAME, UNMASKED
 from t2r.attention.layers import RecurrentLayer
 from t2r.attention.masks import Padding, refuse_full_mask
 from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, StaticSourceLayer, StaticT2RCache
-from t2r.config import OPTIONS, T2RConfig
+from t2r.config import OPTIONS, T2RConfig, reading_class
 from t2r.errors import T2RError
 from t2r.model.saving import SavedModel
 from t2r.ops.constants import constant_weights
@@ -55,6 +55,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
         """Store the swap configuration and the family of the model."""
         self.t2r_config = t2r_config
         self.t2r_family = family_of(self)  # type: ignore[arg-type]
+        self.config.__class__ = reading_class(cast(Any, type(self.config)))
         self.config.t2r = {name: getattr(t2r_config, name) for name in (*OPTIONS, "merged")}
 
     # --- Forward --------------------------------------------------------------------------------------------
@@ -388,3 +389,7 @@ def note_padding(inputs: dict[str, Any]) -> None:
 
 transformers.AutoModelForCausalLM.register(T2RConfig, T2RForCausalLM, exist_ok=True)
 transformers.AutoModelForSeq2SeqLM.register(T2RConfig, T2RForSeq2SeqLM, exist_ok=True)
+# The Auto classes find the classes of transformers by the name of the configuration class, but not registered ones.
+transformers.AutoModelForCausalLM.register(
+    reading_class(architectures.AdaptiveLMConfig), architectures.AdaptiveLMForCausalLM, exist_ok=True
+)

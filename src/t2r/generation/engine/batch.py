@@ -6,6 +6,7 @@ rows, and freed when the sequence ends.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -48,6 +49,10 @@ class RunningBatch:
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []
         self.free: list[int] = []
+        self.events: list[Event] = []
+        """New tokens of submitted sequences that `step` has not returned yet. Other calls generate them too."""
+        self.lock = threading.RLock()
+        """Held while the rows or the lists above are used, but not while a generator waits for its consumer."""
 
     def admitted(self, request: Request, state: Any, seed: int | None, keep_state: bool) -> Group:
         """Make a group of sequences and add it to the waiting groups."""
@@ -60,25 +65,35 @@ class RunningBatch:
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence immediately and free its row."""
-        sequence.finished = True
-        self.release()
-        self.waiting = deque(group for group in self.waiting if group.running)
+        with self.lock:
+            sequence.finished = True
+            self.release()
+            self.waiting = deque(group for group in self.waiting if group.running)
 
     def run(self) -> Iterator[Event]:
-        """Yield every new token until no sequence is running or waiting."""
-        while self.busy:
+        """Yield every new token of submitted sequences until no sequence is running or waiting."""
+        while self.busy or self.events:
             yield from self.step()
 
     @property
     def busy(self) -> bool:
         return bool(self.groups or self.waiting)
 
-    @torch.no_grad()
     def step(self) -> list[Event]:
-        """Start waiting sequences if there is room, and advance the running ones by one to `look_every` tokens."""
-        events = self.start_waiting()
-        if not self.groups:
+        """Start waiting sequences if there is room, and advance the running ones by one to `look_every` tokens.
+
+        Returns the new tokens of submitted sequences, with those that other calls generated since the last step."""
+        with self.lock:
+            self.advance()
+            events, self.events = self.events, []
             return events
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Do the work of `step`. The caller holds the lock."""
+        self.start_waiting()
+        if not self.groups:
+            return
         assert self.decode is not None
         tokens = self.decoded()
         for group in self.groups:
@@ -90,11 +105,10 @@ class RunningBatch:
             else:
                 own = [[] if s.row is None else tokens[s.row] for s in group.sequences]
             new = group.advance(own)
-            events += new
+            self.events += new if group.submitted else []
             for sequence in (event.sequence for event in new if group.keep_state and event.sequence.finished):
                 sequence.state = self.decode.own.take(sequence.row)
         self.release()
-        return events
 
     def decoded(self) -> list[list[int]]:
         """Run the decoding step one or more times, and return the new tokens of every row.
@@ -115,20 +129,19 @@ class RunningBatch:
     # --- Rows -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start_waiting(self) -> list[Event]:
+    def start_waiting(self) -> None:
         """Start the waiting groups for which there is room."""
-        events = []
         while self.waiting and self.has_room(self.waiting[0]):
-            events += self.start(self.waiting.popleft())
-        return events
+            self.start(self.waiting.popleft())
 
-    def start(self, group: Group) -> list[Event]:
+    def start(self, group: Group) -> None:
         """Prefill the prompts of a group, choose their first tokens and assign rows."""
         decode = self.make_room(group)
         decode.forbid(group.forbidden)
         cache, logits = prefill(self.model, group.request, group.state)
         chosen = group.choose(logits)
-        events = group.advance(chosen[:, None].tolist())
+        new = group.advance(chosen[:, None].tolist())
+        self.events += new if group.submitted else []
         self.groups.append(group)
         index = []
         for i, sequence in enumerate(group.sequences):
@@ -143,7 +156,6 @@ class RunningBatch:
             decode.put_rows(rows, cache, which, chosen[which], group.plain, group.request.source_mask)
         group.request.inputs.pop("past_key_values", None)  # the rows have copies
         self.release()
-        return events
 
     def release(self) -> None:
         """Free the rows of finished sequences."""

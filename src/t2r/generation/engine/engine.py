@@ -47,6 +47,10 @@ class Engine(RunningBatch):
     The model must not change while an engine uses it. A captured step holds copies of some weights and values computed
     from others, and they are not refreshed: after training, merging or switching adapters, make a new engine.
 
+    Several threads can use one engine. Their calls run one after the other, and each returns its own tokens; between
+    two tokens of `stream`, `run` and `generate_each`, other calls can run. `step` and `run` return the tokens of all
+    submitted sequences, so one thread should call them.
+
     Args:
         model: a swapped model.
         generation_config: default options of all calls. None: those of the model.
@@ -113,13 +117,15 @@ class Engine(RunningBatch):
             streamer: receives the tokens as they are generated. Requires a single sequence.
             options: options of `model.generate`.
         """
-        try:
-            return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
-        except ForGenerate as reason:
-            self.say_elsewhere(reason)
+        with self.lock:
+            try:
+                return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
+            except ForGenerate as reason:
+                self.say_elsewhere(reason)
         options["generation_config"] = options.get("generation_config") or self.generation_config
         sequences: Tensor
-        with seeding(seed, self.model.device):
+        # A seed is set in torch's default generator, which all threads share.
+        with self.lock, seeding(seed, self.model.device):
             if state is not None:
                 sequences = self.model.continue_from(state, input_ids, streamer=streamer, **options)
             else:
@@ -143,29 +149,31 @@ class Engine(RunningBatch):
         Raises:
             ForGenerate: if the engine does not support the call.
         """
-        request = self.prepared(input_ids, state, keep_state, options)
-        if uses_beams(request):
-            if keep_state or streamer is not None:
-                raise ForGenerate("beam search with a streamer or a kept state is requested")
-            return self.search(request, state, seed)
-        if streamer is not None and request.ids.shape[0] > 1:
-            raise T2RError("a streamer supports one sequence only: use engine.stream for a batch")
-        group = self.admitted(request, state, seed, keep_state)
-        if streamer is not None:
-            streamer.put(request.ids.cpu())
-        for event in self.until_done(group):
+        with self.lock:
+            request = self.prepared(input_ids, state, keep_state, options)
+            if uses_beams(request):
+                if keep_state or streamer is not None:
+                    raise ForGenerate("beam search with a streamer or a kept state is requested")
+                return self.search(request, state, seed)
+            if streamer is not None and request.ids.shape[0] > 1:
+                raise T2RError("a streamer supports one sequence only: use engine.stream for a batch")
+            group = self.admitted(request, state, seed, keep_state)
             if streamer is not None:
-                streamer.put(torch.tensor([event.token]))
-        if streamer is not None:
-            streamer.end()
-        return group
+                streamer.put(request.ids.cpu())
+            for event in self.until_done(group):
+                if streamer is not None:
+                    streamer.put(torch.tensor([event.token]))
+            if streamer is not None:
+                streamer.end()
+            return group
 
     def stream(
         self, input_ids: Tensor, *, state: T2RCache | None = None, seed: int | None = None, **options: Any
     ) -> Iterator[tuple[int, int]]:
         """Yield pairs of the index of a sequence in the batch and its next token."""
         try:
-            group = self.admitted(self.prepared(input_ids, state, False, options), state, seed, False)
+            with self.lock:
+                group = self.admitted(self.prepared(input_ids, state, False, options), state, seed, False)
         except ForGenerate as reason:
             raise T2RError(f"the engine cannot stream this call: {reason}") from reason
         for event in self.until_done(group):
@@ -209,14 +217,16 @@ class Engine(RunningBatch):
         The options are those of `generate`. With `keep_state`, the finished sequence has its state."""
         input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
-        try:
-            group = self.admitted(self.prepared(input_ids, state, keep_state, options), state, seed, keep_state)
-        except ForGenerate as reason:
-            raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
-        if len(group.sequences) != 1:
-            self.waiting.remove(group)
-            raise T2RError(f"submit requires one sequence; got {len(group.sequences)}: submit each of them")
-        return group.sequences[0]
+        with self.lock:
+            try:
+                group = self.admitted(self.prepared(input_ids, state, keep_state, options), state, seed, keep_state)
+            except ForGenerate as reason:
+                raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
+            if len(group.sequences) != 1:
+                self.waiting.remove(group)
+                raise T2RError(f"submit requires one sequence; got {len(group.sequences)}: submit each of them")
+            group.submitted = True
+            return group.sequences[0]
 
     def generate_each(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[int]]]:
         """Generate for many batches of prompts. Yields the number of each prompt, from 0, and its new tokens.
@@ -237,18 +247,22 @@ class Engine(RunningBatch):
         batch = next(left, None)
         try:
             while batch is not None or numbers:
-                events: list[Event] = []
-                while batch is not None and not self.waiting:
-                    options = dict(batch)
-                    request = self.prepared(options.pop("input_ids"), None, False, options)
-                    for sequence in self.admitted(request, None, None, False).sequences:
-                        numbers[sequence] = count
-                        count += 1
-                    events += self.start_waiting()
-                    batch = next(left, None)
-                for sequence, _ in events + self.step():
-                    if sequence.finished and sequence in numbers:
-                        yield numbers.pop(sequence), sequence.tokens
+                while batch is not None:
+                    with self.lock:
+                        if self.waiting:
+                            break
+                        options = dict(batch)
+                        request = self.prepared(options.pop("input_ids"), None, False, options)
+                        for sequence in self.admitted(request, None, None, False).sequences:
+                            numbers[sequence] = count
+                            count += 1
+                        self.start_waiting()
+                    batch = next(left, None)  # may wait for a thread that uses the engine
+                with self.lock:
+                    self.advance()
+                    ended = [sequence for sequence in numbers if sequence.finished]
+                for sequence in ended:
+                    yield numbers.pop(sequence), sequence.tokens
         finally:
             for sequence in list(numbers):  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)
@@ -272,11 +286,21 @@ class Engine(RunningBatch):
             return prepare(self.model, input_ids.to(device), options, self.generation_config)
 
     def until_done(self, group: Group) -> Iterator[Event]:
-        """Run until a group is finished. Other running sequences are advanced too."""
-        own = set(group.sequences)
+        """Run until a group is finished, and yield its tokens. Other running sequences are advanced too.
+
+        The tokens are read from the sequences, because other calls may advance them between two tokens."""
+        read, done = [0] * len(group.sequences), False
         try:
-            while group.running:
-                yield from (event for event in self.step() if event.sequence in own)
+            while not done:
+                with self.lock:
+                    if group.running:
+                        self.advance()
+                    done = not group.running
+                    start, read = read, [len(sequence.tokens) for sequence in group.sequences]
+                    new = [
+                        Event(s, token) for s, n in zip(group.sequences, start, strict=True) for token in s.tokens[n:]
+                    ]
+                yield from new
         finally:
             for sequence in group.running:  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)

@@ -93,11 +93,16 @@ def prepare(
 
     Raises:
         ForGenerate: if the engine does not support the call.
+        T2RError: if there are no prompts, or they have no tokens.
     """
     options = dict(options)
     for name in GIVEN:
         if options.get(name) is not None:
             raise ForGenerate(f"{name} is given")
+    if input_ids.shape[0] == 0:
+        raise T2RError("the batch has no prompts: give at least one")
+    if input_ids.shape[-1] == 0:
+        raise T2RError("a prompt has no tokens: give at least one, for example the BOS token")
     tokenizer = options.pop("tokenizer", None)
     generation_config = options.pop("generation_config", None) or generation_config
     if generation_config is not None:

@@ -54,6 +54,8 @@ class Group:
     def __init__(self, request: Request, state: Any, generator: torch.Generator | None, keep_state: bool) -> None:
         self.request, self.state, self.generator, self.keep_state = request, state, generator, keep_state
         config, ids = request.config, request.ids
+        self.submitted = False
+        """Whether `step` returns the new tokens. Those of other groups are returned by the call that made the group."""
         self.sequences = [Sequence(i) for i in range(ids.shape[0])]
         eos = [c.eos_token_id.tolist() for c in request.criteria if isinstance(c, EosTokenCriteria)]
         self.stops = {token for tokens in eos for token in tokens}
