@@ -310,6 +310,32 @@ def test_generate_in_all_its_forms(run, folders, tmp_path, model_type, kind):
     assert run("generate", folder, *GREEDY, "--batch-size", 2, stdin="\n".join(TEXT)) == (0, lines, "")
 
 
+@pytest.mark.parametrize("from_file", [False, True], ids=["stdin", "file"])
+def test_lines_end_with_a_newline_only(run, folders, tmp_path, from_file):
+    given = "\ufeffthe cat\u2028sat\r\na\x85dog\fran\x1d\n\nthe\rdog\n"
+    prompts = ["the cat\u2028sat", "a\x85dog\fran\x1d", "", "the\rdog"]
+    (tmp_path / "prompts").write_bytes(given.encode())
+    source = ["--file", tmp_path / "prompts"] if from_file else []
+    done = run("generate", folders / "llama-t2r", *GREEDY, "--json", *source, stdin="" if from_file else given)
+    assert [json.loads(line)["prompt"] for line in done.stdout.removesuffix("\n").split("\n")] == prompts
+
+
+def test_a_state_is_of_the_unchanged_document(run, folders, tmp_path, monkeypatch):
+    from t2r.generation import state
+
+    read = []
+
+    def read_document(model, words, text, *rest, real=state.read_document):
+        read.append(text)
+        return real(model, words, text, *rest)
+
+    monkeypatch.setattr(state, "read_document", read_document)
+    (tmp_path / "document").write_bytes("\ufeffthe cat\r\nsat\f\n\n".encode())
+    words = ["--file", tmp_path / "document", "--save-state", tmp_path / "state"]
+    assert run("generate", folders / "llama-t2r", *words).code == 0
+    assert read == ["the cat\r\nsat\f\n\n"]
+
+
 @both
 def test_beams_and_several_sequences(run, folders, model_type):
     folder = folders / f"{model_type}-t2r"
