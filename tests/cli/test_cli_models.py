@@ -348,6 +348,34 @@ def test_beams_and_several_sequences(run, folders, model_type):
     assert [[x["text"], *x["alternatives"]] for x in objects] == texts
 
 
+@pytest.fixture(scope="module")
+def beams(folders) -> Path:
+    """Models whose own default is a beam search."""
+    for name in ("llama", "llama-t2r"):
+        shutil.copytree(folders / name, folders / "beams" / name)
+        path = folders / "beams" / name / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_beams": 3, "early_stopping": True}))
+    return folders / "beams"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-t2r"])
+def test_a_model_with_beams_by_default(run, folders, beams, name):
+    (text,) = expected(beams / name, TEXT[:1])[0]
+    assert run("generate", beams / name, TEXT[0], *GREEDY) == (0, " ".join(text.splitlines()) + "\n", "")
+    greedy = run("generate", folders / name, *GREEDY, stdin=Terminal(TEXT[0]))
+    assert greedy.code == 0
+    assert run("generate", beams / name, *GREEDY, stdin=Terminal(TEXT[0])) == greedy
+    code, _, stderr = run("generate", beams / name, "--num-beams", 2, stdin=Terminal(TEXT[0]))
+    assert code == 2
+    assert "one answer at a time" in stderr
+
+
+def test_a_blank_prompt_has_as_many_lines_as_the_others(run, folders):
+    words = ["--num-beams", 2, "--num-return-sequences", 2]
+    lines = run("generate", folders / "llama-t2r", TEXT[0], " ", TEXT[1], *GREEDY, *words).stdout.split("\n")
+    assert [i for i, line in enumerate(lines) if not line] == [2, 3, 6]
+
+
 def test_sampling_follows_its_seed(run, folders):
     words = [*GREEDY, "--do-sample", "--temperature", 1.5, "--top-k", 20, "--top-p", 0.9, "--repetition-penalty", 1.2]
     outputs = [run("generate", folders / "llama-t2r", TEXT[0], *words, "--seed", s).stdout for s in (1, 1, 2, 3)]

@@ -109,7 +109,8 @@ def generate(
         if given is None:
             _converse(loaded, tokenizer, state, seed, options)
             return
-        ways = [options.get(name) or 1 for name in ("num_beams", "num_return_sequences")]
+        own = loaded.generation_config
+        ways = [options.get(name) or getattr(own, name) or 1 for name in ("num_beams", "num_return_sequences")]
         stream = len(given.prompts) == 1 and not as_json and ways == [1, 1]
 
         def show(completion: Any) -> None:
