@@ -184,7 +184,7 @@ def checked_output() -> Iterator[None]:
     if stream is None:  # closed by the caller
         yield
         return
-    sys.stdout = Output(stream)  # type: ignore[assignment]
+    sys.stdout = Output(stream)
     try:
         yield
         sys.stdout.flush()
