@@ -1,5 +1,6 @@
 """Atomic and resumable writing of files and folders, by one or several processes."""
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from t2r.errors import T2RError
-from t2r.storage import json_text, kind_of, resumable_file, take_lock, whole_file, whole_folder, write_text
+from t2r.storage import json_text, kind_of, resumable_file, take_lock, whole_file, whole_folder, write_text, writing
 
 
 def files(folder):
@@ -197,3 +198,19 @@ def test_a_failed_block_leaves_no_folder(tmp_path):
         fail()
     assert files(tmp_path) == {}
     assert os.listdir(tmp_path / "new") == []
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "free some disk space and repeat the command to resume"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "free some disk space and repeat the command to resume"),
+        (RuntimeError("file write failed"), "free some disk space and repeat the command to resume"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), "cannot be written: Permission denied"),
+        (OSError("odd"), "cannot be written: odd"),
+    ],
+)
+def test_only_a_full_disk_needs_space(tmp_path, error, says):
+    with pytest.raises(T2RError) as raised, writing(tmp_path):
+        raise error
+    assert str(raised.value).endswith(says)

@@ -143,16 +143,19 @@ def complete_parts(partial: Path, lines: int) -> int:
 
 
 @contextmanager
-def writing(place: Path) -> Iterator[None]:
-    """Convert write errors of torch, safetensors and Python, such as a full disk, to T2RError."""
+def writing(place: Path, *, then: str = "repeat the command to resume") -> Iterator[None]:
+    """Convert write errors of torch, safetensors and Python, such as a full disk, to T2RError.
+
+    `then` is what to do when there is space again."""
     try:
         yield
     except T2RError:
         raise
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise T2RError(
-            f"{place} cannot be written ({error}): free some disk space and repeat the command to resume"
-        ) from error
+        # Errors of torch and safetensors have no number: a full disk is the most likely cause.
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise T2RError(f"{place} cannot be written: {error.strerror or error}") from error
+        raise T2RError(f"{place} cannot be written ({error}): free some disk space and {then}") from error
 
 
 @contextmanager

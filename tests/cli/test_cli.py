@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import resource
 import subprocess
@@ -167,3 +168,35 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, says):
 def test_debug_lets_the_error_through(run, arguments, debug):
     with pytest.raises(t2r.T2RError, match="no dtype"):
         run(*arguments, "bench", "ops", "--dtype", "int3", debug=debug)
+
+
+FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize(
+    ("opened", "code", "says"),
+    [
+        pytest.param(
+            lambda: os.open("/dev/full", os.O_WRONLY),
+            2,
+            "t2r: standard output cannot be written: No space left on device\n",
+            marks=FULL,
+            id="full",
+        ),
+        pytest.param(closed_pipe, cli.CLOSED, "", id="closed"),
+    ],
+)
+@pytest.mark.parametrize("command", ["--version", "--help", "info", "info --json"])
+def test_output_that_cannot_be_written(run, monkeypatch, opened, code, says, command):
+    with os.fdopen(opened(), "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        outcome = run(*command.split())
+        stream.flush()  # what could not be written is dropped, so that Python does not fail at its exit
+    assert (outcome.code, outcome.stderr) == (code, says)
+    assert sys.stdout is stream

@@ -310,6 +310,32 @@ def test_generate_in_all_its_forms(run, folders, tmp_path, model_type, kind):
     assert run("generate", folder, *GREEDY, "--batch-size", 2, stdin="\n".join(TEXT)) == (0, lines, "")
 
 
+@pytest.mark.parametrize("from_file", [False, True], ids=["stdin", "file"])
+def test_lines_end_with_a_newline_only(run, folders, tmp_path, from_file):
+    given = "\ufeffthe cat\u2028sat\r\na\x85dog\fran\x1d\n\nthe\rdog\n"
+    prompts = ["the cat\u2028sat", "a\x85dog\fran\x1d", "", "the\rdog"]
+    (tmp_path / "prompts").write_bytes(given.encode())
+    source = ["--file", tmp_path / "prompts"] if from_file else []
+    done = run("generate", folders / "llama-t2r", *GREEDY, "--json", *source, stdin="" if from_file else given)
+    assert [json.loads(line)["prompt"] for line in done.stdout.removesuffix("\n").split("\n")] == prompts
+
+
+def test_a_state_is_of_the_unchanged_document(run, folders, tmp_path, monkeypatch):
+    from t2r.generation import state
+
+    read = []
+
+    def read_document(model, words, text, *rest, real=state.read_document):
+        read.append(text)
+        return real(model, words, text, *rest)
+
+    monkeypatch.setattr(state, "read_document", read_document)
+    (tmp_path / "document").write_bytes("\ufeffthe cat\r\nsat\f\n\n".encode())
+    words = ["--file", tmp_path / "document", "--save-state", tmp_path / "state"]
+    assert run("generate", folders / "llama-t2r", *words).code == 0
+    assert read == ["the cat\r\nsat\f\n\n"]
+
+
 @both
 def test_beams_and_several_sequences(run, folders, model_type):
     folder = folders / f"{model_type}-t2r"
@@ -320,6 +346,34 @@ def test_beams_and_several_sequences(run, folders, model_type):
     assert run("generate", folder, *TEXT[:2], *GREEDY, *words).stdout == lines
     objects = [json.loads(x) for x in run("generate", folder, *TEXT[:2], *GREEDY, *words, "--json").stdout.splitlines()]
     assert [[x["text"], *x["alternatives"]] for x in objects] == texts
+
+
+@pytest.fixture(scope="module")
+def beams(folders) -> Path:
+    """Models whose own default is a beam search."""
+    for name in ("llama", "llama-t2r"):
+        shutil.copytree(folders / name, folders / "beams" / name)
+        path = folders / "beams" / name / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_beams": 3, "early_stopping": True}))
+    return folders / "beams"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-t2r"])
+def test_a_model_with_beams_by_default(run, folders, beams, name):
+    (text,) = expected(beams / name, TEXT[:1])[0]
+    assert run("generate", beams / name, TEXT[0], *GREEDY) == (0, " ".join(text.splitlines()) + "\n", "")
+    greedy = run("generate", folders / name, *GREEDY, stdin=Terminal(TEXT[0]))
+    assert greedy.code == 0
+    assert run("generate", beams / name, *GREEDY, stdin=Terminal(TEXT[0])) == greedy
+    code, _, stderr = run("generate", beams / name, "--num-beams", 2, stdin=Terminal(TEXT[0]))
+    assert code == 2
+    assert "one answer at a time" in stderr
+
+
+def test_a_blank_prompt_has_as_many_lines_as_the_others(run, folders):
+    words = ["--num-beams", 2, "--num-return-sequences", 2]
+    lines = run("generate", folders / "llama-t2r", TEXT[0], " ", TEXT[1], *GREEDY, *words).stdout.split("\n")
+    assert [i for i, line in enumerate(lines) if not line] == [2, 3, 6]
 
 
 def test_sampling_follows_its_seed(run, folders):

@@ -95,3 +95,20 @@ def test_mistakes(world, tmp_path, command, words):
     with pytest.raises(T2RError) as error:
         run(*command.format(w=world, o=tmp_path / "out").split())
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"), [("{w}/test.src", "is not a folder"), ("{w}/test.src/texts", "Not a directory")]
+)
+def test_where_translations_cannot_be_saved_is_known_first(world, monkeypatch, outputs, words):
+    monkeypatch.setattr("t2r.evaluation.translation.translate", lambda *_, **__: pytest.fail("translated"))
+    command = "evaluate {w}/teacher --src {w}/test.src --ref {w}/test.tgt --outputs " + outputs
+    with pytest.raises(T2RError, match=words):
+        run(*command.format(w=world).split())
+
+
+def test_translations_that_cannot_be_saved(world, tmp_path):
+    (tmp_path / "texts" / "1-teacher.txt").mkdir(parents=True)
+    command = "evaluate {w}/teacher --src {w}/test.src --ref {w}/test.tgt --limit 1 --beams 1 --outputs {o}/texts"
+    with pytest.raises(T2RError, match="cannot be written: Is a directory"):
+        run(*command.format(w=world, o=tmp_path).split())

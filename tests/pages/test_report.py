@@ -138,6 +138,25 @@ def test_no_results(tmp_path):
     assert not list(tmp_path.glob("*.html"))
 
 
+@pytest.mark.parametrize(
+    "content",
+    ['{"stages": [], "task": "x"}', '{"stages": {"a": 1}}', '{"by_distance": []}', '{"rows": [], "settings": {}}',
+     '{"experiment": "x"}', '[{"model": 3}]', '[{"model": "x"}, 3]'],
+)  # fmt: skip
+def test_results_of_another_form(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(T2RError, match="not a complete result"):
+        t2r.report(tmp_path / "x.json")
+    assert not list(tmp_path.glob("*.html"))
+
+
+@pytest.mark.parametrize("out", ["", "/"])
+def test_a_page_without_a_name(tmp_path, out):
+    (tmp_path / "x.json").write_text('{"stages": {}}')
+    with pytest.raises(T2RError, match="out must be the path of the HTML file"):
+        t2r.report(tmp_path / "x.json", out)
+
+
 @pytest.mark.skipif(browser.PROGRAM is None, reason="no Chromium or Chrome is installed")
 def test_in_a_browser(tmp_path, conversion, grid):
     (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))

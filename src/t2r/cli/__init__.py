@@ -27,6 +27,7 @@ from t2r.cli import (
     reproduce,
     swap,
 )
+from t2r.cli.common import OutputError, checked_output
 from t2r.cli.stages import ShowsRecipe
 from t2r.errors import T2RError
 
@@ -63,13 +64,14 @@ def main() -> None:
     try:
         arguments = sys.argv[1:] or ["--help"]
         check_arguments(arguments)
-        sys.exit(app(arguments, prog_name="t2r", standalone_mode=False))
+        with checked_output():
+            code = app(arguments, prog_name="t2r", standalone_mode=False)
+        sys.exit(code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # the reader of the output has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(CLOSED)
     except Exception as error:
+        if isinstance(error, OutputError) and error.closed:
+            sys.exit(CLOSED)
         if os.environ.get("T2R_DEBUG") or (message := _mistake(error)) is None:
             raise
     print(f"t2r: {message}", file=sys.stderr)
@@ -87,7 +89,7 @@ def check_arguments(arguments: list[str]) -> None:
 
 def _mistake(error: Exception) -> str | None:
     """Return the message of a user error, or None for any other error."""
-    if isinstance(error, T2RError):
+    if isinstance(error, T2RError | OutputError):
         return " ".join(str(error).split())
     # Usage errors of typer are recognized by their method: their class is click's in older versions of typer and a
     # private one in newer versions.

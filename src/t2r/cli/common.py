@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -145,6 +145,57 @@ def parse_layers(text: str) -> list[int] | str:
 
 
 # --- Printing -----------------------------------------------------------------------------------------------
+
+
+class OutputError(Exception):
+    """Standard output cannot be written. Not an OSError: typer and rich exit with code 1 if a pipe is closed."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(f"standard output cannot be written: {cause.strerror or cause}")
+        self.closed = isinstance(cause, BrokenPipeError)
+
+
+class Output:
+    """A text stream whose write errors are OutputError."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            raise OutputError(error) from error
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError as error:
+            raise OutputError(error) from error
+
+
+@contextmanager
+def checked_output() -> Iterator[None]:
+    """Raise OutputError if standard output cannot be written, in the block or at its end."""
+    stream = sys.stdout
+    if stream is None:  # closed by the caller
+        yield
+        return
+    sys.stdout = Output(stream)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = stream
+        try:
+            stream.flush()
+        except OSError:  # Python would report at its exit what could not be written
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

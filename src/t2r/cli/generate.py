@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -28,6 +28,14 @@ from t2r.cli.common import (
 from t2r.errors import T2RError
 from t2r.options import GenerationOptions, options_of
 from t2r.storage import kind_of
+
+
+class Given(NamedTuple):
+    """What the user gave to the command."""
+
+    prompts: list[str]
+    document: str
+    """The same text, unchanged, for a state."""
 
 
 @takes("options", options_of(GenerationOptions).values())
@@ -72,7 +80,7 @@ def generate(
 
     To read a long document once and query it many times, save its state with --save-state and use --load-state.
     """
-    texts = _prompts(prompts, file)
+    given = _given(prompts, file)
     if save_state is not None:
         _check_place(save_state)
 
@@ -90,19 +98,20 @@ def generate(
         if load_state is not None:
             state = loaded.load_state(load_state)
         if save_state is not None:
-            if texts is None:
+            if given is None:
                 raise T2RError("no document: give one as an argument, with --file, or on standard input")
             with _progress(quiet or as_json) as on_tokens:
-                state = read_document(loaded, tokenizer, "\n".join(texts), state, on_tokens)
+                state = read_document(loaded, tokenizer, given.document, state, on_tokens)
             state.save(save_state)
             if not quiet:
                 _say(describe_state(save_state), save_state, as_json)
             return
-        if texts is None:
+        if given is None:
             _converse(loaded, tokenizer, state, seed, options)
             return
-        ways = [options.get(name) or 1 for name in ("num_beams", "num_return_sequences")]
-        stream = len(texts) == 1 and not as_json and ways == [1, 1]
+        own = loaded.generation_config
+        ways = [options.get(name) or getattr(own, name) or 1 for name in ("num_beams", "num_return_sequences")]
+        stream = len(given.prompts) == 1 and not as_json and ways == [1, 1]
 
         def show(completion: Any) -> None:
             if as_json:
@@ -115,7 +124,7 @@ def generate(
 
         run(
             loaded,
-            texts,
+            given.prompts,
             tokenizer=tokenizer,
             batch_size=batch_size,
             chat=chat,
@@ -176,24 +185,32 @@ def _check_place(path: Path) -> None:
         raise T2RError(f"cannot save the state: the folder {path.absolute().parent} does not exist")
 
 
-def _prompts(arguments: list[str] | None, file: Path | None) -> list[str] | None:
-    """Return the prompts from the arguments, the file or standard input. None: start a chat."""
+def _given(arguments: list[str] | None, file: Path | None) -> Given | None:
+    """Return the arguments, or the lines of the file or of standard input. None: start a chat."""
     if arguments and file is not None:
         raise T2RError("give prompts as arguments or with --file, not both")
     if arguments:
-        prompts, where = arguments, "the arguments"
+        given, where = Given(arguments, "\n".join(arguments)), "the arguments"
     elif file is not None:
         try:
-            prompts, where = file.read_text(encoding="utf-8").splitlines(), str(file)
+            text = file.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise T2RError(f"{file} cannot be read: {error}") from error
+        given, where = _lines(text), str(file)
     elif sys.stdin is None or sys.stdin.isatty():
         return None
     else:
-        prompts, where = _standard_input().splitlines(), "standard input"
-    if not any(prompt.strip() for prompt in prompts):
+        given, where = _lines(_standard_input()), "standard input"
+    if not any(prompt.strip() for prompt in given.prompts):
         raise T2RError(f"no prompt in {where}: give one per line, not all of them blank")
-    return prompts
+    return given
+
+
+def _lines(text: str) -> Given:
+    """Split a text into lines. A byte order mark is not part of the text."""
+    text = text.removeprefix("\ufeff")
+    lines = text.removesuffix("\n").split("\n")  # splitlines() also splits inside lines, at U+2028 or a form feed
+    return Given([line.removesuffix("\r") for line in lines], text)
 
 
 def _standard_input() -> str:

@@ -33,7 +33,7 @@ from t2r.generation.translation import translate
 from t2r.hub import load_config, load_model, need_tokenizer
 from t2r.model.logits import Readout, evaluating, logits_at_once, widened
 from t2r.options import RunOptions
-from t2r.storage import write_text
+from t2r.storage import kind_of, write_text, writing
 
 
 def token_scores(
@@ -95,6 +95,8 @@ def evaluate_translation(
     The memory of causal and of cross attention is that of a translation of the mean length of the sources.
     With several models, intervals and p-values of a paired bootstrap against the first are added."""
     metrics(tokenize)  # fails early
+    if outputs is not None and kind_of(outputs) in ("file", "other"):
+        raise T2RError(f"{outputs} is not a folder: give a folder to save the translations in")
     for model in models:
         config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
         if not config.is_encoder_decoder:
@@ -107,6 +109,9 @@ def evaluate_translation(
     systems: list[list[str]] = []
     lengths: list[int] = []
     language = language_of(reference, target_language)
+    if outputs is not None:  # before the translations, which take long
+        with writing(Path(outputs), then="repeat the command"):
+            Path(outputs).mkdir(parents=True, exist_ok=True)
     for number, model in enumerate(models):
         own, words = opened(model, tokenizer, dtype, device)
         set_languages(own, words, source_language, target_language)
@@ -130,8 +135,8 @@ def evaluate_translation(
             result |= {f"{metric}_difference": result[metric] - results[0][metric] for metric in ("bleu", "chrf")}
         if outputs is not None:
             path = Path(outputs) / f"{number + 1}-{Path(name).name}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, "".join(f"{text}\n" for text in texts))
+            with writing(path, then="repeat the command"):
+                write_text(path, "".join(f"{text}\n" for text in texts))
             result["output"] = str(path)
         results.append(result)
         del own

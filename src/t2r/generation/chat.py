@@ -60,8 +60,10 @@ class Conversation:
         if model.config.is_encoder_decoder:
             raise T2RError("a conversation requires a language model: give texts to translate as arguments or on stdin")
         self.model, self.tokenizer, self.state = model, tokenizer, state
-        self.options = checked_options(model, options)
-        if any((self.options.get(name) or 1) > 1 for name in ("num_beams", "num_return_sequences")):
+        # An answer is streamed, which beam search does not allow: the model's own defaults are not used.
+        ways = {name: options.get(name) or 1 for name in ("num_beams", "num_return_sequences")}
+        self.options = checked_options(model, options | ways)
+        if any(way > 1 for way in ways.values()):
             raise T2RError("a conversation has one answer at a time: omit num_beams and num_return_sequences")
         self.messages: list[dict[str, str]] = []
         self.engine = Engine(model, rows=1) if isinstance(model, T2RModel) else None

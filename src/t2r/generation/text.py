@@ -146,6 +146,7 @@ def complete(
     if on_text is not None:
         options["streamer"] = Stream(tokenizer, on_text)
     engine = Engine(model) if isinstance(model, T2RModel) else None
+    several = options.get("num_return_sequences") or model.generation_config.num_return_sequences or 1
     for start in range(0, len(prompts), batch_size):
         batch = range(len(prompts))[start : start + batch_size]
         real = [i for i in batch if ids[i]]
@@ -155,7 +156,7 @@ def complete(
             run = complete_batch(model, tokenizer, *given, options, state, engine)
             done = dict(zip(real, run, strict=True))
         for i in batch:
-            yield done.get(i) or Completion(prompts[i], "", [], 0, 0, 0.0, 0, *setting(model))
+            yield done.get(i) or Completion(prompts[i], "", [""] * (several - 1), 0, 0, 0.0, 0, *setting(model))
 
 
 def complete_batch(

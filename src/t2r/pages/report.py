@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,16 @@ def report(
     sources = [Path(s) for s in ([source] if isinstance(source, str | Path) else source)]
     if not sources:
         raise T2RError("give a folder or a JSON file of results")
+    if out is not None and not Path(out).name:
+        raise T2RError(f"out must be the path of the HTML file, got {str(out)!r}")
     found = [(path, section, content) for path in sources for section, content in _read(path)]
-    page = Page(sections.title(found[0][0], found[0][2]) if len(found) == 1 else "Results")
+    with _showing(found[0][0]):
+        page = Page(sections.title(found[0][0], found[0][2]) if len(found) == 1 else "Results")
     for path, section, content in found:
-        if len(found) > 1:
-            page.heading(sections.title(path, content))
-        section(page, content, path)
+        with _showing(path):
+            if len(found) > 1:
+                page.heading(sections.title(path, content))
+            section(page, content, path)
         if prompts and kind_of(path) == "folder":
             sections.samples(page, path, prompts)
     first = sources[0]
@@ -44,6 +49,16 @@ def report(
     place = place if out is None else Path(out)
     page.write(place)
     return place
+
+
+@contextmanager
+def _showing(path: Path) -> Iterator[None]:
+    """Raise T2RError for contents of another form: results are recognized by their first names only."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise T2RError(f"{path} is not a complete result of this version of t2r ({reason})") from error
 
 
 def _read(path: Path) -> list[tuple[Section, Any]]:
