@@ -226,7 +226,7 @@ def _mebibytes(count: float) -> str:
 
 
 def _milliseconds(value: float) -> str:
-    return f"{value:.3f} ms" if value < 1 else f"{value:.3g} ms"
+    return f"{value:.3f} ms" if value < 1 else f"{value:.3g} ms" if value < 1000 else f"{value:,.0f} ms"
 
 
 def _name(result: Mapping[str, Any]) -> str:
