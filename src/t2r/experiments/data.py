@@ -119,6 +119,9 @@ TEXTS |= {
     **parallel("en-fr", "train", "279K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
     **parallel("en-fr", "more/suttacentral", "texts of SuttaCentral, 2K pairs"),
     **parallel("en-fr", "more/games", "free strategy games, 8K pairs"),
+    **parallel("en-de", "wmt14", "the training text of WMT14 (statmt.org), as in Vaswani et al. 2017, 4.5M pairs"),
+    **parallel("en-fr", "wmt14", "the training text of WMT14 (statmt.org), as in Gehring et al. 2017, 36M pairs"),
+    **parallel("zh-en", "wmt17", "the training text of WMT17 (statmt.org), as in Hassan et al. 2018, 20M pairs"),
     # Line by line with the English of en-de, which is stored once.
     "en-fr/europarl3.en": Text(("mt/en-de/more/europarl3.en",), "Europarl (statmt.org/europarl), 399K pairs"),
     "en-fr/europarl3.fr": Text(("mt/en-fr/more/europarl3.fr",), "Europarl (statmt.org/europarl), 399K pairs"),
