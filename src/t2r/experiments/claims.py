@@ -34,11 +34,11 @@ class Cells(dict[str, Cell]):
             raise Missing(f"time of {name}")
         return sum(self[name].seconds) / len(self[name].seconds)
 
-    def by_size(self, start: str, measure: str) -> dict[int, float]:
-        """Return a measure by feature size, of the cells that are called `start`-K."""
+    def by_size(self, start: str, measure: str, least: int = 2) -> dict[int, float]:
+        """Return a measure by size, of the cells that are called `start`-K, of which there must be `least`."""
         names = {int(name.rpartition("-")[2]): name for name in self if name.rpartition("-")[0] == start}
         found = {size: self.value(name, measure) for size, name in sorted(names.items())}
-        if len(found) < 2:
+        if len(found) < least:
             raise Missing(f"{measure} of {start}")
         return found
 
@@ -123,7 +123,7 @@ def few_parameters(cells: Cells) -> Verdict:
 
 
 def matters_more_when_small(cells: Cells) -> Verdict:
-    random, pretrained = (cells.by_size(f"{start}-t2r", "test") for start in ("random", "pretrained"))
+    random, pretrained = (cells.by_size(f"{start}-t2r", "valid") for start in ("random", "pretrained"))
     gaps = {size: random[size] / pretrained[size] - 1 for size in random if size in pretrained}
     smallest, largest = min(gaps), max(gaps)
     told = ", ".join(f"{100 * gap:.1f} % at {size}" for size, gap in gaps.items())
@@ -140,7 +140,7 @@ def relu_is_best(cells: Cells) -> Verdict:
 def tolerates_small_batches(cells: Cells) -> Verdict:
     loss = {}
     for start, kind in (("pretrained", "conversion-batch"), ("random", "scratch-batch")):
-        sizes = cells.by_size(kind, "test")
+        sizes = cells.by_size(kind, "test", least=1)
         loss[start] = sizes[min(sizes)] / cells.value(f"{start}-{T2R}", "test") - 1
     told = f"{100 * loss['pretrained']:+.1f} % in conversion, {100 * loss['random']:+.1f} % from random initialization"
     return loss["pretrained"] < loss["random"], f"Perplexity with the smallest batch: {told}"
@@ -172,7 +172,7 @@ def peakier(cells: Cells) -> Verdict:
 
 def correlates(cells: Cells) -> Verdict:
     pairs = [
-        (entropy, cells.value(f"{start}-{size}", "test"))
+        (entropy, cells.value(f"{start}-{size}", "valid"))
         for start in ("random-t2r", "pretrained-t2r")
         for size, entropy in cells.by_size(start, "entropy").items()
     ]
@@ -184,22 +184,22 @@ def correlates(cells: Cells) -> Verdict:
 
 
 def random_is_worst(cells: Cells) -> Verdict:
-    found = {name: cells.value(f"random-{name}-en-de", "bleu") for name in (TRANSLATES, "elu", "rfa")}
+    found = {name: cells.value(f"random-{name}-en-de", "tokenized_bleu") for name in (TRANSLATES, "elu", "rfa")}
     own = found.pop(TRANSLATES)
     told = ", ".join(f"{name.upper()} {value:.1f}" for name, value in found.items())
-    return own < min(found.values()), f"T2R {own:.1f}, {told} BLEU, EN-DE"
+    return own < min(found.values()), f"T2R {own:.1f}, {told} tokenized BLEU, EN-DE"
 
 
 def conversion_translates_best(cells: Cells) -> Verdict:
-    found = {name: cells.value(f"pretrained-{name}-en-de", "bleu") for name in (TRANSLATES, "elu", "rfa")}
+    found = {name: cells.value(f"pretrained-{name}-en-de", "tokenized_bleu") for name in (TRANSLATES, "elu", "rfa")}
     own = found.pop(TRANSLATES)
     told = ", ".join(f"{name.upper()} {value:.1f}" for name, value in found.items())
-    return own > max(found.values()), f"T2R {own:.1f}, {told} BLEU, EN-DE"
+    return own > max(found.values()), f"T2R {own:.1f}, {told} tokenized BLEU, EN-DE"
 
 
 def causal_matters_less(cells: Cells) -> Verdict:
     found = {
-        (int(cell.labels["cross"]), int(cell.labels["causal"])): cells.value(name, "bleu")
+        (int(cell.labels["cross"]), int(cell.labels["causal"])): cells.value(name, "tokenized_bleu")
         for name, cell in cells.items()
         if "causal" in cell.labels
     }

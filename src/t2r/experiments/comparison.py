@@ -19,6 +19,8 @@ MEASURES = {
     "entropy": "entropy",
 }
 """Measures in the order of the columns, and their titles."""
+PAPER = {"tokenized_bleu": "tokenized BLEU"}
+"""Titles of the columns with the paper's numbers, where they differ from the name of the measure."""
 
 
 def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
@@ -29,7 +31,7 @@ def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
     measures = [measure for measure in MEASURES if any(measure in cell.values for cell in cells.values())]
     header = [*(axes or ["model"])]
     for measure in measures:
-        header += [MEASURES[measure], f"{measure} in the paper"]
+        header += [MEASURES[measure], f"{PAPER.get(measure, measure)} in the paper"]
     header += ["tokens", "training", "with pretraining", "time against random", "GPU hours in the paper"]
     crossed = any(cell.cross is not None for cell in cells.values())
     header += ["parameters", "state or cache, causal + cross" if crossed else "state or cache"]
