@@ -91,6 +91,19 @@ def test_a_model_is_at_no_distance_from_itself(tokenizer, text):
     assert [row["teacher"] for row in rows] == [row["model"] for row in rows]
 
 
+def test_perplexity_is_of_the_samples_which_are_spread_over_the_text(tokenizer, text):
+    """Not of the beginning of the text, whose attention is not measured."""
+    model = tiny("llama", torch.float32)
+    found = analyze(model, text, tokenizer=tokenizer, window=32, limit=2, measure_recall=False)
+    ids = torch.tensor(tokenizer(text.read_text())["input_ids"])
+    windows = ids[: len(ids) // 32 * 32].view(-1, 32)
+    samples = windows[[0, len(windows) // 2]]
+    with torch.no_grad():
+        scores = model(samples).logits[:, :-1].log_softmax(-1).gather(-1, samples[:, 1:, None])
+    assert found["perplexity"]["model"] == pytest.approx((-scores.mean()).exp().item(), rel=1e-5)
+    assert sum(row["tokens"] for row in found["by_position"]) == 2 * 31
+
+
 def test_measurements_of_a_swapped_model(tokenizer, text):
     teacher = tiny("gpt2", torch.float32)
     model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8, decay=True, softmax_layers=[1])

@@ -25,7 +25,7 @@ from t2r.attention.observation import LinearInputs
 from t2r.data.parallel.lines import find_file, read_pairs
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
-from t2r.evaluation import Perplexity, Text, encode, perplexity, read_text, recall
+from t2r.evaluation import Perplexity, encode, perplexity, read_text, recall
 from t2r.evaluation.generation import fitting_distances
 from t2r.evaluation.inputs import positions_of
 from t2r.hub import need_tokenizer
@@ -106,7 +106,7 @@ def analyze(
     if tokenizer is None:  # after the model: with a wrong name, the Hub is asked for a single file
         tokenizer = need_tokenizer(str(model))
     facts: dict[str, Any] = {"model": own.name, "teacher": None if other is None else other.name}
-    read = None
+    read = samples = None
     if text is not None:
         read = encode(tokenizer, read_text(text, tokenizer))
         window = _window(own, other, window, len(read.token_ids))
@@ -125,8 +125,8 @@ def analyze(
     found = _observed(own, other, batches, window, words, progress)
     notes: list[str | None] = list(found.pop("notes"))
     facts |= found
-    if read is not None:
-        facts["by_position"], facts["perplexity"] = _by_position(own, other, read, window, limit)
+    if read is not None and samples is not None:
+        facts["by_position"], facts["perplexity"] = _by_position(own, other, samples)
         note: str | None = None
         facts["recall"] = []
         if measure_recall:
@@ -294,14 +294,16 @@ def _notes(weights: Any, layers: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _by_position(
-    own: Subject, other: Subject | None, text: Text, window: int, limit: int
+    own: Subject, other: Subject | None, samples: Tensor
 ) -> tuple[list[dict[str, Any]], dict[str, float | None]]:
-    """Return the perplexity by position in a window, and in total. All words but the first of a window are scored."""
+    """Return the perplexity by position in the samples, and in total. All words but the first of each are scored."""
+    window = samples.shape[1]
     measured: dict[str, Perplexity] = {}
     for name, subject in (("model", own), ("teacher", other)):
         if subject is not None:
             with subject.reading() as model:
-                measured[name] = perplexity(model, text, window=window, stride=window - 1, limit=limit)
+                scored = [perplexity(model, each, window=window, stride=window - 1).nll for each in samples]
+            measured[name] = Perplexity(window, window - 1, torch.cat(scored))
     columns = {name: found.by_position(POSITION_BUCKETS) for name, found in measured.items()}
     rows = [bucket._asdict() for bucket in columns["model"]]
     for row, bucket in zip(rows, columns.get("teacher", []), strict=False):
