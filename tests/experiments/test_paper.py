@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from t2r.cli import app
 from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
 from t2r.experiments.cells import cells_of_record
-from t2r.experiments.charts import draw, drawn, lines
+from t2r.experiments.charts import draw, drawn, lines, names
 from t2r.experiments.claims import CLAIMS, claims_list, judged
 from t2r.experiments.command import Ended
 from t2r.experiments.comparison import grid_table
@@ -261,6 +261,7 @@ def test_the_figures_of_a_grid(tmp_path):
     found = lines(experiment, record, attention)
     assert found["finetuned"] == ([1.0, 2.5], [0.5, 0.1], [0.0, 0.0])
     assert found["Transformer"] == ([1.0], [0.7], [0.0])
+    assert names(attention)[0] == "distance + 1"  # a word's attention to itself has a place on a logarithmic axis
     scatter = {"title": "x", "x": "entropy", "y": "test", "lines": "model", "level": "teacher"}
     assert lines(experiment, record, scatter)["finetuned"][:2] == ([3.0, 4.0], [33.0, 34.0])
     in_page = drawn(experiment, record)

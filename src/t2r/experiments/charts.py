@@ -88,7 +88,7 @@ def plot(axes: Axes, experiment: Experiment, record: Mapping[str, Any], figure: 
 def names(figure: Mapping[str, Any]) -> tuple[str, str]:
     """Return the titles of the axes."""
     if "by_distance" in figure:
-        return "distance in tokens", "attention weight"
+        return "distance + 1", "attention weight"
     if "bench" in figure:
         return "length of source and target", BENCH[figure["bench"]][0]
     return SIZES.get(figure["x"], MEASURES.get(figure["x"], figure["x"])), MEASURES[figure["y"]]
