@@ -334,6 +334,29 @@ def test_translations_of_a_file_go_on_where_they_were(tmp_path, tokenizer, teach
     assert again.read_text() == whole.read_text()
 
 
+def test_an_interruption_loses_a_few_minutes_of_translations(tmp_path, tokenizer, teacher, monkeypatch):
+    """Whatever the speed of the machine. The first write must come soon, because the speed is not known before."""
+    source = tmp_path / "many.src"
+    source.write_text("w3\n" * 3000)
+    now, calls = 0.0, []
+
+    def slowly(model, tokenizer, lines, *args, first, **options):
+        nonlocal now
+        now += len(lines) * 0.5
+        calls.append((first, len(lines)))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return [[first + i] for i in range(len(lines))]
+
+    monkeypatch.setattr(translating_module, "translate_to_tokens", slowly)
+    monkeypatch.setattr(translating_module.time, "perf_counter", lambda: now)
+    with pytest.raises(KeyboardInterrupt):
+        write_translations(teacher, tokenizer, str(source), tmp_path / "cache", progress=False)
+    (partial,) = (tmp_path / "cache").glob("*.partial")
+    assert partial.read_text().splitlines() == [str(i + 1) for i in range(256 + 360)]
+    assert calls == [(1, 256), (257, 360), (617, 360)]
+
+
 def test_translations_of_a_file_are_written_once(tmp_path, tokenizer, teacher, monkeypatch):
     """Commands of a grid share the cache. Threads take the lock like processes."""
     source, _ = write_pairs(tmp_path, "train", 6)

@@ -8,6 +8,7 @@ a greedy search, lines that have ended make room for the next ones, so that no l
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -45,7 +46,11 @@ PARTS = 4
 FORMAT = 2
 """Of cached translations. In format 1, a translation that a forced EOS token ended at its limit was not empty."""
 CHUNK = 131072
-"""Lines of a file per write. Many, so that the batches of each bucket of lengths are full."""
+"""Lines of a file per write, at most. Many, so that the batches of each bucket of lengths are full."""
+FIRST = {"cpu": 256}
+"""Lines of the first write, if fewer. The next ones have as many lines as take the time of `INTERVAL`."""
+INTERVAL = 180.0
+"""Seconds between writes: an interrupted run loses at most about this much work."""
 
 
 def bucket_of(length: int) -> int:
@@ -202,8 +207,8 @@ def write_translations(
     """Translate a file line by line, and return the path of the translations.
 
     Translations are token ids separated by spaces, because tokenizing their text may give other tokens. The file is
-    cached under a name made from the model, the source and the settings. An interrupted run leaves a `.partial` file,
-    from which the next run continues. If another process is writing the file, the call waits for it.
+    cached under a name made from the model, the source and the settings. A `.partial` file, written every few minutes,
+    is where the next run continues. If another process is writing the file, the call waits for it.
 
     The line of an empty source, of a source that is too long for the model, or of a translation that does not end is
     empty."""
@@ -218,7 +223,9 @@ def write_translations(
         total = sum(1 for _ in file.read_lines())
         lines = islice(file.read_lines(), done, None)
         with progress_bar("the teacher translates", total, "lines", done=done, shown=progress) as report:
-            while chunk := list(islice(lines, CHUNK)):
+            count = min(FIRST.get(model.device.type, CHUNK), CHUNK)
+            while chunk := list(islice(lines, count)):
+                began = time.perf_counter()
                 found = translate_to_tokens(
                     model,
                     tokenizer,
@@ -233,4 +240,10 @@ def write_translations(
                 out.write("".join(f"{' '.join(map(str, row))}\n" for row in found))
                 out.flush()
                 done += len(chunk)
+                count = next_count(len(chunk), time.perf_counter() - began)
     return path
+
+
+def next_count(lines: int, seconds: float) -> int:
+    """Return how many lines to translate before the next write, if that many took this long."""
+    return min(CHUNK, max(1, int(lines * INTERVAL / max(seconds, 1e-6))))
