@@ -13,10 +13,12 @@ import pytest
 import torch
 from sacrebleu import corpus_bleu, corpus_chrf
 from torch.nn.functional import cross_entropy, kl_div
+from transformers import MBartTokenizer
 
 import t2r
 from families import EOS, PAD, tiny
 from t2r.attention.recurrence import exact_attention
+from t2r.data.languages import set_languages
 from t2r.data.parallel.corpus import tokenize_pairs
 from t2r.errors import T2RError
 from t2r.generation import translation as translating_module
@@ -388,6 +390,30 @@ def test_what_the_teacher_wrote_is_learned_token_by_token(tmp_path, tokenizer, t
     for i in range(len(corpus)):
         line = written.read_text().splitlines()[corpus.line(i) - 1]
         assert corpus[i].target.tolist() == list(map(int, line.split()))
+
+
+def test_mbart_learns_what_the_teacher_wrote_from_the_language_on(tmp_path, monkeypatch):
+    """Its decoder starts with the language, which the shift of labels takes from the end of a target."""
+    tokenizer = MBartTokenizer()
+    model = tiny("mbart", torch.float32)
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    set_languages(model, tokenizer, "en_XX", "de_DE")
+    (tmp_path / "train.en").write_text("a\nb\n")
+    (tmp_path / "train.de").write_text("b\na\n")
+    wrote = [tokenizer(text_target=text)["input_ids"][:-1] for text in ("b", "a")]  # a model ends with the EOS token
+    monkeypatch.setattr(translating_module, "translate_to_tokens", lambda *args, **options: wrote)
+    batches = []
+    for target in ("train.de", "teacher"):
+        path = target if target == "teacher" else str(tmp_path / target)
+        task = Translation(tokenizer, str(tmp_path / "train.en"), path, progress=False)
+        task.check(model, [64])
+        task.prepare(model, 64)
+        batches.append(task.collate([task.dataset(64)[0]]))
+    german = tokenizer.convert_tokens_to_ids("de_DE")
+    assert batches[0]["decoder_input_ids"][:, 0].tolist() == [german, german]
+    for name, values in batches[0].items():
+        assert torch.equal(values, batches[1][name]), name
 
 
 # --- What is refused ----------------------------------------------------------------------------------------

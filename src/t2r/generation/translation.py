@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data import fingerprint
-from t2r.data.parallel.corpus import encode_sources, languages
+from t2r.data.parallel.corpus import encode_sources, encode_targets, languages
 from t2r.data.parallel.lines import find_file
 from t2r.data.progress import progress_bar
 from t2r.data.text import check_unicode
@@ -214,6 +214,7 @@ def write_translations(
     empty."""
     file = find_file(source)
     settings = [FORMAT, file.fingerprint(), beams, length_penalty, languages(tokenizer)]
+    settings += (after := after_the_end(model, tokenizer))
     made = [fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings]
     path = Path(folder or fingerprint.cache_folder("translations")).expanduser() / f"{fingerprint.digest(made)}.txt"
     with resumable_file(path) as resumed:
@@ -237,11 +238,21 @@ def write_translations(
                     whole=True,
                     report=lambda count, before=done: report(before + count),  # type: ignore[misc]
                 )
-                out.write("".join(f"{' '.join(map(str, row))}\n" for row in found))
+                out.write("".join(f"{' '.join(map(str, row + after if row else row))}\n" for row in found))
                 out.flush()
                 done += len(chunk)
                 count = next_count(len(chunk), time.perf_counter() - began)
     return path
+
+
+def after_the_end(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what follows the end token in targets: in mBART's, the language, with which its decoder starts.
+
+    The model's shift of labels takes the decoder's first token from there."""
+    stops, _ = special_tokens(model, tokenizer)
+    start = model.generation_config.decoder_start_token_id
+    (coded,) = encode_targets(tokenizer, ["a"])
+    return [start] if start not in stops and coded[-1:] == [start] else []
 
 
 def next_count(lines: int, seconds: float) -> int:
