@@ -58,6 +58,27 @@ def test_the_languages_of_mbart(kind, field):
     set_languages(model, tokenizer)  # the model has a target language now
 
 
+@pytest.mark.parametrize("kind", [NllbTokenizer, MBart50Tokenizer, MBartTokenizer])
+def test_targets_are_marked_with_the_language_that_the_model_writes(kind):
+    """A model may have a target language that its tokenizer lacks, which then marks targets with another one."""
+    german, chinese = ("deu_Latn", "zho_Hans") if kind is NllbTokenizer else ("de_DE", "zh_CN")
+    chosen = kind()
+    model = model_for(chosen)
+    set_languages(model, chosen, target=german)
+    tokenizer = kind()
+    assert tokenizer(text_target="a") != chosen(text_target="a")
+    set_languages(model, tokenizer)
+    assert tokenizer(text_target="a") == chosen(text_target="a")
+    set_languages(model, tokenizer, source=chinese)
+    assert tokenizer(text_target="a") == chosen(text_target="a")
+
+
+def test_a_source_language_alone_is_not_enough():
+    tokenizer = nllb()
+    with pytest.raises(T2RError, match="give --target-language"):
+        set_languages(model_for(tokenizer), tokenizer, source="zho_Hans")
+
+
 def test_a_model_of_one_pair_has_no_languages():
     with pytest.raises(T2RError, match="no languages to choose from"):
         set_languages(tiny("marian"), make_tokenizer(), target="de")

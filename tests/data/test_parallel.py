@@ -93,6 +93,20 @@ def test_empty_sides_are_skipped_with_their_lines(tmp_path, tokenizer, caplog):
     assert corpus[1].target.tolist() == [9, 2]
 
 
+def test_lines_that_a_teacher_did_not_translate_are_told_as_such(tmp_path, caplog):
+    """Their sources are not empty: they are too long, or the translation does not end."""
+    source, written = tmp_path / "train.src", tmp_path / "0123.txt"
+    source.write_text("w3\nw4\n")
+    written.write_text("5 2\n\n")
+    options = {"name": "train.src, translated by the teacher", "as_tokens": True, "cache_dir": tmp_path / "cache"}
+    tokenize_pairs(str(source), str(written), make_tokenizer(), progress=False, **options)
+    what = "1 pairs are skipped, which have an empty source or no translation that fits and ends (line 2)"
+    assert caplog.messages == [f"train.src, translated by the teacher: {what}"]
+    written.write_text("\n\n")
+    with pytest.raises(T2RError, match=r"train\.src, translated by the teacher: there are no pairs"):
+        tokenize_pairs(str(source), str(written), make_tokenizer(), progress=False, **options)
+
+
 def test_nothing_but_empty_lines_is_refused(tmp_path, tokenizer):
     with pytest.raises(T2RError, match="there are no pairs"):
         tokenize_pairs(write(tmp_path / "a", "", "w3"), write(tmp_path / "b", "w3", ""), tokenizer, progress=False)

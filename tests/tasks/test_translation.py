@@ -13,10 +13,12 @@ import pytest
 import torch
 from sacrebleu import corpus_bleu, corpus_chrf
 from torch.nn.functional import cross_entropy, kl_div
+from transformers import MBartTokenizer
 
 import t2r
 from families import EOS, PAD, tiny
 from t2r.attention.recurrence import exact_attention
+from t2r.data.languages import set_languages
 from t2r.data.parallel.corpus import tokenize_pairs
 from t2r.errors import T2RError
 from t2r.generation import translation as translating_module
@@ -334,6 +336,29 @@ def test_translations_of_a_file_go_on_where_they_were(tmp_path, tokenizer, teach
     assert again.read_text() == whole.read_text()
 
 
+def test_an_interruption_loses_a_few_minutes_of_translations(tmp_path, tokenizer, teacher, monkeypatch):
+    """Whatever the speed of the machine. The first write must come soon, because the speed is not known before."""
+    source = tmp_path / "many.src"
+    source.write_text("w3\n" * 3000)
+    now, calls = 0.0, []
+
+    def slowly(model, tokenizer, lines, *args, first, **options):
+        nonlocal now
+        now += len(lines) * 0.5
+        calls.append((first, len(lines)))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return [[first + i] for i in range(len(lines))]
+
+    monkeypatch.setattr(translating_module, "translate_to_tokens", slowly)
+    monkeypatch.setattr(translating_module.time, "perf_counter", lambda: now)
+    with pytest.raises(KeyboardInterrupt):
+        write_translations(teacher, tokenizer, str(source), tmp_path / "cache", progress=False)
+    (partial,) = (tmp_path / "cache").glob("*.partial")
+    assert partial.read_text().splitlines() == [str(i + 1) for i in range(256 + 360)]
+    assert calls == [(1, 256), (257, 360), (617, 360)]
+
+
 def test_translations_of_a_file_are_written_once(tmp_path, tokenizer, teacher, monkeypatch):
     """Commands of a grid share the cache. Threads take the lock like processes."""
     source, _ = write_pairs(tmp_path, "train", 6)
@@ -365,6 +390,30 @@ def test_what_the_teacher_wrote_is_learned_token_by_token(tmp_path, tokenizer, t
     for i in range(len(corpus)):
         line = written.read_text().splitlines()[corpus.line(i) - 1]
         assert corpus[i].target.tolist() == list(map(int, line.split()))
+
+
+def test_mbart_learns_what_the_teacher_wrote_from_the_language_on(tmp_path, monkeypatch):
+    """Its decoder starts with the language, which the shift of labels takes from the end of a target."""
+    tokenizer = MBartTokenizer()
+    model = tiny("mbart", torch.float32)
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    set_languages(model, tokenizer, "en_XX", "de_DE")
+    (tmp_path / "train.en").write_text("a\nb\n")
+    (tmp_path / "train.de").write_text("b\na\n")
+    wrote = [tokenizer(text_target=text)["input_ids"][:-1] for text in ("b", "a")]  # a model ends with the EOS token
+    monkeypatch.setattr(translating_module, "translate_to_tokens", lambda *args, **options: wrote)
+    batches = []
+    for target in ("train.de", "teacher"):
+        path = target if target == "teacher" else str(tmp_path / target)
+        task = Translation(tokenizer, str(tmp_path / "train.en"), path, progress=False)
+        task.check(model, [64])
+        task.prepare(model, 64)
+        batches.append(task.collate([task.dataset(64)[0]]))
+    german = tokenizer.convert_tokens_to_ids("de_DE")
+    assert batches[0]["decoder_input_ids"][:, 0].tolist() == [german, german]
+    for name, values in batches[0].items():
+        assert torch.equal(values, batches[1][name]), name
 
 
 # --- What is refused ----------------------------------------------------------------------------------------

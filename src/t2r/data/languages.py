@@ -21,7 +21,8 @@ def set_languages(
     """Let a multilingual model translate from one language into another.
 
     The tokenizer then marks sources and targets with their languages, and the model's generation begins with the
-    target language. Both are saved with the model. Without languages, nothing is changed.
+    target language. Both are saved with the model. Without a target language, the tokenizer gets the one that the model
+    writes, so that targets are what the model would generate.
 
     Args:
         source: code of the source language, as in the model's tokenizer: `zh`, `zho_Hans`, `zh_CN`, ...
@@ -30,11 +31,9 @@ def set_languages(
     Raises T2RError if the model has no languages to choose from, does not know a language, or needs a target language
     and has none.
     """
-    if source is None and target is None:
-        if is_multilingual(tokenizer) and not has_target(model):
-            raise T2RError(f"this model translates into many languages: give --target-language, {examples(tokenizer)}")
-        return
     if not is_multilingual(tokenizer):
+        if source is None and target is None:
+            return
         raise T2RError(
             "this model has no languages to choose from: omit --source-language and --target-language (where a Marian "
             "model has several, write its code, such as >>fr<<, before each line)"
@@ -43,6 +42,12 @@ def set_languages(
         language_id(tokenizer, source)  # raises if it is unknown
         tokenizer.src_lang = source
     if target is None:
+        if not has_target(model):
+            raise T2RError(f"this model translates into many languages: give --target-language, {examples(tokenizer)}")
+        written = first_token(model)
+        own = next((code for code in codes(tokenizer) if language_id(tokenizer, code) == written), tokenizer.tgt_lang)
+        if tokenizer.tgt_lang != own:
+            tokenizer.tgt_lang = own
         return
     chosen = language_id(tokenizer, target)
     tokenizer.tgt_lang = target
@@ -67,6 +72,13 @@ def has_target(model: Any) -> bool:
     config = model.generation_config
     stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return config.forced_bos_token_id is not None or config.decoder_start_token_id not in stops
+
+
+def first_token(model: Any) -> int | None:
+    """Return the token that generation is forced to start with, or the decoder's start token."""
+    config = model.generation_config
+    first: int | None = config.forced_bos_token_id
+    return config.decoder_start_token_id if first is None else first
 
 
 def codes(tokenizer: Any) -> list[str]:

@@ -8,6 +8,7 @@ a greedy search, lines that have ended make room for the next ones, so that no l
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data import fingerprint
-from t2r.data.parallel.corpus import encode_sources, languages
+from t2r.data.parallel.corpus import encode_sources, encode_targets, languages
 from t2r.data.parallel.lines import find_file
 from t2r.data.progress import progress_bar
 from t2r.data.text import check_unicode
@@ -45,7 +46,11 @@ PARTS = 4
 FORMAT = 2
 """Of cached translations. In format 1, a translation that a forced EOS token ended at its limit was not empty."""
 CHUNK = 131072
-"""Lines of a file per write. Many, so that the batches of each bucket of lengths are full."""
+"""Lines of a file per write, at most. Many, so that the batches of each bucket of lengths are full."""
+FIRST = {"cpu": 256}
+"""Lines of the first write, if fewer. The next ones have as many lines as take the time of `INTERVAL`."""
+INTERVAL = 180.0
+"""Seconds between writes: an interrupted run loses at most about this much work."""
 
 
 def bucket_of(length: int) -> int:
@@ -202,13 +207,14 @@ def write_translations(
     """Translate a file line by line, and return the path of the translations.
 
     Translations are token ids separated by spaces, because tokenizing their text may give other tokens. The file is
-    cached under a name made from the model, the source and the settings. An interrupted run leaves a `.partial` file,
-    from which the next run continues. If another process is writing the file, the call waits for it.
+    cached under a name made from the model, the source and the settings. A `.partial` file, written every few minutes,
+    is where the next run continues. If another process is writing the file, the call waits for it.
 
     The line of an empty source, of a source that is too long for the model, or of a translation that does not end is
     empty."""
     file = find_file(source)
     settings = [FORMAT, file.fingerprint(), beams, length_penalty, languages(tokenizer)]
+    settings += (after := after_the_end(model, tokenizer))
     made = [fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings]
     path = Path(folder or fingerprint.cache_folder("translations")).expanduser() / f"{fingerprint.digest(made)}.txt"
     with resumable_file(path) as resumed:
@@ -218,7 +224,9 @@ def write_translations(
         total = sum(1 for _ in file.read_lines())
         lines = islice(file.read_lines(), done, None)
         with progress_bar("the teacher translates", total, "lines", done=done, shown=progress) as report:
-            while chunk := list(islice(lines, CHUNK)):
+            count = min(FIRST.get(model.device.type, CHUNK), CHUNK)
+            while chunk := list(islice(lines, count)):
+                began = time.perf_counter()
                 found = translate_to_tokens(
                     model,
                     tokenizer,
@@ -230,7 +238,23 @@ def write_translations(
                     whole=True,
                     report=lambda count, before=done: report(before + count),  # type: ignore[misc]
                 )
-                out.write("".join(f"{' '.join(map(str, row))}\n" for row in found))
+                out.write("".join(f"{' '.join(map(str, row + after if row else row))}\n" for row in found))
                 out.flush()
                 done += len(chunk)
+                count = next_count(len(chunk), time.perf_counter() - began)
     return path
+
+
+def after_the_end(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what follows the end token in targets: in mBART's, the language, with which its decoder starts.
+
+    The model's shift of labels takes the decoder's first token from there."""
+    stops, _ = special_tokens(model, tokenizer)
+    start = model.generation_config.decoder_start_token_id
+    (coded,) = encode_targets(tokenizer, ["a"])
+    return [start] if start not in stops and coded[-1:] == [start] else []
+
+
+def next_count(lines: int, seconds: float) -> int:
+    """Return how many lines to translate before the next write, if that many took this long."""
+    return min(CHUNK, max(1, int(lines * INTERVAL / max(seconds, 1e-6))))

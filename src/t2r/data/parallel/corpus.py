@@ -135,9 +135,10 @@ def tokenize_pairs(
             raise T2RError(f"{source} or {target} changed while it was read: try again when it is complete")
     corpus = ParallelCorpus(name or source, *map(TokenCorpus, places))
     if corpus.skipped:
-        notice(corpus.skipped, name or f"{source}, {target}", "have an empty side")
+        what = "have an empty source or no translation that fits and ends" if as_tokens else "have an empty side"
+        notice(corpus.skipped, name or f"{source}, {target}", what)
     if not len(corpus):
-        raise T2RError(f"there are no pairs in {source} and {target}")
+        raise T2RError(f"{name}: there are no pairs" if name else f"there are no pairs in {source} and {target}")
     return corpus
 
 
