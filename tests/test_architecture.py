@@ -37,6 +37,9 @@ LAYERS = (
 )
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 
+# The same inside a package: each of its packages may import those above it. Its own `__init__.py` imports none of them.
+INSIDE = {"training": ("recipes", "steps", "loop", "planning", "sessions")}
+
 
 def parts_of(path: Path) -> tuple[str, ...]:
     """Return the parts of a module name: src/t2r/ops/chunked.py -> ("ops", "chunked"). A package has its own name."""
@@ -52,7 +55,8 @@ def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
             base = list(package[: len(package) - node.level + 1]) if node.level else []
             module = ".".join(base + ([node.module] if node.module else []))
             # `from t2r import ops` imports a subpackage, not the public API.
-            yield from (f"t2r.{alias.name}" for alias in node.names) if module == "t2r" else [module]
+            packages = ("t2r", *(f"t2r.{part}" for part in INSIDE))
+            yield from (f"{module}.{alias.name}" for alias in node.names) if module in packages else [module]
 
 
 def violations(part: str, imported: Iterator[str]) -> list[str]:
@@ -67,6 +71,18 @@ def violations(part: str, imported: Iterator[str]) -> list[str]:
             allowed = target in (part, "__version__") or LEVEL.get(target, len(LAYERS)) < LEVEL[part]
             if not allowed or (part == "config" and target not in ("errors", "options", "storage")):
                 wrong.append(module)
+    return wrong
+
+
+def violations_inside(parts: tuple[str, ...], imported: Iterator[str]) -> list[str]:
+    """Return the imports of a module that violate the order inside its package."""
+    order = INSIDE[parts[0]]
+    allowed = order[: order.index(parts[1]) + 1] if parts[1:] else ()
+    wrong = []
+    for module in imported:
+        root, package, target, *_ = [*module.split("."), "", ""]
+        if (root, package) == ("t2r", parts[0]) and target not in allowed:
+            wrong.append(module)
     return wrong
 
 
@@ -85,6 +101,18 @@ def test_imports_go_one_way(path):
 
 
 @pytest.mark.parametrize(
+    "path", [path for path in FILES if parts_of(path)[0] in INSIDE], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_imports_inside_a_package_go_one_way(path):
+    parts = parts_of(path)
+    order = INSIDE[parts[0]]
+    assert parts[1:2] in ((), *((name,) for name in order)), f"{'.'.join(parts)} is in none of {', '.join(order)}"
+    package = ("t2r", *(parts if path.name == "__init__.py" else parts[:-1]))
+    wrong = violations_inside(parts, imports(path.read_text(), package))
+    assert not wrong, f"{'.'.join(parts)} must not import {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize(
     ("part", "source", "wrong"),
     [
         ("ops", "import transformers.cache_utils", ["transformers.cache_utils"]),
@@ -100,6 +128,27 @@ def test_imports_go_one_way(path):
 )
 def test_a_wrong_import_is_seen(part, source, wrong):
     assert violations(part, imports(source, ("t2r",))) == wrong
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("training.recipes.stage", "from t2r.training.steps.job import Job", ["t2r.training.steps.job"]),
+        (
+            "training.loop.trainer",
+            "def f():\n    from t2r.training import recipes, sessions",
+            ["t2r.training.sessions"],
+        ),
+        ("training.steps.learner", "from ..loop import trainer", ["t2r.training.loop"]),
+        ("training.steps.learner", "from .. import planning", ["t2r.training.planning"]),
+        ("training.planning.plan", "import t2r.training", ["t2r.training"]),
+        ("training", "from t2r.training.recipes import recipe", ["t2r.training.recipes"]),
+        ("training.sessions.run", "from t2r.errors import T2RError\nfrom t2r.training.sessions import card", []),
+    ],
+)
+def test_a_wrong_import_inside_a_package_is_seen(module, source, wrong):
+    parts = tuple(module.split("."))
+    assert violations_inside(parts, imports(source, ("t2r", *parts[:-1]))) == wrong
 
 
 def repository_files() -> list[Path]:

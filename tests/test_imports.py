@@ -16,7 +16,17 @@ assert type(model).__name__ == "T2RGPT2LMHeadModel", type(model)
 assert AutoConfig.for_model("adaptive_lm").model_type == "adaptive_lm"
 """
 ORDERS = [("import t2r", CONCRETE), (CONCRETE, "import t2r")]  # after the Auto classes: tests/model/test_saving.py
-PARTS = ("ops", "feature_maps", "attention", "config", "model.modeling", "hub", "training", "pipelines", "cli")
+PARTS = (
+    "ops",
+    "feature_maps",
+    "attention",
+    "config",
+    "model.modeling",
+    "hub",
+    "training.sessions.session",
+    "pipelines",
+    "cli",
+)
 
 
 def run(code):

@@ -16,7 +16,7 @@ from t2r.generation.translation import translate
 from t2r.hub import choose_dtype
 from t2r.model.modeling import T2RModel
 from t2r.options import AnalysisOptions, GenerationOptions, RunOptions, SwapOptions, check, option, options_of
-from t2r.training.stage import Stage
+from t2r.training.recipes.stage import Stage
 
 NAN, INF = float("nan"), float("inf")
 

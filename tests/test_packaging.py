@@ -171,8 +171,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import t2r
 from typer.testing import CliRunner
 from t2r.cli import app
-from t2r.training.preset import load_preset
-from t2r.training.recipe import load_recipe
+from t2r.training.recipes.preset import load_preset
+from t2r.training.recipes.recipe import load_recipe
 
 config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0)
 model = t2r.swap(GPT2LMHeadModel(config).eval(), feature_size=4)
@@ -181,14 +181,14 @@ options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
 folder = tempfile.mkdtemp()
 model.save_pretrained(folder)
 again = AutoModelForCausalLM.from_pretrained(folder)
-folders = pathlib.Path(t2r.__file__).parent / "training"
+shipped = pathlib.Path(t2r.__file__).parent / "training" / "recipes"
 print(json.dumps({
     "where": t2r.__file__,
     "info": CliRunner().invoke(app, ["info"]).stdout,
     "prefix": sys.prefix,
     "tokens": [m.generate(prompt, **options).tolist() for m in (model, again)],
-    "recipes": [load_recipe(file.stem).name for file in sorted((folders / "recipes").glob("*.yaml"))],
-    "presets": [load_preset(file.stem).model["model_type"] for file in sorted((folders / "presets").glob("*.yaml"))],
+    "recipes": [load_recipe(file.stem).name for file in sorted(shipped.glob("*.yaml"))],
+    "presets": [load_preset(file.stem).model["model_type"] for file in sorted((shipped / "presets").glob("*.yaml"))],
 }))
 """
 
@@ -200,6 +200,7 @@ def test_the_wheel_swaps_generates_and_finds_its_recipes(fresh):
     one, other = found["tokens"]
     assert one == other
     assert len(one[0]) == 8
-    for kind in ("recipes", "presets"):
-        assert len(found[kind]) == len(list((PACKAGE / "training" / kind).glob("*.yaml")))
+    shipped = PACKAGE / "training" / "recipes"
+    assert len(found["recipes"]) == len(list(shipped.glob("*.yaml")))
+    assert len(found["presets"]) == len(list((shipped / "presets").glob("*.yaml")))
     assert "distill-lm" in found["recipes"]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from repository import example
 from t2r.surgery.adapters import family_of
-from t2r.training.preset import load_preset
+from t2r.training.recipes.preset import load_preset
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FOLDER = EXAMPLES / "teacher"

@@ -15,7 +15,7 @@ import t2r
 from t2r import cli
 from t2r.cli.common import calm
 from t2r.cli.stages import stage_overrides
-from t2r.training.recipe import load_recipe
+from t2r.training.recipes.recipe import load_recipe
 
 
 class Outcome(NamedTuple):

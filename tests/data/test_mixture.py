@@ -15,7 +15,7 @@ from t2r.data.corpus import CorpusWriter, JoinedCorpus, TokenCorpus
 from t2r.data.mixture import MixedBlocks, WeightedSource, parse_sources, readings_of_shares, warn_of_shares
 from t2r.errors import T2RError
 from t2r.tasks import LanguageModeling
-from t2r.training.order import Order, epoch_items
+from t2r.training.steps.order import Order, epoch_items
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def test_what_was_read_is_counted(length):
 
 
 def test_a_long_epoch_is_divided(monkeypatch):
-    from t2r.training import order as module
+    from t2r.training.steps import order as module
 
     monkeypatch.setattr(module, "LARGEST", 100)
     items = Parts([40, 120], [2, 1])

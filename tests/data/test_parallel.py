@@ -15,7 +15,7 @@ from t2r.data.parallel.blocks import PairBlocks, width_of
 from t2r.data.parallel.corpus import tokenize_pairs
 from t2r.data.parallel.lines import find_file, parse_pairs
 from t2r.errors import T2RError
-from t2r.training.order import Order
+from t2r.training.steps.order import Order
 from translating import make_tokenizer, write_pairs
 
 

@@ -31,7 +31,7 @@ from t2r.experiments.markup import markdown
 from t2r.experiments.record import compact, recorded
 from t2r.experiments.results import evaluation_tables, training_table
 from t2r.experiments.tables import page, provenance, record_tables
-from t2r.training.recipe import load_recipe
+from t2r.training.recipes.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 RAW = " = Fish = \n\n The old man ( of the sea ) went out , with a @-@ boat , to catch 1 @,@ 000 fish . \n" * 60

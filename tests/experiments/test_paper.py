@@ -14,9 +14,9 @@ from t2r.experiments.claims import CLAIMS, claims_list, judged
 from t2r.experiments.command import Ended
 from t2r.experiments.comparison import grid_table
 from t2r.experiments.tables import of_record, page, record_tables
-from t2r.training.budget import steps_of
-from t2r.training.preset import load_preset
-from t2r.training.recipe import load_recipe
+from t2r.training.planning.budget import steps_of
+from t2r.training.recipes.preset import load_preset
+from t2r.training.recipes.recipe import load_recipe
 
 LM = ("table1", "ablations", "figure-feature-size", "figure-distance", "figure-entropy")
 

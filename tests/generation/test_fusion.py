@@ -26,7 +26,7 @@ from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.ops import registry
 from t2r.surgery.adapters import family_of
-from t2r.training.recipe import load_recipe
+from t2r.training.recipes.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(not available(), reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,7 +14,7 @@ from t2r.generation.engine.fusion.norms import norm_of, shorten_norms
 from t2r.generation.engine.fusion.replacing import Replacing
 from t2r.generation.engine.recording import Recording
 from t2r.generation.engine.step import DecodeStep
-from t2r.training.recipe import load_recipe
+from t2r.training.recipes.recipe import load_recipe
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "olmo2", "qwen3", "t5"])

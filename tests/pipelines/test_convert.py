@@ -37,13 +37,13 @@ from t2r.pipelines.convert import convert, summary
 from t2r.reporting.inspection import inspect_model
 from t2r.storage import finite
 from t2r.tasks import language_modeling
-from t2r.training import session as sessions
-from t2r.training.arithmetic import halve, without_denormals
-from t2r.training.plan import within
-from t2r.training.recipe import load_recipe
-from t2r.training.run import Run
-from t2r.training.session import table_of
-from t2r.training.timing import Cost, Speeds
+from t2r.training.planning.plan import within
+from t2r.training.planning.timing import Cost, Speeds
+from t2r.training.recipes.recipe import load_recipe
+from t2r.training.sessions import session as sessions
+from t2r.training.sessions.run import Run
+from t2r.training.sessions.session import table_of
+from t2r.training.steps.arithmetic import halve, without_denormals
 
 EOS, BLOCK = "<eos>", 16
 CHAT = (
@@ -731,7 +731,7 @@ def test_two_conversions_to_one_folder(world, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_scan_is_resumed(world, tmp_path, monkeypatch):
-    from t2r.training import sensitivity
+    from t2r.training.sessions import sensitivity
 
     measured = []
 

@@ -28,15 +28,15 @@ from t2r.feature_maps import FEATURE_MAPS
 from t2r.model.modeling import T2RModel
 from t2r.pipelines.pretrain import make_model, pretrain, summary
 from t2r.tasks import LanguageModeling
-from t2r.training import session as sessions
-from t2r.training.job import Job, Settings
-from t2r.training.learner import Learner
-from t2r.training.preset import load_preset
-from t2r.training.recipe import Stage, load_recipe
-from t2r.training.run import Run
-from t2r.training.run_stage import run_stage
-from t2r.training.timing import Cost, Speeds
-from t2r.training.trainer import StageTrainer
+from t2r.training.loop.trainer import StageTrainer
+from t2r.training.planning.timing import Cost, Speeds
+from t2r.training.recipes.preset import load_preset
+from t2r.training.recipes.recipe import Stage, load_recipe
+from t2r.training.sessions import session as sessions
+from t2r.training.sessions.run import Run
+from t2r.training.sessions.run_stage import run_stage
+from t2r.training.steps.job import Job, Settings
+from t2r.training.steps.learner import Learner
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "to", "it", "in", "rain", "or", "sun"]
 BLOCK = 16
@@ -490,7 +490,7 @@ def test_the_command(world, tmp_path, monkeypatch, capsys):
 
 
 def test_help_names_every_preset(monkeypatch, capsys):
-    from t2r.training.preset import shipped_presets
+    from t2r.training.recipes.preset import shipped_presets
 
     code, stdout, _ = call(monkeypatch, capsys, "pretrain", "--help")
     assert code == 0

@@ -11,9 +11,9 @@ import t2r
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
 from t2r.pipelines.pretrain import pretrain, summary
-from t2r.training import session as sessions
-from t2r.training.recipe import load_recipe
-from t2r.training.trainer import StageTrainer
+from t2r.training.loop.trainer import StageTrainer
+from t2r.training.recipes.recipe import load_recipe
+from t2r.training.sessions import session as sessions
 from translating import make_model, make_tokenizer, sentences, write_pairs
 
 SMALL = ("d_model=32", "encoder_layers=1", "encoder_ffn_dim=32", "decoder_ffn_dim=32")

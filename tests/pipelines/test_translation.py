@@ -13,9 +13,9 @@ from t2r.errors import T2RError
 from t2r.generation.translation import translate, write_translations
 from t2r.pipelines.convert import convert, summary
 from t2r.tasks import translation
-from t2r.training import session as sessions
-from t2r.training.order import Order
-from t2r.training.trainer import StageTrainer
+from t2r.training.loop.trainer import StageTrainer
+from t2r.training.sessions import session as sessions
+from t2r.training.steps.order import Order
 from translating import make_model, make_tokenizer, sentences, write_pairs
 
 SHORT = ("block_size=64", "batch_tokens=128", "transfer.steps=4", "distill.steps=4", "warmup_steps=0")

@@ -1,4 +1,4 @@
-"""The table of training memory. `tests/training/test_memory.py` compares its formulas with a real model."""
+"""The table of training memory. `tests/training/planning/test_memory.py` compares its formulas with a real model."""
 
 from pathlib import Path
 

@@ -10,11 +10,11 @@ import t2r
 from families import EOS, PAD, VOCABULARY, tiny
 from t2r.tasks import TASKS, Task
 from t2r.tasks.base import exchanged
-from t2r.training.job import Job, Settings
-from t2r.training.recipe import Recipe, Stage
-from t2r.training.sensitivity import most_sensitive
-from t2r.training.session import Session, table_of
-from t2r.training.trainer import StageTrainer
+from t2r.training.loop.trainer import StageTrainer
+from t2r.training.recipes.recipe import Recipe, Stage
+from t2r.training.sessions.sensitivity import most_sensitive
+from t2r.training.sessions.session import Session, table_of
+from t2r.training.steps.job import Job, Settings
 
 BLOCK = 12
 

@@ -26,11 +26,11 @@ from t2r.generation.engine.step import DecodeStep
 from t2r.generation.text import until_stop
 from t2r.generation.translation import bucket_of, translate, translate_to_tokens, write_translations
 from t2r.tasks import Translation
-from t2r.training.job import Job
-from t2r.training.learner import Learner
-from t2r.training.objectives import transferring
-from t2r.training.order import collate
-from t2r.training.recipe import Stage
+from t2r.training.recipes.recipe import Stage
+from t2r.training.steps.job import Job
+from t2r.training.steps.learner import Learner
+from t2r.training.steps.objectives import transferring
+from t2r.training.steps.order import collate
 from translating import make_model, make_tokenizer, sentences, translated, write_pairs
 
 

@@ -21,19 +21,21 @@ from t2r.errors import T2RError
 from t2r.model.logits import AT_ONCE, LinearHead
 from t2r.tasks import LanguageModeling, language_modeling
 from t2r.tasks.base import exchanged
-from t2r.training import budget, deadline, learner, objectives, timing
-from t2r.training import run_stage as running
-from t2r.training import trainer as trainers
-from t2r.training.checkpoints import last_checkpoint, seal
-from t2r.training.job import Job, Settings
-from t2r.training.objectives import distillation_loss, in_pieces, loss_and_gradient, transferring
-from t2r.training.optimizers import choose_trained, make_optimizer
-from t2r.training.recipe import Stage
-from t2r.training.run import Run, load_weights, save_weights
-from t2r.training.run_stage import run_stage
-from t2r.training.sensitivity import most_sensitive
-from t2r.training.timing import Cost
-from t2r.training.trainer import StageTrainer, batch_shape
+from t2r.training.loop import deadline
+from t2r.training.loop import trainer as trainers
+from t2r.training.loop.checkpoints import last_checkpoint, seal
+from t2r.training.loop.trainer import StageTrainer, batch_shape
+from t2r.training.planning import budget, timing
+from t2r.training.planning.timing import Cost
+from t2r.training.recipes.recipe import Stage
+from t2r.training.sessions import run_stage as running
+from t2r.training.sessions.run import Run, load_weights, save_weights
+from t2r.training.sessions.run_stage import run_stage
+from t2r.training.sessions.sensitivity import most_sensitive
+from t2r.training.steps import learner, objectives
+from t2r.training.steps.job import Job, Settings
+from t2r.training.steps.objectives import distillation_loss, in_pieces, loss_and_gradient, transferring
+from t2r.training.steps.optimizers import choose_trained, make_optimizer
 
 LENGTH = 16
 
@@ -785,7 +787,7 @@ def test_a_resumed_stage_gets_the_same_weights(tmp_path, monkeypatch, trained, s
 
 @pytest.mark.parametrize("where", ["optimizer", "weights"])
 def test_a_full_disk_is_one_error_and_the_run_can_be_resumed(tmp_path, monkeypatch, where):
-    from t2r.training import run as module
+    from t2r.training.sessions import run as module
 
     whole, _ = train(tmp_path / "whole", pair()[0], stage(), save_steps=1)
     with monkeypatch.context() as patch:

@@ -31,7 +31,7 @@ from t2r.evaluation.inputs import positions_of
 from t2r.hub import need_tokenizer
 from t2r.options import AnalysisOptions, RunOptions, check
 from t2r.reporting import environment
-from t2r.training.sensitivity import scan_layers
+from t2r.training.sessions.sensitivity import scan_layers
 
 logger = logging.getLogger(__name__)
 

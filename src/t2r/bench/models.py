@@ -27,7 +27,7 @@ from t2r.model.merge import merge
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.surgery.adapters import family_of
-from t2r.training.preset import load_preset, shipped_presets
+from t2r.training.recipes.preset import load_preset, shipped_presets
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LM = {"model_type": "gpt2", "n_positions": 1024, "activation_function": "relu", **TOKENS}

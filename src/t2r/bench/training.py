@@ -23,14 +23,14 @@ from t2r.errors import T2RError
 from t2r.hub import synchronize
 from t2r.model.swap import swap
 from t2r.tasks import LanguageModeling
-from t2r.training.arithmetic import fast_sums, halve
-from t2r.training.capture import WARM_UP
-from t2r.training.job import Job
-from t2r.training.job import Settings as SessionSettings
-from t2r.training.optimizers import make_optimizer
-from t2r.training.plan import over
-from t2r.training.recipe import Stage, load_recipe
-from t2r.training.timing import stage_step
+from t2r.training.planning.plan import over
+from t2r.training.planning.timing import stage_step
+from t2r.training.recipes.recipe import Stage, load_recipe
+from t2r.training.steps.arithmetic import fast_sums, halve
+from t2r.training.steps.capture import WARM_UP
+from t2r.training.steps.job import Job
+from t2r.training.steps.job import Settings as SessionSettings
+from t2r.training.steps.optimizers import make_optimizer
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -39,8 +39,8 @@ def inspect(
 
     plan = None
     if recipe is not None:
-        from t2r.training.plan import over
-        from t2r.training.recipe import load_recipe
+        from t2r.training.planning.plan import over
+        from t2r.training.recipes.recipe import load_recipe
 
         plan = load_recipe(recipe)
         options = over(plan.swap, options)

@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 from t2r.errors import T2RError
 from t2r.options import options_of
-from t2r.training.stage import Stage
+from t2r.training.recipes.stage import Stage
 
 HELP = {
     "steps": "Optimizer steps of each stage, instead of the recipe's budget.",
@@ -36,7 +36,7 @@ class ShowsRecipe(TyperCommand):
 
 def recipe_defaults(name: str) -> dict[str, str]:
     """Return the options that a recipe sets, formatted for the help."""
-    from t2r.training.recipe import load_recipe
+    from t2r.training.recipes.recipe import load_recipe
 
     recipe = load_recipe(name)
     shown = in_words(recipe.swap)
@@ -71,7 +71,7 @@ def stage_overrides(
     for name, value in given.items():
         stages = [""]
         if name == "learning_rate" and recipe is not None:
-            from t2r.training.recipe import load_recipe
+            from t2r.training.recipes.recipe import load_recipe
 
             plan = load_recipe(recipe, overrides or ())
             stages = [f"{stage.name}." for stage in plan.stages if stage.train != "maps"] or stages

@@ -19,7 +19,7 @@ from t2r.experiments import charts
 from t2r.experiments.tables import commands, of_record, provenance, record_tables
 from t2r.reporting.page import COLORS, Page, bars, lines
 from t2r.storage import kind_of
-from t2r.training.session import table_of
+from t2r.training.sessions.session import table_of
 
 MANY_STEPS = 6
 """The commands of an experiment with more steps are folded."""

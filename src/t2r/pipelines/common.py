@@ -15,10 +15,10 @@ from t2r.reporting import environment
 from t2r.storage import finite
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
-from t2r.training.arithmetic import halve
-from t2r.training.job import Settings
-from t2r.training.recipe import Recipe
-from t2r.training.session import Session, caching
+from t2r.training.recipes.recipe import Recipe
+from t2r.training.sessions.session import Session, caching
+from t2r.training.steps.arithmetic import halve
+from t2r.training.steps.job import Settings
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination, refuse_replacing
 from t2r.surgery.adapters import family_of
-from t2r.training import processes
-from t2r.training.arithmetic import without_denormals
-from t2r.training.card import recall_lines
-from t2r.training.job import Settings
-from t2r.training.plan import check_report_to, over, trainable, within
-from t2r.training.recipe import Recipe, load_recipe
-from t2r.training.session import Session, as_table, table_of
+from t2r.training.loop import processes
+from t2r.training.planning.plan import check_report_to, over, trainable, within
+from t2r.training.recipes.recipe import Recipe, load_recipe
+from t2r.training.sessions.card import recall_lines
+from t2r.training.sessions.session import Session, as_table, table_of
+from t2r.training.steps.arithmetic import without_denormals
+from t2r.training.steps.job import Settings
 
 logger = logging.getLogger(__name__)
 

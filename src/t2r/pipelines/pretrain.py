@@ -31,13 +31,13 @@ from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination, refuse_replacing
 from t2r.tasks.translation import TEACHER
-from t2r.training import processes
-from t2r.training.arithmetic import without_denormals
-from t2r.training.job import Settings
-from t2r.training.plan import check_report_to, over, within
-from t2r.training.preset import Preset, load_preset, of_folder
-from t2r.training.recipe import Recipe
-from t2r.training.session import Session, as_table, as_yaml, caching, table_of
+from t2r.training.loop import processes
+from t2r.training.planning.plan import check_report_to, over, within
+from t2r.training.recipes.preset import Preset, load_preset, of_folder
+from t2r.training.recipes.recipe import Recipe
+from t2r.training.sessions.session import Session, as_table, as_yaml, caching, table_of
+from t2r.training.steps.arithmetic import without_denormals
+from t2r.training.steps.job import Settings
 
 SOFTMAX = "softmax"
 """As a feature map: no swap, the model keeps its softmax attention."""

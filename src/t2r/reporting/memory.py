@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from t2r.training.memory import FLOAT, weight_bytes
+from t2r.training.planning.memory import FLOAT, weight_bytes
 
 TABLE = re.compile(r"(<!-- memory -->\n).*?(<!-- end -->)", re.DOTALL)
 FEATURES = 32

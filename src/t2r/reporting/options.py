@@ -11,7 +11,7 @@ from pathlib import Path
 
 from t2r.data.mixture import WeightedSource
 from t2r.options import Option, SwapOptions, options_of
-from t2r.training.stage import Stage
+from t2r.training.recipes.stage import Stage
 
 GROUPS = {"stage": Stage, "swap": SwapOptions, "train": WeightedSource}
 TABLE = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

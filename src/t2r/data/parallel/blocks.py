@@ -2,7 +2,7 @@
 
 A block holds as many pairs as fit into `block_size` tokens: the number of pairs times the length of the longest, where
 the length of a pair is that of its longer side (as fairseq's `max-tokens`). Pairs are sorted by length, which reduces
-padding. The blocks are the same in every epoch; `t2r.training.order` permutes them.
+padding. The blocks are the same in every epoch; `t2r.training.steps.order` permutes them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""Prepares a model for a stage, and restores it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from t2r import compat
+from t2r.attention.interface import UNMASKED
+from t2r.attention.recurrence import recurrent_sites
+from t2r.errors import T2RError
+from t2r.surgery.adapters import family_of
+from t2r.tasks import Task
+from t2r.training.loop.trainer import captures
+from t2r.training.recipes.recipe import Stage
+from t2r.training.steps.job import Job
+
+
+@contextmanager
+def prepared(job: Job, model: PreTrainedModel, stage: Stage) -> Iterator[None]:
+    """Enable compilation and gradient checkpointing by the settings. On exit they are disabled, and all parameters
+    require gradients again."""
+    task, settings, teacher = job.task, job.settings, job.teacher_of(stage)
+    fused = [model] if teacher is None else [model, teacher]
+    attention = [compat.attention_implementation(part) for part in fused]
+    recomputes = settings.gradient_checkpointing and stage.objective != "transfer"  # whose gradients stay in the maps
+    try:
+        if recomputes:
+            check_checkpointing(model)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if settings.compiled and task.one_shape and stage.objective != "transfer":
+            for part in fused:
+                compile_layers(part)
+        if captures(model, settings) and needs_no_mask(model, task):
+            for part in fused:
+                compat.set_attention_implementation(part, UNMASKED)
+        yield
+    finally:
+        for part, name in zip(fused, attention, strict=True):
+            compile_layers(part, undo=True)
+            compat.set_attention_implementation(part, name)
+        if recomputes:
+            model.gradient_checkpointing_disable()
+        model.requires_grad_(True)
+
+
+def needs_no_mask(model: PreTrainedModel, task: Task) -> bool:
+    """Return whether attention needs no mask: batches have no padding or packed documents, and every attention module
+    uses transformers' attention interface."""
+    return task.uniform and compat.on_attention_interface(model)
+
+
+def check_checkpointing(model: PreTrainedModel) -> None:
+    """Raise T2RError if the model does not support gradient checkpointing."""
+    if not model.supports_gradient_checkpointing:
+        raise T2RError(f"{model.config.model_type} does not support gradient checkpointing: train without it")
+
+
+def compile_layers(model: PreTrainedModel, undo: bool = False) -> None:
+    try:
+        layers = family_of(model).decoder_layers(model)
+    except T2RError:  # models of an unknown family are not compiled
+        return
+    for layer in layers:
+        if undo:
+            layer._compiled_call_impl = None
+        else:
+            layer.compile(dynamic=False)
+
+
+def with_lora(model: PreTrainedModel, stage: Stage, seed: int) -> Any:
+    """Return the model with LoRA adapters on its linear layers. The maps are trained in full."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise T2RError("train: lora requires the peft extra: pip install 't2r[peft]'") from error
+    config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, target_modules="all-linear")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config)
+    for site in recurrent_sites(adapted):
+        if site.feature_map.trainable:
+            site.feature_map.requires_grad_(True)
+    return adapted

@@ -1,0 +1,226 @@
+"""Fits a run into a budget of minutes. The budget covers everything: loading, the teacher's generation, timing,
+training, the scan of the layers, evaluation and saving.
+
+If time is short, the teacher generates fewer tokens, fewer windows are evaluated, and batches are smaller, so that
+training keeps most of the time. The timetable is computed from measured speeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from t2r.errors import T2RError
+from t2r.training.loop import processes
+from t2r.training.planning.timing import Speeds
+from t2r.training.recipes.recipe import Recipe, Stage
+
+WRITING, MEASURING, SCANNING, SAVING = 0.25, 0.2, 0.15, 0.02
+"""Maximum shares of a budget for the teacher's generation, for evaluation, for the scan and for saving."""
+WANTED_STEPS = 20
+"""The batch is made smaller until a stage has this many steps."""
+FEWEST_STEPS = 5
+"""A budget in which a stage has fewer steps is refused."""
+LONGEST = 60.0 * 525_600
+"""The largest budget, in seconds."""
+FEWEST_BLOCKS, FEWEST_WINDOWS, FEWEST_SCANNED = 16, 4, 4
+"""Minimum numbers of blocks that the teacher generates, of windows evaluated, and of blocks scanned."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The requested work, before anything is reduced."""
+
+    plan: Recipe
+    teacher_tokens: int = 0
+    """Tokens that the teacher generates."""
+    tokens: int = 0
+    """Tokens of the other training text."""
+    windows: int = 0
+    """Windows of one evaluation."""
+    window: int = 0
+    """Tokens of a window."""
+    unit: str = "windows"
+    """What is measured, in words."""
+    reads: int = 0
+    """Number of forward passes over the windows, by students and by the teacher."""
+    passes: int = 0
+    """Number of forward passes of the scan over its blocks. 0: there is no scan."""
+    scanned: int = 16
+    """Blocks of the scan."""
+
+    @property
+    def length(self) -> int:
+        return max(stage.block_size for stage in self.plan.stages)
+
+    @property
+    def sum_of_shares(self) -> float:
+        return sum(stage.minutes or 0.0 for stage in self.plan.stages)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The planned length of a stage."""
+
+    steps: int
+    batch_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """The work that will be done, and the seconds planned for each part."""
+
+    stages: dict[str, StagePlan]
+    teacher_tokens: int = 0
+    windows: int = 0
+    scanned: int = 0
+    before: float = 0.0
+    """Seconds spent so far."""
+    writing: float = 0.0
+    measuring: float = 0.0
+    scanning: float = 0.0
+    saving: float = 0.0
+    shrunk: list[str] = field(default_factory=list)
+    """Descriptions of what was reduced."""
+
+    @property
+    def seconds(self) -> float:
+        others = self.before + self.writing + self.measuring + self.scanning + self.saving
+        return others + sum(stage.seconds for stage in self.stages.values())
+
+    @property
+    def enough(self) -> bool:
+        return all(stage.steps >= FEWEST_STEPS for stage in self.stages.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Timetable:
+        return cls(**values | {"stages": {name: StagePlan(**stage) for name, stage in values["stages"].items()}})
+
+
+def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Timetable:
+    """Return a timetable that fits into `total` seconds, `spent` of which have passed. None: no limit.
+
+    Raises T2RError if a stage would have too few steps; the message says how many minutes are enough."""
+    timetable = arrange(work, speeds, total, spent)
+    if total is None or timetable.enough:
+        return timetable
+    needed, longer = max(total, 1.0), timetable
+    while any(stage.steps < WANTED_STEPS for stage in longer.stages.values()) and needed < LONGEST:
+        needed *= 1.1
+        longer = arrange(work, speeds, needed, spent)
+    name, stage = min(timetable.stages.items(), key=lambda item: item[1].steps)
+    raise T2RError(
+        f"{in_minutes(total)} are not enough on this machine: stage {name} would have {stage.steps} steps of "
+        f"{stage.batch_tokens} tokens; give about {in_minutes(needed)}, or use a smaller model"
+    )
+
+
+def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Timetable:
+    """Return a timetable, without checking its number of steps."""
+    shrunk: list[str] = []
+    written = work.teacher_tokens
+    windows, scanned = work.windows, work.scanned if work.passes else 0
+    of_window, of_block = speeds.reading * work.window * work.reads, speeds.reading * work.length * work.passes
+    if total is not None:
+        if speeds.writing is not None:
+            least = FEWEST_BLOCKS * work.length
+            written = min(written, max(least, speeds.writing.tokens(WRITING * total, work.length)))
+        windows = fewer(windows, FEWEST_WINDOWS, MEASURING * total, of_window)
+        scanned = fewer(scanned, FEWEST_SCANNED, SCANNING * total, of_block)
+        for now, asked, words in (
+            (written, work.teacher_tokens, "the teacher generates {:,} tokens instead of {:,}"),
+            (windows, work.windows, f"{{:,}} of {{:,}} {work.unit} are evaluated"),
+            (scanned, work.scanned if work.passes else 0, "each layer is scanned on {:,} blocks instead of {:,}"),
+        ):
+            if now < asked:
+                shrunk.append(words.format(now, asked))
+    fixed = {
+        "before": spent,
+        "writing": 0.0 if speeds.writing is None else speeds.writing.seconds(written, work.length),
+        "measuring": windows * of_window,
+        "scanning": scanned * of_block,
+        "saving": 0.0 if total is None else SAVING * total,
+    }
+    left = None if total is None else max(0.0, total - sum(fixed.values()))
+    stages = {}
+    for stage in work.plan.stages:
+        own = None if left is None else left * (stage.minutes or 0.0) / work.sum_of_shares
+        stages[stage.name] = plan_stage(stage, speeds, own, work.tokens + written)
+        if stages[stage.name].batch_tokens < stage.batch_tokens:
+            shrunk.append(smaller_batch(stage, stages[stage.name].batch_tokens))
+    return Timetable(stages, written, windows, scanned, **fixed, shrunk=shrunk)
+
+
+def fewer(count: int, least: int, seconds: float, each: float) -> int:
+    """Return how many of `count` items fit into `seconds` at `each` seconds, but not fewer than `least`."""
+    return count if count * each <= seconds else min(count, max(least, int(seconds / each)))
+
+
+def plan_stage(stage: Stage, speeds: Speeds, seconds: float | None, tokens: int) -> StagePlan:
+    """Plan the steps of a stage for `seconds`, or by its own budget, on a text of `tokens` tokens."""
+    cost = speeds.stages[stage.name]
+    if seconds is None and stage.minutes is not None:
+        seconds = 60 * stage.minutes
+    if seconds is None:
+        steps = steps_of(stage, tokens)
+        return StagePlan(steps, stage.batch_tokens, steps * cost.of(stage.batch_tokens))
+    blocks = stage.batch_tokens // stage.block_size
+    while seconds < WANTED_STEPS * cost.of(blocks * stage.block_size) and (half := halved(blocks)):
+        blocks = half
+    batch_tokens = blocks * stage.block_size
+    steps = int(seconds / max(cost.of(batch_tokens), 1e-9))
+    return StagePlan(steps, batch_tokens, steps * cost.of(batch_tokens))
+
+
+def halved(blocks: int) -> int:
+    """Return about half as many blocks, divisible among all processes. 0: there is no smaller batch."""
+    each = blocks // processes.count()
+    return each // 2 * processes.count() if each > 1 else 0
+
+
+def steps_of(stage: Stage, tokens: int) -> int:
+    """Return the optimizer steps of a stage whose budget is not minutes."""
+    if stage.steps is not None:
+        return stage.steps
+    wanted = stage.tokens if stage.tokens is not None else (stage.epochs or 0.0) * tokens
+    return max(1, int(wanted // stage.batch_tokens))
+
+
+def smaller_batch(stage: Stage, batch_tokens: int) -> str:
+    words = f"a batch of {stage.name} has {batch_tokens:,} tokens instead of {stage.batch_tokens:,}"
+    made = with_batch(stage, batch_tokens)
+    if made.learning_rate == stage.learning_rate:
+        return words
+    return f"{words}, with learning rate {made.learning_rate:.2g}"
+
+
+def with_batch(stage: Stage, batch_tokens: int) -> Stage:
+    """Return the stage with another batch size.
+
+    Learning rates are scaled by the square root of the batch size, as the gradient noise of Adam is: at the recipe's
+    learning rate, steps of one block make a model worse. Stages that train only the maps keep their learning rate,
+    because every attention output of a block is a training signal."""
+    if batch_tokens == stage.batch_tokens:
+        return stage
+    scale = 1.0 if stage.train == "maps" else math.sqrt(batch_tokens / stage.batch_tokens)
+    rates = ("learning_rate", "map_learning_rate", "min_learning_rate", "warmup_init")
+    scaled = {name: scale * rate for name in rates if (rate := getattr(stage, name)) is not None}
+    return dataclasses.replace(stage, batch_tokens=batch_tokens, **scaled)
+
+
+def in_minutes(seconds: float) -> str:
+    return f"{seconds / 60:.2g} minutes" if seconds < 600 else f"{round(seconds / 60):,} minutes"
+
+
+def duration(seconds: float) -> str:
+    """Format an approximate time."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(1, round(seconds))} seconds"

@@ -1,0 +1,76 @@
+"""The log messages that describe a plan before it is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from t2r.training.planning.budget import Timetable, Work, duration, in_minutes, steps_of
+from t2r.training.planning.memory import states_of, weight_bytes
+from t2r.training.recipes.recipe import Stage
+from t2r.training.steps.job import Job
+from t2r.training.steps.optimizers import trained_by
+
+
+def plan_lines(
+    job: Job,
+    model: PreTrainedModel,
+    work: Work,
+    timetable: Timetable | None,
+    place: torch.device,
+    minutes: float | None,
+) -> Iterator[str]:
+    """Yield one line per phase and one for the total. `minutes` is the budget. Without a timetable, times are
+    omitted."""
+    parameters = sum(p.numel() for p in model.parameters())
+    precision = "bfloat16" if job.settings.bf16 else "float32"
+    yield f"plan: {parameters / 1e6:.1f}M parameters, recipe {work.plan.name}, on {place} in {precision}"
+    if work.teacher_tokens:
+        tokens = work.teacher_tokens if timetable is None else timetable.teacher_tokens
+        # How fast a teacher translates depends on its lines, so it is not timed.
+        timed = None if timetable is None or not timetable.writing else timetable.writing
+        unknown = "" if timetable is None or timed is not None else ", whose time is not part of the total"
+        yield f"plan: the teacher generates {tokens:,} tokens{about(timed)}{unknown}"
+    for stage in work.plan.stages:
+        if timetable is None:
+            steps, batch, seconds = steps_of(stage, work.tokens + work.teacher_tokens), stage.batch_tokens, None
+        else:
+            planned = timetable.stages[stage.name]
+            steps, batch, seconds = planned.steps, planned.batch_tokens, planned.seconds
+        gigabytes = stage_bytes(model, stage, job.teacher_of(stage)) / 1e9
+        yield (
+            f"plan: {stage.name} ({stage.objective}, trains {stage.train}): {steps:,} steps of {batch:,} tokens, "
+            f"{steps * batch:,} in total{about(seconds)}; weights, gradients and optimizer states {gigabytes:.2f} GB"
+        )
+    if work.passes:
+        layers = work.passes - 1
+        yield f"plan: scan of {layers} layers" + about(None if timetable is None else timetable.scanning)
+    if work.windows:
+        windows = work.windows if timetable is None else timetable.windows
+        times = len(work.plan.stages) + (2 if job.teacher is not None else 1)
+        size = f" of {work.window} tokens" if work.unit == "windows" else ""
+        yield f"plan: {times} evaluations on {windows:,} {work.unit}{size}" + about(
+            None if timetable is None else timetable.measuring
+        )
+    if timetable is not None:
+        of = "" if minutes is None else f", of {in_minutes(60 * minutes)}"
+        yield f"plan: about {duration(timetable.seconds)} in total{of}; {duration(timetable.before)} have passed"
+
+
+def about(seconds: float | None) -> str:
+    return "" if seconds is None else f": about {duration(seconds)}"
+
+
+def stage_bytes(model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel | None) -> int:
+    """Return the bytes of weights, gradients and optimizer states of a stage, without LoRA adapters (a few percent)."""
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    chosen = "maps" if stage.train == "lora" else stage.train
+    learning = trained_by(model, Stage("memory", "task", chosen, steps=1))
+    of_teacher, bytes_ = 0, 4
+    if teacher is not None:
+        of_teacher = sum(p.numel() for p in teacher.parameters())
+        bytes_ = teacher.dtype.itemsize
+    trained = sum(size for key, size in sizes.items() if key in learning)
+    return weight_bytes(sum(sizes.values()), trained, teacher=of_teacher, teacher_bytes=bytes_, states=states_of(stage))

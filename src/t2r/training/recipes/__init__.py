@@ -1,0 +1,1 @@
+"""What is trained: stages with their options and schedules, recipes, and presets."""

@@ -1,0 +1,1 @@
+"""Sessions in a run folder: stages that are run or resumed, evaluation, and the result."""

@@ -1,0 +1,114 @@
+"""A student with its objective, as one module whose forward returns the loss."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from t2r import compat
+from t2r.errors import T2RError
+from t2r.model.logits import Readout
+from t2r.training.recipes.recipe import Stage
+from t2r.training.steps.job import Job
+from t2r.training.steps.objectives import distillation_loss, transferring
+from t2r.training.steps.order import READING
+
+
+class Learner(compat.WrapsModel, nn.Module):
+    """The module that Trainer trains. The whole loss, including the head, is computed in the forward, as wrappers for
+    distributed training require.
+
+    Args:
+        job: the task, the teacher and the settings. If they say so, the loss is compiled; the errors of a transfer only
+            if all batches have the same shape.
+        student: the model that learns, with its LoRA adapters if there are any.
+        whole: compute the logits of a whole batch with the model's own forward. Otherwise they are computed in slices
+            where the model's head allows it.
+    """
+
+    def __init__(self, job: Job, student: PreTrainedModel, stage: Stage, *, whole: bool = False) -> None:
+        super().__init__()
+        self.student = student
+        self.stage, self.task, self.compiled, self.whole = stage, job.task, job.settings.compiled, whole
+        self._teacher = (job.teacher_of(stage),)  # in a tuple, so that it is not registered as a submodule
+        self._readouts: dict[int, Readout] = {}
+        # An adaptive softmax computes only the logits that the loss needs.
+        self.own_loss = stage.objective == "task" and bool(getattr(student, "loss_without_logits", False))
+        if self.own_loss and stage.label_smoothing:
+            raise T2RError(f"stage {stage.name!r}: an adaptive softmax has no label smoothing")
+        # A transfer does not use the logits, so only one position is computed.
+        takes_rows = "logits_to_keep" in inspect.signature(student.forward).parameters
+        self.without_logits = {"logits_to_keep": 1} if takes_rows else {}
+
+    @property
+    def wrapped(self) -> nn.Module:
+        return self.student
+
+    def forward(self, batch: dict[str, Tensor], count: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a batch, and sums for the log.
+
+        The loss is a mean over the scored positions or, if the batch is a part of a larger one, their sum divided by
+        `count`."""
+        reading = batch.get(READING)
+        batch = {name: x for name, x in batch.items() if name != READING}
+        inputs = self.task.inputs(batch)
+        if self.stage.noise:
+            share: float | Tensor = self.stage.noise
+            if reading is not None and self.stage.noise_from > 1:
+                share = share * (reading >= self.stage.noise_from)[:, None]
+            inputs = self.task.disturbed(inputs, share)
+        if self.stage.objective == "transfer":
+            with transferring(self.student, self.compiled and self.task.one_shape) as errors:
+                self.student(**inputs, use_cache=False, **self.without_logits)
+            return torch.stack(errors).mean(), {}
+        if self.own_loss:
+            scored = None if count is None else count.clamp_min(1)
+            model = cast(Any, self.student)
+            return model(**inputs, labels=batch["labels"], num_items_in_batch=scored, use_cache=False).loss, {}
+        return self.against(inputs, self.task.labels(batch).flatten(), count)
+
+    def against(
+        self, inputs: dict[str, Tensor], labels: Tensor, count: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss on the labels and, in a distillation, on the teacher's distribution."""
+        stage, (teacher,) = self.stage, self._teacher
+        distills = stage.objective == "distill"
+        kl_weight, task_weight = (stage.kl_weight, stage.task_weight) if distills else (0.0, 1.0)
+        ours, student_head = self.read(self.student, inputs)
+        theirs = teacher_head = None
+        if teacher is not None:
+            with torch.no_grad():
+                theirs, teacher_head = self.read(teacher, self.task.teacher_inputs(inputs))
+        loss, kl, task = distillation_loss(
+            ours,
+            theirs,
+            labels,
+            count=count,
+            student_head=student_head,
+            teacher_head=teacher_head,
+            kl_weight=kl_weight,
+            task_weight=task_weight,
+            temperature=stage.temperature,
+            label_smoothing=stage.label_smoothing,
+            compiled=self.compiled,
+            fixed=self.compiled and not self.task.one_shape,
+        )
+        if not distills:
+            return loss, {}
+        scored = (labels >= 0).sum()
+        share = scored.clamp_min(1) if count is None else count
+        sums = {"tokens": scored, "kl": kl * share} | ({"task": task * share} if task_weight else {})
+        return loss, {name: x.detach() for name, x in sums.items()}
+
+    def read(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        """Return the inputs of the model's head, one row per position, and the head; or the logits and None."""
+        if self.whole:
+            return model(**inputs, use_cache=False).logits.flatten(0, 1), None
+        if id(model) not in self._readouts:
+            self._readouts[id(model)] = Readout(model, inputs)
+        readout = self._readouts[id(model)]
+        return readout.states(inputs).flatten(0, 1), readout.projection

@@ -1,0 +1,127 @@
+"""The run folder: its path, its lock, and recovery from damaged files."""
+
+import json
+import multiprocessing
+import signal
+from pathlib import Path
+
+import pytest
+
+from families import tiny
+from t2r.errors import T2RError
+from t2r.training.loop.checkpoints import COMPLETE, is_whole, last_checkpoint, seal
+from t2r.training.sessions.run import Run, run_folder
+
+
+def hold(folder, held):
+    """Work in a run folder until this process is killed."""
+    with Run(folder, {}) as run:
+        run.remember("begun", lambda: True)
+        held.set()
+        signal.pause()
+
+
+@pytest.mark.parametrize("written", ["out", "out/", "out//", "./out", "sub/../out/"])
+def test_the_run_folder_is_beside_its_destination(tmp_path, monkeypatch, written):
+    monkeypatch.chdir(tmp_path)
+    assert run_folder(written) == tmp_path / "out.run"
+    (tmp_path / "out").mkdir()
+    assert run_folder(written) == tmp_path / "out.run"
+    assert run_folder(Path("v1.0")) == tmp_path / "v1.0.run"
+    assert Run(run_folder("v1.0"), {}).logs == tmp_path / "v1.0.logs"
+
+
+def test_a_second_process_is_refused_until_the_first_dies(tmp_path):
+    folder = tmp_path / "out.run"
+    forked = multiprocessing.get_context("fork")  # without importing torch again
+    held = forked.Event()
+    first = forked.Process(target=hold, args=(folder, held), daemon=True)
+    first.start()
+    assert held.wait(60)
+    run = Run(folder, {})
+    with pytest.raises(T2RError, match="another process is working in"), run:
+        pytest.fail("it was let in")
+    first.kill()
+    first.join()
+    with run:
+        assert run.facts["begun"] is True
+
+
+def test_the_lock_of_a_run_that_did_not_start_leaves_no_files(tmp_path):
+    with Run(tmp_path / "out.run", {}) as run:
+        assert run.folder.is_dir()
+    assert not run.folder.exists()
+    with pytest.raises(ValueError, match="refused"), Run(tmp_path / "out.run", {}):
+        raise ValueError("refused")
+    assert not run.folder.exists()
+    with Run(tmp_path / "out.run", {}) as run:
+        run.remember("fact", lambda: 1)
+    assert (run.folder / "run.json").exists()
+    with Run(tmp_path / "out.run", {}) as run:
+        run.remove()
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"plan": {', b"\xff\xfe\x00", b"[]", b"{}"])
+def test_a_damaged_run_file_has_a_backup(tmp_path, caplog, damage):
+    run = Run(tmp_path / "run", {"seed": 1})
+    run.remember("a", lambda: 1)
+    run.remember("b", lambda: 2)
+    (run.folder / "run.json").write_bytes(damage)
+    again = Run(tmp_path / "run", {"seed": 1})
+    assert again.facts == {"plan": {"seed": 1}, "a": 1, "b": 2}
+    assert "run.json is damaged" in caplog.text
+    with pytest.raises(T2RError, match="other options"):
+        Run(tmp_path / "run", {"seed": 2})
+    (run.folder / "run.json.old").write_bytes(damage)
+    assert Run(tmp_path / "run", {"seed": 1}).facts == {"plan": {"seed": 1}}
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "gone", "unsealed", "list"])
+def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog, how):
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "weights").write_bytes(bytes(range(100)))
+        (folder / "state.json").write_text("{}")
+        seal(folder)
+    assert last_checkpoint(tmp_path).name == "checkpoint-4"
+    newest = tmp_path / "checkpoint-4"
+    weights = newest / "weights"
+    if how == "cut":
+        weights.write_bytes(weights.read_bytes()[:50])
+    elif how == "flipped":
+        weights.write_bytes(b"\x01" + weights.read_bytes()[1:])
+    elif how == "gone":
+        weights.unlink()
+    elif how == "unsealed":
+        (newest / COMPLETE).unlink()
+    else:
+        (newest / COMPLETE).write_text("")
+    assert last_checkpoint(tmp_path).name == "checkpoint-2"
+    assert ("is damaged" in caplog.text) is (how != "unsealed")
+    assert is_whole(tmp_path / "checkpoint-2")
+
+
+def test_a_sealed_checkpoint_lists_its_files(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a").write_bytes(b"1")
+    seal(tmp_path)
+    assert json.loads((tmp_path / COMPLETE).read_text()) == {"sub/a": [1, 0x83DCEFB7]}
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "rubbish"])
+def test_a_damaged_stage_is_trained_again(tmp_path, caplog, how):
+    model = tiny("gpt2")
+    run = Run(tmp_path / "run", {})
+    run.remember("only.log", lambda: [])
+    run.finish("only", model)
+    assert run.restore("only", model)
+    path = run.weights("only")
+    whole = path.read_bytes()
+    path.write_bytes({"cut": whole[:-9], "flipped": whole[:-1] + bytes([whole[-1] ^ 1]), "rubbish": b"\x00"}[how])
+    run = Run(tmp_path / "run", {})
+    assert not run.restore("only", model)
+    assert "stage only is trained again" in caplog.text
+    assert not path.exists()
+    assert "only.log" not in Run(tmp_path / "run", {}).facts

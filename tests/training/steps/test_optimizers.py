@@ -1,0 +1,36 @@
+"""Parameter groups of the optimizers."""
+
+import pytest
+
+import t2r
+from families import tiny
+from t2r.training.recipes.recipe import Stage
+from t2r.training.steps.optimizers import choose_trained, make_optimizer
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "muon", "nag"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "adaptive_lm"])
+def test_weight_decay_excludes_norms_biases_embeddings_and_decay_rates(model_type, optimizer):
+    model = t2r.swap(tiny(model_type), feature_map="t2r", decay=True, key_weights=True, shared=False)
+    stage = Stage("only", "task", steps=1, optimizer=optimizer, weight_decay=0.1, momentum=0.9)
+    choose_trained(model, stage)
+    names = {id(p): name for name, p in model.named_parameters()}
+    decays = {}
+    for group in make_optimizer(model, stage).param_groups:
+        for p in group["params"]:
+            decays[names[id(p)]] = group["weight_decay"]
+    assert set(decays) == set(names.values())
+    assert set(decays.values()) == {0.0, 0.1}
+    spared = {name for name, decay in decays.items() if not decay}
+    words = ("norm", "ln_", "bias", "decay_logits", "embed", "wte", "wpe", "lm_head")
+    expected = {name for name in decays if any(word in name for word in words)}
+    assert spared == expected
+    assert any("decay_logits" in name for name in spared)
+    assert any("feature_map.key_map.weight" in name for name in set(decays) - spared)
+
+
+def test_without_weight_decay_groups_differ_by_learning_rate_only():
+    model = t2r.swap(tiny("gpt2"), feature_map="elu")
+    stage = Stage("only", "task", steps=1)
+    choose_trained(model, stage)
+    assert len(make_optimizer(model, stage).param_groups) == 1
