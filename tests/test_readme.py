@@ -70,8 +70,10 @@ def test_the_numbers_of_the_first_table_are_recorded():
             assert cell.partition("(")[2] == ("" if ratio is None else f"{100 * (ratio - 1):+.{digits}f} %)")
         held = points[1, how, 8192]["cache_bytes"] / 2**20
         assert cells[3] == (f"{held:.1f} MiB" if held < 100 else f"{held:.0f} MiB")
-        assert cells[4] == " / ".join(f"{points[16, how, length]['milliseconds']:.1f}" for length in (512, 8192))
+        assert cells[4] == " / ".join(f"{points[16, how, length]['milliseconds']:.2f}" for length in (512, 8192))
     for row in (*rows["pure", None]["recall"][:3], *rows["kept", None]["recall"][3:]):
         assert f"{100 * row['accuracy']:.0f} %" in text
     own = [points[16, "smollm2", length]["milliseconds"] for length in (512, 8192)]
     assert f"takes {min(own):.0f} to {max(own):.0f} ms" in text
+    captured = [points[16, "smollm2, captured", length]["milliseconds"] for length in (512, 8192)]
+    assert f"takes {captured[0]:.1f} and {captured[1]:.1f} ms" in text
