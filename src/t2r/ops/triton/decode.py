@@ -28,6 +28,7 @@ def _launch(
     flags = None if mask is None else mask.view(torch.uint8)
     rates = None if decay is None else inner(decay)
     group, rows = heads // key_heads, block(feature, 256)
+    columns = block(value, max(16, 8192 // rows))
     how = Features(feature, "") if features is None else features
     mapped, dim = how.q_weight is not None, 0 if how.q_weight is None else how.q_weight.shape[2]
     with on_device(q):
@@ -42,8 +43,8 @@ def _launch(
             key_heads, group, feature, value,
             dim, feature + how.weighs_keys, key_heads // k.shape[1], key_heads // v.shape[1],
             HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None,
-            MAPPED=mapped, HAS_BIAS=how.q_bias is not None, ACTIVATION=how.activation, WEIGHS=how.weighs_keys,
-            BF=rows, BV=block(value, max(16, 8192 // rows)), BD=block(dim, 256), num_warps=4,
+            GROUPED=group > 1, MAPPED=mapped, HAS_BIAS=how.q_bias is not None, ACTIVATION=how.activation,
+            WEIGHS=how.weighs_keys, BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256), num_warps=4,
         )  # fmt: skip
     return out
 

@@ -16,15 +16,34 @@ LARGEST = tl.constexpr(LARGEST_LOG_WEIGHT)
 
 
 @triton.jit
-def features(
-    x, weight, bias, f, f_ok, feature, dim,
-    MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Compute the features of one head: from `x [dim]` by an affine map, or by the activation alone."""
+def operands(x, weight, bias, f, f_ok, dim, MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, BD: tl.constexpr):
+    """Load what `features` of one head are computed from: `x [dim]` and rows `f` of an affine map, or `x [f]` alone."""
     if MAPPED:
-        y = rows_of(x, weight, bias, f, f_ok, dim, HAS_BIAS, BD)
+        d = tl.arange(0, BD)
+        d_ok = d < dim
+        given = tl.load(x + d, mask=d_ok, other=0.0)
+        rows = tl.load(weight + f[:, None] * dim + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
+        shift = tl.load(bias + f, mask=f_ok, other=0.0) if HAS_BIAS else given
+        return given, rows, shift
     else:
-        y = tl.load(x + f, mask=f_ok, other=0.0).to(tl.float32)
+        given = tl.load(x + f, mask=f_ok, other=0.0)
+        return given, given, given
+
+
+@triton.jit
+def affine(given, rows, shift, MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    y = given.to(tl.float32)
+    if MAPPED:
+        y = tl.sum(rows.to(tl.float32) * y[None, :], 1)
+        if HAS_BIAS:
+            y += shift.to(tl.float32)
+    return y
+
+
+@triton.jit
+def features(given, rows, shift, f_ok, MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Compute the features of one head from its `operands`."""
+    y = affine(given, rows, shift, MAPPED, HAS_BIAS)
     if ACTIVATION == "relu":
         y = tl.maximum(y, 0.0)
     elif ACTIVATION == "softmax":
@@ -35,16 +54,12 @@ def features(
 
 
 @triton.jit
-def rows_of(x, weight, bias, f, f_ok, dim, HAS_BIAS: tl.constexpr, BD: tl.constexpr):
-    """Compute rows `f` of an affine map of `x [dim]`."""
-    d = tl.arange(0, BD)
-    d_ok = d < dim
-    given = tl.load(x + d, mask=d_ok, other=0.0).to(tl.float32)
-    w = tl.load(weight + f[:, None] * dim + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0).to(tl.float32)
-    y = tl.sum(w * given[None, :], 1)
-    if HAS_BIAS:
-        y += tl.load(bias + f, mask=f_ok, other=0.0).to(tl.float32)
-    return y
+def quotient(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr):
+    """Read a block of a state with the features of one query."""
+    num = tl.sum(query[:, None] * new, 0)
+    den = tl.sum(query * sum_k, 0) + tl.zeros([1], tl.float32)
+    total = tl.sum(tl.abs(query) * sum_abs, 0) + tl.zeros([1], tl.float32)
+    return tl.sum(divide(num[None, :], den, total, HAS_Z_ABS), 0)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "dim", "key_rows", "k_share", "v_share"])
@@ -52,70 +67,86 @@ def decode(
     q, k, v, s, z, z_abs, mask, decay, out, q_weight, q_bias, k_weight, k_bias,
     q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, decay_h,
     key_heads, group, feature, value, dim, key_rows, k_share, v_share,
-    HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr,
+    HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr, GROUPED: tl.constexpr,
     MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr,
-    BF: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Run one program per sequence and key head. It alone accesses the state, so z is not read after it is written.
+    """Run one program per sequence and key head. It alone accesses the state.
 
     With an ACTIVATION, q and k are not features yet: `features` computes them. `k_share` and `v_share` are the numbers
     of key heads that share a head of k and of v. A state in half precision is computed in float32 and rounded when it
-    is stored."""
+    is stored. There are few programs, and each waits for memory most of the time: so everything is loaded before
+    anything is computed, and stored at the end, because a load does not move before a store or a reduction."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
-    f = tl.arange(0, BF)
-    f_ok = f < feature
+    f, d = tl.arange(0, BF), tl.arange(0, BV)
+    f_ok, d_ok = f < feature, d < value
     one = tl.zeros([1], tl.int32)
+    q_here, k_here, v_here = q + b * q_b + h * group * q_h, k + b * k_b + (h // k_share) * k_h, v + b * v_b
+    v_here += (h // v_share) * v_h
+    k_rows, k_shift = k_weight + h * key_rows * dim, k_bias + h * key_rows
+    s_here, z_here, a_here = s + b * s_b + h * s_h, z + b * z_b + h * z_h + f, z_abs + b * za_b + h * za_h + f
+    first = tl.load(s_here + f[:, None] * s_f + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
+    k_given, k_map, k_add = operands(k_here, k_rows, k_shift, f, f_ok, dim, MAPPED, HAS_BIAS, BD)
+    if not GROUPED:
+        q_given, q_map, q_add = operands(
+            q_here, q_weight + h * feature * dim, q_bias + h * feature, f, f_ok, dim, MAPPED, HAS_BIAS, BD
+        )
+    if WEIGHS:  # the last row is the logarithm of the key's weight
+        last = one + feature
+        w_given, w_map, w_add = operands(k_here, k_rows, k_shift, last, last < key_rows, dim, MAPPED, HAS_BIAS, BD)
     live = tl.full([1], 1, tl.int1)  # whether the token is unmasked
     if HAS_MASK:
         live = tl.load(mask + b * mask_b + one) != 0
-    k_here = k + b * k_b + (h // k_share) * k_h
-    key = features(
-        k_here, k_weight + h * key_rows * dim, k_bias + h * key_rows, f, f_ok, feature, dim,
-        MAPPED, HAS_BIAS, ACTIVATION, BD,
-    )  # fmt: skip
-    if WEIGHS:  # the last row is the logarithm of the key's weight
-        last = one + feature
-        if MAPPED:
-            log = rows_of(
-                k_here, k_weight + h * key_rows * dim, k_bias + h * key_rows, last, last < key_rows, dim, HAS_BIAS, BD
-            )
-        else:
-            log = tl.load(k_here + last).to(tl.float32)
+    if HAS_DECAY:
+        rate = tl.load(decay + h * decay_h + f, mask=f_ok, other=0.0).to(tl.float32)
+    sum_k = tl.load(z_here, mask=f_ok, other=0.0).to(tl.float32)
+    sum_abs = sum_k
+    if HAS_Z_ABS:
+        sum_abs = tl.load(a_here, mask=f_ok, other=0.0).to(tl.float32)
+    val = tl.load(v_here + d, mask=d_ok & live, other=0.0)
+
+    key = features(k_given, k_map, k_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
+    if WEIGHS:
+        log = affine(w_given, w_map, w_add, MAPPED, HAS_BIAS)
         key = key * tl.exp(tl.minimum(tl.maximum(log, -LARGEST), LARGEST))
     key = tl.where(live, key, 0.0)
     left = tl.full([BF], 1.0, tl.float32)
     if HAS_DECAY:
-        rate = tl.load(decay + h * decay_h + f, mask=f_ok, other=0.0).to(tl.float32)
-        rate = tl.minimum(tl.maximum(rate, 0.0), FASTEST)
-        left = tl.where(live, tl.exp(-rate), 1.0)
-    z_here = z + b * z_b + h * z_h + f
-    sum_k = tl.load(z_here, mask=f_ok, other=0.0).to(tl.float32) * left + key
-    tl.store(z_here, sum_k.to(z.dtype.element_ty), mask=f_ok)
-    sum_abs = sum_k
+        left = tl.where(live, tl.exp(-tl.minimum(tl.maximum(rate, 0.0), FASTEST)), 1.0)
+    sum_k = sum_k * left + key
     if HAS_Z_ABS:
-        a_here = z_abs + b * za_b + h * za_h + f
-        sum_abs = tl.load(a_here, mask=f_ok, other=0.0).to(tl.float32) * left + tl.abs(key)
+        sum_abs = sum_abs * left + tl.abs(key)
+    else:
+        sum_abs = sum_k
+    if not GROUPED:
+        query = features(q_given, q_map, q_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
+
+    for block in tl.static_range(BLOCKS):
+        if block > 0:
+            d = block * BV + tl.arange(0, BV)
+            d_ok = d < value
+            first = tl.load(s_here + f[:, None] * s_f + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
+            val = tl.load(v_here + d, mask=d_ok & live, other=0.0)
+        new = first.to(tl.float32) * left[:, None] + key[:, None] * val.to(tl.float32)[None, :]
+        if GROUPED:
+            for i in range(0, group):
+                head = h * group + i
+                q_given, q_map, q_add = operands(
+                    q_here + i * q_h, q_weight + head * feature * dim, q_bias + head * feature, f, f_ok, dim,
+                    MAPPED, HAS_BIAS, BD,
+                )  # fmt: skip
+                query = features(q_given, q_map, q_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
+                row = quotient(query, new, sum_k, sum_abs, HAS_Z_ABS)
+                tl.store(out + b * out_b + head * out_h + d, saturate(row, out.dtype.element_ty), mask=d_ok)
+        else:
+            row = quotient(query, new, sum_k, sum_abs, HAS_Z_ABS)
+            tl.store(out + b * out_b + h * out_h + d, saturate(row, out.dtype.element_ty), mask=d_ok)
+        here = s_here + f[:, None] * s_f + d[None, :]
+        tl.store(here, new.to(s.dtype.element_ty), mask=f_ok[:, None] & d_ok[None, :])
+    tl.store(z_here, sum_k.to(z.dtype.element_ty), mask=f_ok)
+    if HAS_Z_ABS:
         tl.store(a_here, sum_abs.to(z_abs.dtype.element_ty), mask=f_ok)
-    for start in range(0, value, BV):
-        d = start + tl.arange(0, BV)
-        d_ok = d < value
-        val = tl.load(v + b * v_b + (h // v_share) * v_h + d, mask=d_ok & live, other=0.0).to(tl.float32)
-        s_here = s + b * s_b + h * s_h + f[:, None] * s_f + d[None, :]
-        ok = f_ok[:, None] & d_ok[None, :]
-        new = tl.load(s_here, mask=ok, other=0.0).to(tl.float32) * left[:, None] + key[:, None] * val[None, :]
-        tl.store(s_here, new.to(s.dtype.element_ty), mask=ok)
-        for i in range(0, group):
-            head = h * group + i
-            query = features(
-                q + b * q_b + head * q_h, q_weight + head * feature * dim, q_bias + head * feature, f, f_ok, feature,
-                dim, MAPPED, HAS_BIAS, ACTIVATION, BD,
-            )  # fmt: skip
-            num = tl.sum(query[:, None] * new, 0)
-            den = tl.sum(query * sum_k, 0) + tl.zeros([1], tl.float32)
-            total = tl.sum(tl.abs(query) * sum_abs, 0) + tl.zeros([1], tl.float32)
-            row = tl.sum(divide(num[None, :], den, total, HAS_Z_ABS), 0)
-            tl.store(out + b * out_b + head * out_h + d, saturate(row, out.dtype.element_ty), mask=d_ok)
 
 
 @triton.jit(do_not_specialize=SIZES)
