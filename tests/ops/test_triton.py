@@ -86,6 +86,29 @@ def test_one_query_reads_a_state_in_one_kernel(arguments):
 
 
 @needs_triton
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("value", [20, 70])
+@pytest.mark.parametrize("flags", [{}, {"mask": "holes", "decay": True, "signed": True}], ids=["plain", "everything"])
+@torch.no_grad()
+def test_a_step_on_states_of_one_and_of_several_blocks(group, value, flags):
+    """With 200 features, a block has 32 values. A masked token must leave the state as it is."""
+    case = make_case(time=1, batch=3, group=group, feature=200, value=value, state=True, dtype=torch.float32, **flags)
+    exact, here = case.exact, case.to(DEVICE)
+    expected, after = ops.step(
+        exact.q, exact.k, exact.v, exact.state, mask=exact.mask, decay=exact.decay, signed=exact.signed
+    )
+    out, state = ops.step(
+        here.q, here.k, here.v, here.state, mask=here.mask, decay=here.decay, signed=here.signed, inplace=True,
+        backend="triton",
+    )  # fmt: skip
+    found = {"out": out, **state._asdict()}
+    wanted = {"out": expected, **after._asdict()}
+    assert found.keys() == wanted.keys()
+    kept = [name for name, x in wanted.items() if x is not None]
+    assert_same({name: found[name] for name in kept}, {name: wanted[name] for name in kept}, case.tolerance)
+
+
+@needs_triton
 def test_float64_goes_to_another_backend():
     case = make_case().to(DEVICE)
     with pytest.raises(T2RError, match="does not support float64"):
