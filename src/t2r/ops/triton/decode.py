@@ -40,8 +40,8 @@ def _launch(
             0 if z_abs is None else z_abs.stride(0), 0 if z_abs is None else z_abs.stride(1),
             out.stride(0), out.stride(1),
             0 if flags is None else flags.stride(0), 0 if rates is None else rates.stride(0),
-            key_heads, group, feature, value,
-            dim, feature + how.weighs_keys, key_heads // k.shape[1], key_heads // v.shape[1],
+            key_heads, group, key_heads // k.shape[1], key_heads // v.shape[1],
+            FEATURE=feature, VALUE=value, DIM=dim,
             HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None,
             GROUPED=group > 1, MAPPED=mapped, HAS_BIAS=how.q_bias is not None, ACTIVATION=how.activation,
             WEIGHS=how.weighs_keys, BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256), num_warps=4,
@@ -105,7 +105,7 @@ def look(q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
         read[(batch * heads, -(-value // columns))](
             q, s, z, z if z_abs is None else z_abs, out,
             q.stride(0), q.stride(1), s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1), *strides,
-            heads, heads // key_heads, feature, value,
+            heads, heads // key_heads, FEATURE=feature, VALUE=value,
             HAS_Z_ABS=z_abs is not None, BF=rows, BV=columns, num_warps=4,
         )  # fmt: skip
     return out

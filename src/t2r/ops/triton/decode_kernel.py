@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from t2r.ops.common import FASTEST_DECAY, LARGEST_LOG_WEIGHT
-from t2r.ops.triton.math import SIZES, divide, saturate
+from t2r.ops.triton.math import divide, saturate
 
 FASTEST = tl.constexpr(FASTEST_DECAY)
 
@@ -16,13 +16,15 @@ LARGEST = tl.constexpr(LARGEST_LOG_WEIGHT)
 
 
 @triton.jit
-def operands(x, weight, bias, f, f_ok, dim, MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, BD: tl.constexpr):
-    """Load what `features` of one head are computed from: `x [dim]` and rows `f` of an affine map, or `x [f]` alone."""
+def operands(
+    x, weight, bias, f, f_ok, DIM: tl.constexpr, MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """Load what `features` of one head are computed from: `x [DIM]` and rows `f` of an affine map, or `x [f]` alone."""
     if MAPPED:
         d = tl.arange(0, BD)
-        d_ok = d < dim
+        d_ok = d < DIM
         given = tl.load(x + d, mask=d_ok, other=0.0)
-        rows = tl.load(weight + f[:, None] * dim + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
+        rows = tl.load(weight + f[:, None] * DIM + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
         shift = tl.load(bias + f, mask=f_ok, other=0.0) if HAS_BIAS else given
         return given, rows, shift
     else:
@@ -62,11 +64,12 @@ def quotient(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr):
     return tl.sum(divide(num[None, :], den, total, HAS_Z_ABS), 0)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "dim", "key_rows", "k_share", "v_share"])
+@triton.jit(do_not_specialize=["key_heads", "group", "k_share", "v_share"])
 def decode(
     q, k, v, s, z, z_abs, mask, decay, out, q_weight, q_bias, k_weight, k_bias,
     q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, decay_h,
-    key_heads, group, feature, value, dim, key_rows, k_share, v_share,
+    key_heads, group, k_share, v_share,
+    FEATURE: tl.constexpr, VALUE: tl.constexpr, DIM: tl.constexpr,
     HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr, GROUPED: tl.constexpr,
     MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
@@ -80,21 +83,22 @@ def decode(
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     f, d = tl.arange(0, BF), tl.arange(0, BV)
-    f_ok, d_ok = f < feature, d < value
+    f_ok, d_ok = f < FEATURE, d < VALUE
     one = tl.zeros([1], tl.int32)
     q_here, k_here, v_here = q + b * q_b + h * group * q_h, k + b * k_b + (h // k_share) * k_h, v + b * v_b
     v_here += (h // v_share) * v_h
-    k_rows, k_shift = k_weight + h * key_rows * dim, k_bias + h * key_rows
+    key_rows: tl.constexpr = FEATURE + (1 if WEIGHS else 0)
+    k_rows, k_shift = k_weight + h * key_rows * DIM, k_bias + h * key_rows
     s_here, z_here, a_here = s + b * s_b + h * s_h, z + b * z_b + h * z_h + f, z_abs + b * za_b + h * za_h + f
     first = tl.load(s_here + f[:, None] * s_f + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
-    k_given, k_map, k_add = operands(k_here, k_rows, k_shift, f, f_ok, dim, MAPPED, HAS_BIAS, BD)
+    k_given, k_map, k_add = operands(k_here, k_rows, k_shift, f, f_ok, DIM, MAPPED, HAS_BIAS, BD)
     if not GROUPED:
         q_given, q_map, q_add = operands(
-            q_here, q_weight + h * feature * dim, q_bias + h * feature, f, f_ok, dim, MAPPED, HAS_BIAS, BD
+            q_here, q_weight + h * FEATURE * DIM, q_bias + h * FEATURE, f, f_ok, DIM, MAPPED, HAS_BIAS, BD
         )
     if WEIGHS:  # the last row is the logarithm of the key's weight
-        last = one + feature
-        w_given, w_map, w_add = operands(k_here, k_rows, k_shift, last, last < key_rows, dim, MAPPED, HAS_BIAS, BD)
+        last = one + FEATURE
+        w_given, w_map, w_add = operands(k_here, k_rows, k_shift, last, last < key_rows, DIM, MAPPED, HAS_BIAS, BD)
     live = tl.full([1], 1, tl.int1)  # whether the token is unmasked
     if HAS_MASK:
         live = tl.load(mask + b * mask_b + one) != 0
@@ -125,7 +129,7 @@ def decode(
     for block in tl.static_range(BLOCKS):
         if block > 0:
             d = block * BV + tl.arange(0, BV)
-            d_ok = d < value
+            d_ok = d < VALUE
             first = tl.load(s_here + f[:, None] * s_f + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
             val = tl.load(v_here + d, mask=d_ok & live, other=0.0)
         new = first.to(tl.float32) * left[:, None] + key[:, None] * val.to(tl.float32)[None, :]
@@ -133,7 +137,7 @@ def decode(
             for i in range(0, group):
                 head = h * group + i
                 q_given, q_map, q_add = operands(
-                    q_here + i * q_h, q_weight + head * feature * dim, q_bias + head * feature, f, f_ok, dim,
+                    q_here + i * q_h, q_weight + head * FEATURE * DIM, q_bias + head * FEATURE, f, f_ok, DIM,
                     MAPPED, HAS_BIAS, BD,
                 )  # fmt: skip
                 query = features(q_given, q_map, q_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
@@ -149,11 +153,11 @@ def decode(
         tl.store(a_here, sum_abs.to(z_abs.dtype.element_ty), mask=f_ok)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["heads", "group"])
 def read(
     q, s, z, z_abs, out,
     q_b, q_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h,
-    heads, group, feature, value,
+    heads, group, FEATURE: tl.constexpr, VALUE: tl.constexpr,
     HAS_Z_ABS: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Read a fixed state with features of queries. Run one program per sequence, query head and block of values."""
@@ -162,7 +166,7 @@ def read(
     h = head // group
     f = tl.arange(0, BF)
     d = tl.program_id(1) * BV + tl.arange(0, BV)
-    f_ok, d_ok = f < feature, d < value
+    f_ok, d_ok = f < FEATURE, d < VALUE
     query = tl.load(q + b * q_b + head * q_h + f, mask=f_ok, other=0.0).to(tl.float32)
     s_here = s + b * s_b + h * s_h + f[:, None] * s_f + d[None, :]
     num = tl.sum(query[:, None] * tl.load(s_here, mask=f_ok[:, None] & d_ok[None, :], other=0.0).to(tl.float32), 0)
@@ -173,4 +177,4 @@ def read(
         sums = tl.load(z_abs + b * za_b + h * za_h + f, mask=f_ok, other=0.0).to(tl.float32)
         total = tl.sum(tl.abs(query) * sums, 0) + tl.zeros([1], tl.float32)
     row = tl.sum(divide(num[None, :], den, total, HAS_Z_ABS), 0)
-    tl.store(out + (b * heads + head) * value + d, saturate(row, out.dtype.element_ty), mask=d_ok)
+    tl.store(out + (b * heads + head) * VALUE + d, saturate(row, out.dtype.element_ty), mask=d_ok)

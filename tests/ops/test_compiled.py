@@ -1,0 +1,60 @@
+"""Kernels compiled for a GPU on a machine without one: the interpreter accepts programs that the compiler does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from t2r.ops.registry import BACKENDS
+
+pytest.importorskip("triton", minversion="3.6")
+MISSING = BACKENDS["triton"].missing()
+
+COMPILE = """
+import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from t2r.ops.triton.decode_kernel import decode
+
+def instructions(**constants):
+    names = decode.arg_names
+    kinds = {"mask": "*u8", **{name: "*fp32" for name in ("s", "z", "z_abs", "decay")}}
+    kinds |= {name: "*bf16" for name in ("q", "k", "v", "out", "q_weight", "q_bias", "k_weight", "k_bias")}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    loose = ("key_heads", "group", "k_share", "v_share")  # sizes that are any number
+    even = [i for i, name in enumerate(names) if name not in constants and name not in loose]
+    source = ASTSource(
+        decode, signature, constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in even},
+    )
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return re.findall(r"(ld\\.global|st\\.global|bar\\.sync)", text)
+
+print(json.dumps([instructions(**each) for each in json.loads(sys.argv[1])]))
+"""
+SMOLLM2 = {
+    "FEATURE": 128, "VALUE": 64, "DIM": 64, "HAS_Z_ABS": False, "HAS_MASK": False, "HAS_DECAY": True, "GROUPED": False,
+    "MAPPED": True, "HAS_BIAS": True, "ACTIVATION": "softmax", "WEIGHS": True, "BF": 128, "BV": 64, "BLOCKS": 1,
+    "BD": 64,
+}  # fmt: skip
+"""A layer of SmolLM2 in the default recipe."""
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_the_decoding_step_loads_wide_words_before_it_computes():
+    """A thread of 128 loads 64 values of the state and of each map, in words of 16 bytes: scalar loads are 200."""
+    grouped = {**SMOLLM2, "GROUPED": True, "BLOCKS": 2, "HAS_MASK": True, "HAS_Z_ABS": True, "MAPPED": False}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps([SMOLLM2, grouped])],
+        capture_output=True, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, _ = json.loads(done.stdout.splitlines()[-1])
+    assert found.count("ld.global") < 60
+    assert "ld.global" not in found[found.index("bar.sync") :]
