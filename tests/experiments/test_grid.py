@@ -157,6 +157,13 @@ def test_a_grid_goes_on_from_a_record(grid, capfd):
     with pytest.raises(T2RError, match="no record nothing"):
         reproduce(file, scale="one", out=grid / "c", records=["nothing"])
 
+    capfd.readouterr()
+    foreign = json.loads(record.read_text())
+    foreign["steps"] = [{**part, "command": part["command"] + " --seed 7"} for part in foreign["steps"]]
+    (grid / "foreign.json").write_text(json.dumps(foreign))
+    reproduce(file, scale="one", out=grid / "c", records=[grid / "foreign.json"])
+    assert "no step of the record has a command of this experiment" in capfd.readouterr().err
+
 
 def test_a_failed_cell_does_not_stop_the_others(grid):
     (grid / "grid.yaml").write_text(GRID.replace("words-elu: --feature-map elu", "words-elu: bad"))

@@ -123,9 +123,15 @@ class Grid:
     def take_over(self, known: Mapping[str, Any]) -> None:
         """Use the finished steps of a record that have the same commands."""
         source = {key: known[key] for key in record.PROVENANCE if key in known}
-        for part in known["steps"]:
-            step = self.steps.get(part["name"])
-            if step is not None and part["command"] == step.label and "failed" not in part and not self.result(step):
+        labels = {name: step.label for name, step in self.steps.items()}
+        parts = [
+            part for part in known["steps"] if part["command"] == labels.get(part["name"]) and "failed" not in part
+        ]
+        if not parts:
+            say("no step of the record has a command of this experiment (another scale?), so that all are run")
+        for part in parts:
+            step = self.steps[part["name"]]
+            if not self.result(step):
                 write_text(
                     self.folder / f"{step.name}.json",
                     json_text(source | {key: part[key] for key in part if key != "cell"}, 1),
