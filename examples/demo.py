@@ -1,6 +1,6 @@
 """Converts a small transformer into an RNN, and measures the quality, speed and memory of both.
 
-The teacher is a small GPT-2 that `t2r pretrain` trained on novels. It is in this folder, with an excerpt of other
+The teacher is a small GPT-2 that `t2r pretrain` trained on novels. It is in this folder, with excerpts of
 novels. No GPU or network is required. The demo takes five minutes, or twenty with --full, on any machine: training ends
 when its time is over, and a slow or busy machine makes fewer steps. An interrupted demo is resumed by the same command.
 All numbers are measured during the run and written to an HTML page.

@@ -505,7 +505,7 @@ def broken(folders, tmp_path) -> Path:
         ("generate {b}/none-t2r hello", "no file named model.safetensors"),
         ("generate {f}/gpt2", "no prompt in standard input"),
         ("generate {f}/gpt2 --file {b}/blank", "no prompt in"),
-        ("generate {f}/gpt2 --file {b}/nowhere", "cannot be read"),
+        ("generate {f}/gpt2 --file {b}/nowhere", "/nowhere cannot be read: No such file or directory\n"),
         ("generate {f}/gpt2 --file {b}/bytes", "cannot be read"),
         ("generate {f}/gpt2 --file {b}/one hello", "not both"),
         ("generate {f}/gpt2 hello --device abacus", "device 'abacus' is not available"),

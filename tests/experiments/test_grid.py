@@ -102,6 +102,10 @@ def test_a_step_for_each_cell_and_seed():
     assert [step.name for step in chosen] == [
         "teacher", "pretrained-t2r", "pretrained-t2r-seed1", "quality-t2r", "quality-t2r-seed1"
     ]  # fmt: skip
+    with pytest.raises(T2RError, match="no cell map=relu: map is t2r or elu"):
+        experiment.select(where={"map": "relu"})
+    with pytest.raises(T2RError, match="no axis system: its axes are map, start"):
+        experiment.select(where={"system": "t2r"})
     assert [step.name for step in experiment.required(experiment.select(["quality-elu"]))] == [
         "teacher", "pretrained-elu", "quality-elu"
     ]  # fmt: skip
@@ -155,7 +159,8 @@ def test_a_grid_goes_on_from_a_record(grid, capfd):
     assert reproduce(file, scale="one", out=grid / "c") == third
     assert not log.read_text()
     with pytest.raises(T2RError, match="no record nothing"):
-        reproduce(file, scale="one", out=grid / "c", records=["nothing"])
+        reproduce(file, scale="one", out=grid / "d", records=["nothing"])
+    assert not (grid / "d").exists()
 
     capfd.readouterr()
     foreign = json.loads(record.read_text())

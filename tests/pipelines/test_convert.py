@@ -618,6 +618,14 @@ def test_errors_are_raised_before_training(world, tmp_path, monkeypatch, options
     assert not (tmp_path / "out").exists()
 
 
+def test_a_valid_text_that_is_too_short_leaves_no_run(world, tmp_path):
+    """Otherwise the command with a longer text would be refused, because its options are not those of the run."""
+    (short := tmp_path / "short.txt").write_text(words(3))
+    with pytest.raises(T2RError, match=r"short\.txt has \d+ tokens, less than one window of \d+: give a longer text"):
+        run(world, tmp_path / "out", valid=str(short))
+    assert not (tmp_path / "out.run").exists()
+
+
 def test_models_that_are_refused(world, tmp_path):
     with pytest.raises(T2RError, match=r"bart is an encoder-decoder: give it parallel text"):
         run(world, tmp_path / "out", tiny("bart", torch.float32), tokenizer=make_tokenizer())

@@ -148,7 +148,7 @@ def test_the_teacher_translates_the_sources(world, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"train": "text.txt"}, "not both"),
+        ({"train": "text.txt"}, "parallel text (source, target: --src, --tgt), not both"),
         ({"target": None}, "1 files of sources and 0 of targets"),
         ({"target": "{w}/valid.tgt"}, "ends after line 6, and"),
         ({"source": "{w}/none.src"}, "there is no file"),

@@ -161,7 +161,9 @@ def _window(own: Subject, other: Subject | None, window: int | None, tokens: int
     if chosen < 2:
         raise T2RError(f"window must be at least 2; got {chosen}")
     if tokens < chosen:
-        raise T2RError(f"the text has {tokens} tokens, less than one window of {chosen}: use a smaller --window")
+        raise T2RError(
+            f"the text has {tokens} tokens, less than one window of {chosen}: give a longer text or a smaller --window"
+        )
     return chosen
 
 

@@ -194,7 +194,9 @@ def _given(arguments: list[str] | None, file: Path | None) -> Given | None:
     elif file is not None:
         try:
             text = file.read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise T2RError(f"{file} cannot be read: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
             raise T2RError(f"{file} cannot be read: {error}") from error
         given, where = _lines(text), str(file)
     elif sys.stdin is None or sys.stdin.isatty():

@@ -214,7 +214,9 @@ def _batches(ids: Tensor, window: int, stride: int, batch_size: int, limit: int 
     if tail and len(rest) > window - stride and (limit is None or limit > len(windows)):
         batches.append(rest[None])
     if not batches:
-        raise T2RError(f"the text has {len(ids)} tokens, less than one window of {window}: use a smaller window")
+        raise T2RError(
+            f"the text has {len(ids)} tokens, less than one window of {window}: give a longer text or a smaller window"
+        )
     return batches
 
 

@@ -102,7 +102,7 @@ def joined(pair: str, name: str, parts: str, group: int) -> dict[str, Text]:
     }
 
 
-NEWS = "the WMT test set of this year (statmt.org), one sentence per line"
+NEWS = "the WMT test set of the year in its name (statmt.org), one sentence per line"
 TATOEBA = "sentences of Tatoeba (tatoeba.org), held out"
 TEXTS |= {
     **parallel("zh-en", "train", "75K pairs: Tatoeba, LibreOffice, Debian, Wesnoth, older newstests"),

@@ -111,9 +111,13 @@ class Experiment:
             known = ", ".join(step.name for step in self.steps)
             raise T2RError(f"experiment {self.name} has no step {', '.join(unknown)}; its steps are {known}")
         for axis, label in (where or {}).items():
-            known = ", ".join(dict.fromkeys(step.cell[axis] for step in self.steps if axis in step.cell))
-            if label not in known.split(", "):
-                raise T2RError(f"experiment {self.name} has no cell {axis}={label}; known: {known or 'none'}")
+            axes = dict.fromkeys(name for step in self.steps for name in step.cell)
+            if axis not in axes:
+                its = f"its axes are {', '.join(axes)}" if axes else "it has no axes"
+                raise T2RError(f"experiment {self.name} has no axis {axis}: {its}")
+            labels = dict.fromkeys(step.cell[axis] for step in self.steps if axis in step.cell)
+            if label not in labels:
+                raise T2RError(f"experiment {self.name} has no cell {axis}={label}: {axis} is {' or '.join(labels)}")
         return [
             step
             for step in self.steps

@@ -64,9 +64,10 @@ def reproduce(
     folder = Path("runs", experiment.place) if out is None else Path(out)
     places = Places(experiment, None if data_folder is None else Path(data_folder), models or {}, folder)
     places.check([step for step in experiment.required(wanted) if step.name not in places.replaced])
+    known = [read_record(name) for name in records]  # a wrong name raises before the folder is created
     grid = Grid(experiment, places)
-    for known in records:
-        grid.take_over(read_record(known))
+    for each in known:
+        grid.take_over(each)
     grid.run(wanted)
     return grid.write_record()
 

@@ -260,7 +260,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, begins: 
     if not chat:
         return list(tokenizer(prompt, add_special_tokens=begins).input_ids)
     if tokenizer.chat_template is None:
-        raise T2RError("the model's tokenizer has no chat template: omit chat")
+        raise T2RError("the model's tokenizer has no chat template: omit --chat (chat=True)")
     text = render(tokenizer, [{"role": "user", "content": prompt}], "the prompt", prompt=True)
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has added them
 
