@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 
@@ -663,3 +664,16 @@ def test_a_record_takes_room_until_it_is_cropped():
     assert cache.nbytes > 2 * held  # the previous state and the recorded tokens
     cache.crop(0)
     assert cache.nbytes == held
+
+
+@pytest.mark.parametrize(("model_type", "options"), [("gpt2", {}), ("llama", {"softmax_layers": [1]})])
+def test_a_pickled_state_is_continued(model_type, options):
+    """As a state that is sent to another process; the model is not sent with it."""
+    model = swapped(model_type, **options).eval()
+    state = read(model, text())
+    again = pickle.loads(pickle.dumps(state))
+    how = GREEDY | {"max_new_tokens": 4}
+    expected = model.continue_from(state, text(length=2, seed=1), **how)
+    assert torch.equal(model.continue_from(again, text(length=2, seed=1), **how), expected)
+    assert again.model() is None
+    assert copy.deepcopy(state).model() is model

@@ -55,6 +55,17 @@ def test_every_way_to_run_the_same_generation(model_type, kind):
         assert torch.equal(model.generate(**inputs, **GREEDY, **way), expected), way
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_batch_without_padding_on_a_static_cache(model_type):
+    """GPT-2 reshapes its mask to the batch size, so a mask that is the same for all rows must have all rows."""
+    model, inputs = swapped(model_type, **KINDS["kept"]), prompt(model_type, padding=None, size=2)
+    how = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **how, use_cache=False)
+    got = model.generate(**inputs, **how, cache_implementation="static")
+    assert torch.equal(got.sequences, expected.sequences)
+    torch.testing.assert_close(got.logits, expected.logits)
+
+
 @pytest.mark.parametrize(("model_type", "kind"), [("gpt2", "pure"), ("llama", "kept"), ("marian", "pure")])
 def test_a_generation_on_a_static_cache_compiles_one_step_once(model_type, kind):
     """`generate` compiles the step on a GPU. A change of the shape or stride of an input would recompile it for each

@@ -54,6 +54,22 @@ FORMAT = 2
 """The format of saved states. In format 1, the fingerprint did not include `rotary`."""
 
 
+class ModelReference:
+    """A weak reference to a model. Unlike that of the standard library it can be pickled, and then refers to none."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.reference = None if model is None else weakref.ref(model)
+
+    def __call__(self) -> nn.Module | None:
+        return None if self.reference is None else self.reference()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelReference:
+        return self
+
+    def __reduce__(self) -> tuple[type[ModelReference], tuple[()]]:
+        return ModelReference, ()
+
+
 class StateMixin:
     """Operations on the state of a model, shared by `T2RCache` and `T2REncoderDecoderCache`."""
 
@@ -181,7 +197,7 @@ class T2RCache(DynamicCache, StateMixin):
     def __init__(self, layers: list[Any], model: nn.Module | None = None) -> None:
         Cache.__init__(self, layers=layers)
         if model is not None:
-            self.model = weakref.ref(model)
+            self.model = ModelReference(model)
 
     def parts(self) -> dict[str, list[Any]]:
         return {"self": self.layers}
@@ -217,7 +233,7 @@ class T2REncoderDecoderCache(EncoderDecoderCache, StateMixin):
     def __init__(self, own: T2RCache, cross: T2RCache, model: nn.Module | None = None) -> None:
         EncoderDecoderCache.__init__(self, own, cross)
         if model is not None:
-            self.model = weakref.ref(model)
+            self.model = ModelReference(model)
 
     def parts(self) -> dict[str, list[Any]]:
         return {"self": self.self_attention_cache.layers, "cross": self.cross_attention_cache.layers}

@@ -34,7 +34,9 @@ def make_mask(
             "recurrent layers are causal and do not support that"
         )
     if isinstance(q_offset, Tensor) and q_length == 1:
-        return fixed_mask(q_offset, kv_length, attention_mask)
+        mask = fixed_mask(q_offset, kv_length, attention_mask)
+        # Some models reshape the mask to their batch size, which would split a row that stands for all.
+        return None if mask is None else mask.expand(batch_size, -1)
     if attention_mask is not None:
         # Inspecting the values synchronizes with the device, which is too slow for single tokens.
         if q_length > 1 and values_are_known() and bool(attention_mask.all()):
