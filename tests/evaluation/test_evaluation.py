@@ -541,7 +541,9 @@ def test_user_errors(folder, tokenizer, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     refused("empty", file=tmp_path / "empty.txt")
     (tmp_path / "short.txt").write_text("Too short.")
-    refused(r"\d+ tokens, less than one window of 64: give a longer text or a smaller window", file=tmp_path / "short.txt")
+    refused(
+        r"\d+ tokens, less than one window of 64: give a longer text or a smaller window", file=tmp_path / "short.txt"
+    )
     refused("at least one model", models=())
     refused("there is no folder", models=(one, str(tmp_path / "none")))
     (tmp_path / "bare").mkdir()

@@ -102,7 +102,7 @@ def test_a_step_for_each_cell_and_seed():
     assert [step.name for step in chosen] == [
         "teacher", "pretrained-t2r", "pretrained-t2r-seed1", "quality-t2r", "quality-t2r-seed1"
     ]  # fmt: skip
-    with pytest.raises(T2RError, match="no cell map=relu: map is t2r or elu"):
+    with pytest.raises(T2RError, match="no cell map=relu: map is elu or t2r"):
         experiment.select(where={"map": "relu"})
     with pytest.raises(T2RError, match="no axis system: its axes are map, start"):
         experiment.select(where={"system": "t2r"})

@@ -46,7 +46,9 @@ class Texts:
             if isinstance(given := getattr(self, name), Path):
                 object.__setattr__(self, name, str(given))
         if self.translates and (self.train is not None or self.valid is not None or self.documents):
-            raise T2RError("give a text (train, valid, documents) or parallel text (source, target: --src, --tgt), not both")
+            raise T2RError(
+                "give a text (train, valid, documents) or parallel text (source, target: --src, --tgt), not both"
+            )
 
     @property
     def translates(self) -> bool:

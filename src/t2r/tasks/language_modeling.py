@@ -105,7 +105,9 @@ class LanguageModeling(Task):
             self.text = encode(self.tokenizer, read_text(self.valid, self.tokenizer))
             tokens, window = len(self.text.token_ids), self.window(model)
             if tokens < window:
-                raise T2RError(f"{self.valid} has {tokens} tokens, less than one window of {window}: give a longer text")
+                raise T2RError(
+                    f"{self.valid} has {tokens} tokens, less than one window of {window}: give a longer text"
+                )
 
     def read(self) -> None:
         """Tokenize the texts, or read them from the cache."""
