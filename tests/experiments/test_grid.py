@@ -104,7 +104,7 @@ def test_a_step_for_each_cell_and_seed():
     ]  # fmt: skip
     with pytest.raises(T2RError, match="no cell map=relu: map is elu or t2r"):
         experiment.select(where={"map": "relu"})
-    with pytest.raises(T2RError, match="no axis system: its axes are map, start"):
+    with pytest.raises(T2RError, match="no axis system: its axes are start, map"):
         experiment.select(where={"system": "t2r"})
     assert [step.name for step in experiment.required(experiment.select(["quality-elu"]))] == [
         "teacher", "pretrained-elu", "quality-elu"

@@ -53,8 +53,8 @@ def merge(model: PreTrainedModel, force: bool = False) -> PreTrainedModel:
     if not cost.pays and not force:
         raise T2RError(
             f"merging would cost more than it saves: {cost.after:,} multiplications per token instead of "
-            f"{cost.before:,}, because the feature size is larger than the head size; use --force (force=True) to merge "
-            "anyway"
+            f"{cost.before:,}, because the feature size is larger than the head size; use --force (force=True) to "
+            "merge anyway"
         )
     folded = [fold(site) for site in sites]
     if not all(x.isfinite().all() for pair in folded for part in pair for x in part if x is not None):
