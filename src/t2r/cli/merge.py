@@ -25,8 +25,7 @@ def merge(
     with calm(quiet):
         cost = merge_folder(source, out, force=force, overwrite=overwrite)
     if not quiet:
-        saved = 1 - cost.after / cost.before
         print(
             f"features of queries and keys: {cost.before:,} multiplications per token before, {cost.after:,} after "
-            f"({saved:+.0%} saved); saved in {out}"
+            f"({cost.after / cost.before - 1:+.0%}); saved in {out}"
         )
