@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from t2r import compat
@@ -22,12 +23,13 @@ from t2r.training.steps.job import Job
 
 @contextmanager
 def prepared(job: Job, model: PreTrainedModel, stage: Stage) -> Iterator[None]:
-    """Enable compilation and gradient checkpointing by the settings. On exit they are disabled, and all parameters
-    require gradients again."""
+    """Enable compilation and gradient checkpointing by the settings, and disable dropout if the stage says so. On exit
+    this is undone, and all parameters require gradients again."""
     task, settings, teacher = job.task, job.settings, job.teacher_of(stage)
     fused = [model] if teacher is None else [model, teacher]
     attention = [compat.attention_implementation(part) for part in fused]
     recomputes = settings.gradient_checkpointing and stage.objective != "transfer"  # whose gradients stay in the maps
+    dropout = [] if stage.dropout else disable_dropout(model)
     try:
         if recomputes:
             check_checkpointing(model)
@@ -45,7 +47,25 @@ def prepared(job: Job, model: PreTrainedModel, stage: Stage) -> Iterator[None]:
             compat.set_attention_implementation(part, name)
         if recomputes:
             model.gradient_checkpointing_disable()
+        for owner, name, share in dropout:
+            setattr(owner, name, share)
         model.requires_grad_(True)
+
+
+def disable_dropout(model: nn.Module) -> list[tuple[Any, str, float]]:
+    """Set every dropout probability of the model to 0. Returns what they were, as owner, name and value.
+
+    Models of transformers contain dropout modules, or keep a number in the module or in the configuration. Evaluation
+    mode instead would disable gradient checkpointing, and draw no new random features."""
+    before = []
+    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
+    for owner in (*model.modules(), *configs.values()):
+        layer = isinstance(owner, nn.modules.dropout._DropoutNd)
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float) and ("drop" in name or (layer and name == "p")):
+                before.append((owner, name, value))
+                setattr(owner, name, 0.0)
+    return before
 
 
 def needs_no_mask(model: PreTrainedModel, task: Task) -> bool:

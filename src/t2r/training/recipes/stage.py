@@ -114,6 +114,10 @@ class Stage:
         minimum=0,
         below=1,
     )
+    dropout: bool = option(
+        True,
+        help="Whether the model's dropout is active. Without it, a student follows its teacher more closely.",
+    )
     noise: float = option(
         0.0,
         help="Token noise: the fraction of input tokens that is replaced at random by other tokens of the batch. Helps "

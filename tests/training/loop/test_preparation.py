@@ -1,0 +1,41 @@
+"""A model that is prepared for a stage."""
+
+import pytest
+import torch
+
+from families import FAMILIES, batch, named, real_positions
+from t2r import swap
+from t2r.training.loop.preparation import disable_dropout
+
+
+def with_dropout(model_type: str):
+    """Return a small model with all kinds of dropout of its family, and softmax attention in its first layer."""
+    model_class, config_class, fields = FAMILIES[model_type][:3]
+    config = named(config_class)(**fields)
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if "drop" in name and isinstance(value, float | int) and name != "classifier_dropout":
+                setattr(part, name, 0.5)
+    torch.manual_seed(0)
+    return swap(named(model_class)(config), softmax_layers=[0])
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_disable_dropout(model_type):
+    model, inputs = with_dropout(model_type), batch(model_type)
+
+    def logits():
+        torch.manual_seed(1)
+        return model(**inputs, use_cache=False).logits[real_positions(inputs)]
+
+    with torch.no_grad():
+        expected = model.eval() and logits()
+        model.train()
+        noisy = logits()
+        before = disable_dropout(model)
+        torch.testing.assert_close(logits(), expected)
+        for owner, name, share in before:
+            setattr(owner, name, share)
+        torch.testing.assert_close(logits(), noisy)
+    if any(share for *_, share in before):
+        assert (noisy - expected).abs().max() > 0.01
