@@ -34,7 +34,13 @@ from t2r.training.sessions.run_stage import run_stage
 from t2r.training.sessions.sensitivity import most_sensitive
 from t2r.training.steps import learner, objectives
 from t2r.training.steps.job import Job, Settings
-from t2r.training.steps.objectives import distillation_loss, in_pieces, loss_and_gradient, transferring
+from t2r.training.steps.objectives import (
+    distillation_loss,
+    in_pieces,
+    loss_and_gradient,
+    replace_by_gradient,
+    transferring,
+)
 from t2r.training.steps.optimizers import choose_trained, make_optimizer
 
 LENGTH = 16
@@ -184,11 +190,28 @@ def test_a_bias_and_a_scale_after_the_head_are_those_of_any_head(monkeypatch, bi
         assert seen == sizes
 
 
+def test_rows_of_logits_and_of_their_gradients_are_aligned(monkeypatch):
+    """Matrix products on a GPU are slow otherwise."""
+    seen = []
+
+    def observed(logits, reference, *rest):
+        *terms, gradient = replace_by_gradient(logits, reference, *rest)
+        seen.extend([logits, reference, gradient])
+        return *terms, gradient
+
+    monkeypatch.setattr(objectives, "replace_by_gradient", observed)
+    heads = [nn.Linear(6, 50257, dtype=torch.bfloat16) for _ in range(2)]
+    states = torch.randn(2, 5, 6, dtype=torch.bfloat16)
+    distillation_loss(*states, torch.arange(5), student_head=heads[0], teacher_head=heads[1])
+    assert [x.shape for x in seen] == 3 * [(5, 50257)]
+    assert all(x.stride() == (50304, 1) and x.data_ptr() % 16 == 0 for x in seen)
+
+
 def test_a_loss_in_chunks_of_one_size_is_compiled_once(monkeypatch):
     monkeypatch.setitem(AT_ONCE, "cpu", 8 * 13)
     graphs, head = [], nn.Linear(6, 13)
     backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
-    compiled = torch.compile(loss_and_gradient, dynamic=False, backend=backend)
+    compiled = torch.compile(replace_by_gradient, dynamic=False, backend=backend)
     monkeypatch.setattr(objectives, "fused", lambda function: compiled)
     for tokens in (3, 11, 12):
         student, labels = torch.randn(tokens, 6), torch.arange(tokens)
@@ -351,7 +374,7 @@ def test_compiled_stages_match_eager_ones(tmp_path, monkeypatch, objective):
     assert logs[True] == pytest.approx(logs[False], rel=1e-4)
     assert logs[True][-1] < logs[True][0]
     ours = [name for name in functions if name != "_call_impl"]  # a layer
-    assert ours == {"transfer": ["site_error"], "distill": ["loss_and_gradient"]}[objective]
+    assert ours == {"transfer": ["site_error"], "distill": ["replace_by_gradient"]}[objective]
     assert len(functions) - len(ours) == {"transfer": 0, "distill": 4}[objective]  # including the teacher's
     objectives.fused.cache_clear()
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,8 @@ def site_error(site: Recurrence, inputs: Inputs, exact: Tensor) -> Tensor:
 
 FIXED = 4096
 """The largest chunk, in tokens, whose size does not depend on the batch."""
+ALIGNED = 64
+"""Rows of logits begin at multiples of this many values."""
 
 
 def distillation_loss(
@@ -185,7 +187,8 @@ class _ChunkedDistillation(torch.autograd.Function):
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         vocabulary = (student if weight is None else weight).shape[1 if weight is None else 0]
         size = chunk_size(len(student), max(1, logits_at_once(student.device) // vocabulary), fixed)
-        terms = fused(loss_and_gradient) if compiled else loss_and_gradient
+        loss = loss_and_gradient if weight is None else replace_by_gradient
+        terms = fused(loss) if compiled else loss
         wide = torch.promote_types(student.dtype, torch.float32)
         kl_sum = task_sum = student.new_zeros((), dtype=wide)
         d_student = torch.empty_like(student)
@@ -194,27 +197,26 @@ class _ChunkedDistillation(torch.autograd.Function):
             for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
         with torch.autocast(device, enabled=False):
-            if weight is not None and compute is not None:
-                weight, bias = weight.to(compute), None if bias is None else bias.to(compute)
+            head, reference_head = aligned(weight, bias, compute), aligned(teacher_weight, teacher_bias)
             for start in range(0, student.shape[0], size):
                 here = slice(start, start + size)
                 real = len(student[here])
                 added = size - real if fixed else 0
                 own, target = filled(student[here], added), filled(labels[here], added, -100)
-                logits = apply_head(own, weight, bias)
+                logits = apply_head(own, head)
                 reference = None
                 if teacher is not None:
-                    reference = apply_head(filled(teacher[here], added), teacher_weight, teacher_bias)
+                    reference = apply_head(filled(teacher[here], added), reference_head)
                 kl, task, gradient = terms(
                     logits, reference, target, scored, kl_weight, task_weight, temperature, label_smoothing
                 )
                 kl_sum, task_sum = kl_sum + kl, task_sum + task
-                if weight is None:
+                if head is None:
                     d_student[here] = gradient[:real]
                     continue
-                d_student[here] = (gradient @ weight)[:real]
+                d_student[here] = (gradient @ head.weight[: head.size])[:real]
                 if d_weight is not None:
-                    d_weight += gradient.mT @ own.to(weight.dtype)
+                    d_weight += gradient.mT @ own.to(head.weight.dtype)
                 if d_bias is not None:
                     d_bias += gradient.sum(0, dtype=wide)
         ctx.save_for_backward(d_student, d_weight, d_bias)
@@ -242,9 +244,35 @@ def filled(x: Tensor, rows: int, value: int = 0) -> Tensor:
     return torch.cat([x, x.new_full((rows, *x.shape[1:]), value)]) if rows else x
 
 
-def apply_head(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+class AlignedHead(NamedTuple):
+    """A linear head with further rows, so that rows of logits are aligned in memory.
+
+    The matrix products of GPUs need it: with GPT-2's vocabulary of 50,257 they would load and store single values."""
+
+    weight: Tensor
+    bias: Tensor | None
+    size: int
+    """The number of rows that are the head's own."""
+
+
+def aligned(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None = None) -> AlignedHead | None:
+    """Return the head in a dtype; None if there is none."""
+    if weight is None:
+        return None
+    size, added = len(weight), -len(weight) % ALIGNED
+    dtype = dtype or weight.dtype
+    return AlignedHead(filled(weight.to(dtype), added), None if bias is None else filled(bias.to(dtype), added), size)
+
+
+def apply_head(x: Tensor, head: AlignedHead | None) -> Tensor:
     """Return the logits of hidden states, or `x` itself without a head."""
-    return x if weight is None else linear(x.to(weight.dtype), weight, bias)
+    return x if head is None else linear(x.to(head.weight.dtype), head.weight, head.bias)[:, : head.size]
+
+
+def replace_by_gradient(logits: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `loss_and_gradient` does, with the gradient in the memory of the logits, whose rows are aligned."""
+    kl, task, gradient = loss_and_gradient(logits, *terms)
+    return kl, task, logits.copy_(gradient)
 
 
 def loss_and_gradient(
