@@ -29,11 +29,11 @@ from t2r.model.swap import swap
 from t2r.options import RunOptions, check, refuse_unknown
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
-from t2r.storage import check_destination, refuse_replacing
+from t2r.storage import check_destination, kind_of, refuse_replacing
 from t2r.tasks.translation import TEACHER
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, within
-from t2r.training.recipes.preset import Preset, load_preset, of_folder
+from t2r.training.recipes.preset import Preset, load_preset, of_folder, shipped_presets
 from t2r.training.recipes.recipe import Recipe
 from t2r.training.sessions.session import Session, as_table, as_yaml, caching, table_of
 from t2r.training.steps.arithmetic import without_denormals
@@ -124,6 +124,8 @@ def pretrain(
     texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
     if continued and (options or model_overrides or tokenizer is not None):
         raise T2RError("continued training does not change the model: give no tokenizer, model or swap options")
+    if continued and config in shipped_presets() and kind_of(config) != "folder":
+        raise T2RError(f"--continued requires a model folder or a hub name; {config} is a preset, which has no weights")
     preset = of_folder(config) if continued else load_preset(config, model_overrides)
     if recipe is not None:
         preset = dataclasses.replace(preset, recipe=recipe)
@@ -145,6 +147,11 @@ def pretrain(
     by_itself = TEACHER in targets
     if by_itself and not continued:
         raise T2RError("a model from random weights has no teacher: name files of targets")
+    if not texts.translates and TEACHER in sources:
+        raise T2RError(
+            "pretraining has no teacher that generates text: name files to train on (--train); only convert trains on "
+            "text by its teacher"
+        )
     with caching():
         tokens = make_tokenizer(preset, config, tokenizer, sources, targets, progress, continued)
     shape = preset.make_config(tokens)
