@@ -430,6 +430,7 @@ def test_a_model_of_an_unknown_family_trains(world, tmp_path):
             "--continued requires a model folder or a hub name; gpt2-tiny is a preset",
         ),
         ({"valid": "/none/of.txt"}, "of.txt"),
+        ({"target_language": "de"}, "languages are for translation"),
         ({"tokenizer": "/none"}, "/none"),
         ({"device": "abacus"}, "device 'abacus' is not available"),
         ({"config": "adaptive-lm-small", "model_overrides": ()}, "cutoffs"),
