@@ -124,6 +124,19 @@ def test_the_analytic_model_counts_operations_and_bytes(family, options):
     assert cost.cache_bytes == step.row_bytes(length, source)
 
 
+def test_a_shape_of_the_other_task_is_refused_by_its_name():
+    message = "is a language model; this benchmark requires an encoder-decoder: choose paper-mt, small-mt or tiny-mt"
+    with pytest.raises(T2RError, match=message):
+        translating.paper_models("tiny-lm")
+    with pytest.raises(T2RError, match="gpt2-tiny is a language model"):
+        translating.paper_models("gpt2-tiny")
+    message = "is an encoder-decoder; this benchmark requires a language model: choose paper-lm, small-lm or tiny-lm"
+    with pytest.raises(T2RError, match=message):
+        memory.paper_models("tiny-mt")
+    with pytest.raises(T2RError, match="no shape 'huge'"):
+        translating.paper_models("huge")
+
+
 def test_models_with_random_weights():
     models = built("random:tiny-lm", "k 8=random:tiny-lm,feature_size=8,decay=true")
     assert list(models) == ["random:tiny-lm", "k 8"]
