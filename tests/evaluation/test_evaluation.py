@@ -591,6 +591,17 @@ def test_the_default_window_fits_every_model(folder, tokenizer, caplog):
     assert "a window of 64 tokens is longer than the 48 positions of LlamaForCausalLM" in warning
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_window_beyond_learned_positions_is_refused_without_a_warning(folder, tokenizer, caplog, swapped):
+    short, rotary = gpt2(n_positions=48), llama(0)
+    rotary.config.max_position_embeddings = 48  # would be warned of
+    short = t2r.swap(short, feature_size=4) if swapped else short
+    caplog.clear()
+    with pytest.raises(T2RError, match="has 48 positions, less than a window of 64 tokens: give a smaller one"):
+        evaluate([rotary, short], folder / "text.txt", tokenizer=tokenizer, window=64, device="cpu")
+    assert not caplog.messages
+
+
 def test_a_teacher_with_another_vocabulary(folder, tokenizer):
     with pytest.raises(T2RError, match="must have the same vocabulary size"):
         evaluate([llama()], folder / "text.txt", tokenizer=tokenizer, teacher=gpt2(vocab_size=20), window=8)
