@@ -509,6 +509,15 @@ def test_a_state_in_half_precision_is_rounded_after_every_token(case, dtype):
         Engine(model, state_dtype=torch.int8)
 
 
+def test_adapters_are_merged_first():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    adapted = peft.get_peft_model(swapped("gpt2"), config)
+    with pytest.raises(T2RError, match="merge_and_unload"):
+        Engine(adapted)
+    Engine(adapted.merge_and_unload())
+
+
 def test_user_errors():
     model, (prompt,) = swapped("gpt2 kept"), prompts([5])
     with pytest.raises(T2RError, match="requires a swapped model"):

@@ -79,6 +79,8 @@ class Engine(RunningBatch):
     ) -> None:
         if state_dtype not in (None, torch.float32, *HALF):
             raise T2RError(f"state_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {state_dtype}")
+        if hasattr(model, "peft_config") and not isinstance(model, T2RModel):
+            raise T2RError("the engine does not run PEFT adapters: merge them first (model = model.merge_and_unload())")
         if not isinstance(model, T2RModel):
             raise T2RError("the engine requires a swapped model: use model.generate for other models")
         if rows is not None and rows < 1:
