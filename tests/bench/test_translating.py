@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from t2r.bench import memory, translating
 from t2r.bench.analytic import step_cost
 from t2r.bench.figures import memory_page, translating_page
 from t2r.bench.models import add_feature_sizes, load_models
+from t2r.bench.summary import place
 from t2r.errors import T2RError
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
@@ -155,3 +157,10 @@ def test_models_with_random_weights():
         translating.run(models, [8])
     with pytest.raises(T2RError, match="swapped already"):
         add_feature_sizes({"a": models["k 8"]}, [4])
+
+
+def test_one_thread_is_singular():
+    settings = SimpleNamespace(dtype="float32", device="cpu", threads=1)
+    assert place(settings) == "float32 on cpu (1 thread)"
+    settings.threads = 2
+    assert place(settings) == "float32 on cpu (2 threads)"

@@ -170,7 +170,7 @@ def test_the_languages_of_a_multilingual_model_are_saved_with_it(tmp_path, monke
         ({"config": "gpt2-tiny", "model_overrides": ()}, "gpt2-tiny is a language model: train it on text"),
         ({"target": "teacher"}, "has no teacher"),
         ({"target_language": "de"}, "no languages to choose from"),
-        ({"target": None}, "1 files of sources and 0 of targets"),
+        ({"target": None}, "1 file of sources and 0 of targets"),
         ({"valid_target": "v"}, "give both a source and a target"),
     ],
 )

@@ -25,6 +25,7 @@ from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.hub import synchronize
 from t2r.model.modeling import T2RModel
+from t2r.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -256,7 +257,7 @@ def title(report: Report) -> str:
     how = "counted" if s.device == "cpu" else "measured"
     return (
         f"Largest batch in {s.memory / 2**30:,.1f} GiB at {s.context:,} tokens, {how}; {s.dtype} on {s.device}, "
-        f"median of {s.repeats} rounds of {s.steps} steps"
+        f"median of {counted(s.repeats, 'round')} of {counted(s.steps, 'step')}"
     )
 
 
