@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "t2r"
 
 # Each layer may import the layers above it, but not its own or lower ones. `cli` may import anything.
 LAYERS = (
-    ("errors",),
+    ("errors", "words"),
     ("options",),
     ("storage", "compat"),
     ("architectures",),

@@ -1,6 +1,7 @@
 """The code in the documentation runs."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ DEMO = [code for code in BLOCKS if "examples/teacher" in code]
 def test_examples_in_the_readme_run(code, tmp_path):
     tiny("gpt2", torch.float32).save_pretrained(tmp_path)  # a folder, because the Hub may not be reachable
     exec(compile(code.replace('"gpt2"', repr(str(tmp_path))), str(README), "exec"), {})
+
+
+def test_every_extra_is_listed():
+    install = README.read_text().partition("## Install")[2].partition("##")[0]
+    extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"`([\w-]+)` \(", install)) == set(extras)
 
 
 def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):

@@ -105,6 +105,10 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
                 raise T2RError(f"softmax_layers: there is no layer {layer}; the model has layers 0 to {layers - 1}")
         return kept
 
+    def keeps_some(self) -> bool:
+        """Return whether causal attention stays softmax in at least one layer, whatever the number of layers."""
+        return bool(self.softmax_layers) or self.softmax_every is not None or self.keeps(cross=False)
+
     def keeps(self, cross: bool) -> bool:
         """Return whether cross attention, or causal attention, stays softmax in every layer."""
         return ("cross" if cross else "causal") not in self.recurrent.split(",")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from t2r.bench import memory, translating
 from t2r.bench.analytic import step_cost
 from t2r.bench.figures import memory_page, translating_page
 from t2r.bench.models import add_feature_sizes, load_models
+from t2r.bench.summary import place
 from t2r.errors import T2RError
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
@@ -124,6 +126,19 @@ def test_the_analytic_model_counts_operations_and_bytes(family, options):
     assert cost.cache_bytes == step.row_bytes(length, source)
 
 
+def test_a_shape_of_the_other_task_is_refused_by_its_name():
+    message = "is a language model; this benchmark requires an encoder-decoder: choose paper-mt, small-mt or tiny-mt"
+    with pytest.raises(T2RError, match=message):
+        translating.paper_models("tiny-lm")
+    with pytest.raises(T2RError, match="gpt2-tiny is a language model"):
+        translating.paper_models("gpt2-tiny")
+    message = "is an encoder-decoder; this benchmark requires a language model: choose paper-lm, small-lm or tiny-lm"
+    with pytest.raises(T2RError, match=message):
+        memory.paper_models("tiny-mt")
+    with pytest.raises(T2RError, match="no shape 'huge'"):
+        translating.paper_models("huge")
+
+
 def test_models_with_random_weights():
     models = built("random:tiny-lm", "k 8=random:tiny-lm,feature_size=8,decay=true")
     assert list(models) == ["random:tiny-lm", "k 8"]
@@ -142,3 +157,10 @@ def test_models_with_random_weights():
         translating.run(models, [8])
     with pytest.raises(T2RError, match="swapped already"):
         add_feature_sizes({"a": models["k 8"]}, [4])
+
+
+def test_one_thread_is_singular():
+    settings = SimpleNamespace(dtype="float32", device="cpu", threads=1)
+    assert place(settings) == "float32 on cpu (1 thread)"
+    settings.threads = 2
+    assert place(settings) == "float32 on cpu (2 threads)"

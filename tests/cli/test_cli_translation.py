@@ -84,7 +84,7 @@ def test_lines_stay_in_their_places(world):
     ("command", "words"),
     [
         ("convert {w}/teacher {o} --train {w}/train.src", "give it parallel text"),
-        ("convert {w}/teacher {o} --src {w}/train.src", "1 files of sources and 0 of targets"),
+        ("convert {w}/teacher {o} --src {w}/train.src", "1 file of sources and 0 of targets"),
         ("convert {w}/teacher {o} --src {w}/train.src --tgt {w}/test.tgt", "ends after line 5, and"),
         ("evaluate {w}/teacher --src {w}/test.src", "--src and --ref"),
         ("evaluate {w}/teacher --src {w}/test.src --ref {w}/train.tgt", "ends after line 5, and"),

@@ -88,7 +88,7 @@ def test_empty_sides_are_skipped_with_their_lines(tmp_path, tokenizer, caplog):
     for _ in range(2):  # from the files, and from the cache
         caplog.clear()
         corpus = tokenize_pairs(source, target, tokenizer, progress=False)
-        assert caplog.messages == [f"{source}, {target}: 3 pairs are skipped, which have an empty side (line 2, 3, 5)"]
+        assert caplog.messages == [f"{source}, {target}: 3 pairs with an empty side are skipped (line 2, 3, 5)"]
     assert [corpus.line(i) for i in range(len(corpus))] == [1, 4]
     assert corpus[1].target.tolist() == [9, 2]
 
@@ -100,7 +100,7 @@ def test_lines_that_a_teacher_did_not_translate_are_told_as_such(tmp_path, caplo
     written.write_text("5 2\n\n")
     options = {"name": "train.src, translated by the teacher", "as_tokens": True, "cache_dir": tmp_path / "cache"}
     tokenize_pairs(str(source), str(written), make_tokenizer(), progress=False, **options)
-    what = "1 pairs are skipped, which have an empty source or no translation that fits and ends (line 2)"
+    what = "1 pair with an empty source or no translation that fits and ends is skipped (line 2)"
     assert caplog.messages == [f"train.src, translated by the teacher: {what}"]
     written.write_text("\n\n")
     with pytest.raises(T2RError, match=r"train\.src, translated by the teacher: there are no pairs"):
@@ -173,7 +173,7 @@ def test_long_pairs_are_skipped_with_their_lines(tmp_path, tokenizer, caplog):
     caplog.clear()
     blocks = PairBlocks([WeightedSource("a")], [corpus], 100, positions=9)
     blocks.notices()
-    assert caplog.messages == [f"{source}: 2 pairs are skipped, which have more than 9 tokens (line 3, 4)"]
+    assert caplog.messages == [f"{source}: 2 pairs with more than 9 tokens are skipped (line 3, 4)"]
     assert sorted(pair.source.tolist() for i in range(len(blocks)) for pair in blocks[i]) == [[3, 2], [6, 2]]
     with pytest.raises(T2RError, match="every pair has more than 1 tokens"):
         PairBlocks([WeightedSource("a")], [corpus], 100, positions=1)

@@ -564,6 +564,18 @@ def test_user_errors(folder, tokenizer, tmp_path):
     refused("has no tokenizer", models=(str(folder / "swapped"), one))
 
 
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [("rnn:window=3", "no softmax attention to limit"), ("one:state=bfloat16", "this model has no recurrent state")],
+)
+def test_a_variant_that_does_not_apply_is_refused_before_anything_is_read(folder, monkeypatch, variant, words):
+    t2r.swap(llama(0), feature_size=4).save_pretrained(folder / "rnn")
+    for name in ("load_tokenizer", "read_text", "encode", "load_model"):
+        monkeypatch.setattr(compare, name, lambda *args, name=name, **given: pytest.fail(f"{name} is called"))
+    with pytest.raises(T2RError, match=words):
+        evaluate([folder / "one", folder / "rnn"], folder / "text.txt", variants=[variant])
+
+
 def test_the_default_window_fits_every_model(folder, tokenizer, caplog):
     """With rotary positions, as in llama(), longer windows do not fail, but the results are meaningless."""
     long, short = llama(0), llama(0)
@@ -577,6 +589,17 @@ def test_the_default_window_fits_every_model(folder, tokenizer, caplog):
     evaluate([long, short], folder / "text.txt", window=64, generation=False, **given)
     (warning,) = caplog.messages
     assert "a window of 64 tokens is longer than the 48 positions of LlamaForCausalLM" in warning
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_window_beyond_learned_positions_is_refused_without_a_warning(folder, tokenizer, caplog, swapped):
+    short, rotary = gpt2(n_positions=48), llama(0)
+    rotary.config.max_position_embeddings = 48  # would be warned of
+    short = t2r.swap(short, feature_size=4) if swapped else short
+    caplog.clear()
+    with pytest.raises(T2RError, match="has 48 positions, less than a window of 64 tokens: give a smaller one"):
+        evaluate([rotary, short], folder / "text.txt", tokenizer=tokenizer, window=64, device="cpu")
+    assert not caplog.messages
 
 
 def test_a_teacher_with_another_vocabulary(folder, tokenizer):

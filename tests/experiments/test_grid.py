@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,13 +17,14 @@ import yaml
 from t2r.errors import T2RError
 from t2r.experiments import command, load_experiment, reproduce, run
 from t2r.experiments.experiment import make_experiment
+from t2r.storage import take_lock
 
 GRID = """
 title: A grid
 folder: shared
 scales:
   one: {size: 8, words-elu: --feature-map elu, seconds: 0}
-  slow: {size: 16, words-elu: --feature-map elu, seconds: 0.7}
+  slow: {size: 16, words-elu: --feature-map elu, seconds: 0.3}
 steps:
   - name: teacher
     command: t2r pretrain gpt2-tiny {out:teacher} --set steps={scale:seconds}
@@ -48,6 +50,9 @@ def tell(what):
     with log.open("a") as file:
         file.write(f"{what} {words[0]} {name}\\n")
 tell("begin")
+deadline = time.monotonic() + 60  # a test that failed does not remove it
+while (log.parent / f"hold-{words[0]}").exists() and time.monotonic() < deadline:
+    time.sleep(0.02)
 time.sleep(next((float(word[6:]) for word in words if word.startswith("steps=")), 0))
 if words[0] in ("pretrain", "convert"):
     if "bad" in words:
@@ -180,6 +185,24 @@ def test_a_failed_cell_does_not_stop_the_others(grid):
     assert [part["name"] for part in done["steps"]] == ["teacher", "pretrained-t2r", "random-elu", "quality-t2r"]
 
 
+def test_waiting_for_another_process_is_said_once(grid, monkeypatch, capfd):
+    """Another process holds the first step until this one has looked at it three times."""
+    (grid / "out" / "steps").mkdir(parents=True)
+    lock, looks = take_lock(grid / "out" / "steps" / "teacher.lock"), []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            lock.close()
+
+    monkeypatch.setattr(run, "time", SimpleNamespace(sleep=sleep, strftime=time.strftime))
+    reproduce(str(grid / "grid.yaml"), scale="one", out=grid / "out", where={"map": "t2r"})
+    assert looks == [run.POLL] * 3
+    said = capfd.readouterr().err
+    assert said.count("waiting for other processes: teacher\n") == 1
+    assert said.index("waiting") < said.index("teacher: t2r pretrain")
+
+
 def test_processes_share_a_grid_and_lose_nothing_when_one_is_killed(grid):
     """Three processes; one is killed alone, while its command goes on, and one together with its command."""
     folder, log = grid / "out", grid / "log"
@@ -206,15 +229,21 @@ def test_processes_share_a_grid_and_lose_nothing_when_one_is_killed(grid):
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
+    hold = {word: grid / f"hold-{word}" for word in ("pretrain", "convert")}  # such commands go on when it is removed
+    for file in hold.values():
+        file.touch()
     alone = start()
     until("begin pretrain teacher")
     alone.kill()  # its command goes on, and holds the lock
     alone.wait()
     group = start()
+    until("begin pretrain random-elu")  # the teacher is locked
+    hold["pretrain"].unlink()
     until("begin convert")
     others = [start(), start()]
     os.killpg(group.pid, signal.SIGKILL)
     group.wait()
+    hold["convert"].unlink()
     said = [process.communicate(timeout=60)[1] for process in others]
     assert [process.returncode for process in others] == [0, 0], said
     lines = log.read_text().splitlines()
@@ -225,4 +254,3 @@ def test_processes_share_a_grid_and_lose_nothing_when_one_is_killed(grid):
     assert sum(begins.values()) == len(ends) + 1, lines  # only the command that was killed ran twice
     assert begins[" pretrain teacher"] == 1
     assert json.loads((folder / "grid-slow.json").read_text())["complete"]
-    assert any("waiting for other processes" in text for text in said)

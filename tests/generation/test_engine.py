@@ -509,10 +509,42 @@ def test_a_state_in_half_precision_is_rounded_after_every_token(case, dtype):
         Engine(model, state_dtype=torch.int8)
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("case", ["marian", "t5"])
+def test_encoder_outputs_replace_the_sources(case, num_beams):
+    model, given = swapped(case), inputs(case)
+    engine, options = Engine(model), {"max_new_tokens": 6, "num_beams": num_beams}
+    with torch.no_grad():
+        encoded = model.get_encoder()(**given)
+    expected = model.generate(**given, **options)
+    mask = given["attention_mask"]
+    assert torch.equal(engine.attempt(encoder_outputs=encoded, attention_mask=mask, **options).result(), expected)
+    assert torch.equal(engine.generate(encoder_outputs=encoded, attention_mask=mask, **options), expected)
+    batch_ = {"encoder_outputs": encoded, "attention_mask": mask, "max_new_tokens": 6}
+    if num_beams == 1:
+        found = dict(engine.generate_each([batch_]))
+        assert [found[i] for i in range(len(expected))] == expected[:, 1:].tolist()
+    with pytest.raises(T2RError, match="give input_ids, or encoder_outputs"):
+        engine.generate(max_new_tokens=2)
+
+
+def test_adapters_are_merged_first():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    adapted = peft.get_peft_model(swapped("gpt2"), config)
+    with pytest.raises(T2RError, match="merge_and_unload"):
+        Engine(adapted)
+    Engine(adapted.merge_and_unload())
+
+
 def test_user_errors():
     model, (prompt,) = swapped("gpt2 kept"), prompts([5])
     with pytest.raises(T2RError, match="requires a swapped model"):
         Engine(tiny("gpt2", torch.float32))
+    with pytest.raises(T2RError, match="there are no prompts: give input_ids"):
+        Engine(model).generate(max_new_tokens=2)
+    with pytest.raises(T2RError, match="continuing from a state requires input_ids"):
+        Engine(model).generate(state=model.make_cache(), max_new_tokens=2)
     with pytest.raises(T2RError, match="rows must be at least 1"):
         Engine(model, rows=0)
     with pytest.raises(T2RError, match="2 rows"):

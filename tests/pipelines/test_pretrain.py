@@ -424,7 +424,13 @@ def test_a_model_of_an_unknown_family_trains(world, tmp_path):
         ({"softmax_layers": "auto:1"}, "only convert accepts auto:N"),
         ({"train": "/none/of.txt"}, "of.txt"),
         ({"train": "empty.txt"}, "no text"),
+        ({"train": "teacher:2"}, "pretraining has no teacher that generates text: name files"),
+        (
+            {"continued": True, "model_overrides": ()},
+            "--continued requires a model folder or a hub name; gpt2-tiny is a preset",
+        ),
         ({"valid": "/none/of.txt"}, "of.txt"),
+        ({"target_language": "de"}, "languages are for translation"),
         ({"tokenizer": "/none"}, "/none"),
         ({"device": "abacus"}, "device 'abacus' is not available"),
         ({"config": "adaptive-lm-small", "model_overrides": ()}, "cutoffs"),

@@ -1,13 +1,24 @@
 """The pretrain pipeline on parallel text: any attention in the decoder, joint and separate vocabularies, and errors."""
 
 import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel, MarianTokenizer
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianMTModel,
+    MarianTokenizer,
+    NllbTokenizer,
+)
 
 import t2r
+from families import SEQ2SEQ
+from t2r import cli
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
 from t2r.pipelines.pretrain import pretrain, summary
@@ -132,13 +143,34 @@ def test_continued_training_on_its_own_translations(world, tmp_path):
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_the_languages_of_a_multilingual_model_are_saved_with_it(tmp_path, monkeypatch):
+    first, more = tmp_path / "first", tmp_path / "more"
+    tokenizer = NllbTokenizer(vocab={"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5, "b": 6})
+    sizes = {"vocab_size": len(tokenizer), "decoder_layers": 1, "encoder_layers": 1, "pad_token_id": 1}
+    M2M100ForConditionalGeneration(M2M100Config(**SEQ2SEQ | sizes)).save_pretrained(first)
+    tokenizer.save_pretrained(first)
+    (tmp_path / "pairs").write_text("a b a\nb a\n")
+    words = ["--src", tmp_path / "pairs", "--tgt", tmp_path / "pairs", "--continued", "--recipe", "scratch-mt"]
+    words += ["--set", "block_size=16", "--set", "batch_tokens=16", "--set", "steps=1", "--device", "cpu", "-q"]
+    words += ["--source-language", "zho_Hans", "--target-language", "deu_Latn"]
+    monkeypatch.setattr(sys, "argv", ["t2r", "pretrain", *map(str, [first, more, *words])])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert not exit_.value.code
+    saved = AutoTokenizer.from_pretrained(more)
+    assert (saved.src_lang, saved.tgt_lang) == ("zho_Hans", "deu_Latn")
+    german = tokenizer.convert_tokens_to_ids("deu_Latn")
+    assert AutoModelForSeq2SeqLM.from_pretrained(more).generation_config.forced_bos_token_id == german
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"source": None, "target": None, "train": "t.txt"}, "marian-tiny is an encoder-decoder: give it parallel"),
         ({"config": "gpt2-tiny", "model_overrides": ()}, "gpt2-tiny is a language model: train it on text"),
         ({"target": "teacher"}, "has no teacher"),
-        ({"target": None}, "1 files of sources and 0 of targets"),
+        ({"target_language": "de"}, "no languages to choose from"),
+        ({"target": None}, "1 file of sources and 0 of targets"),
         ({"valid_target": "v"}, "give both a source and a target"),
     ],
 )

@@ -149,7 +149,7 @@ def test_the_teacher_translates_the_sources(world, tmp_path, monkeypatch):
     ("options", "words"),
     [
         ({"train": "text.txt"}, "parallel text (source, target: --src, --tgt), not both"),
-        ({"target": None}, "1 files of sources and 0 of targets"),
+        ({"target": None}, "1 file of sources and 0 of targets"),
         ({"target": "{w}/valid.tgt"}, "ends after line 6, and"),
         ({"source": "{w}/none.src"}, "there is no file"),
         ({"valid_target": None}, "give both a source and a target"),

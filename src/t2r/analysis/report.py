@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from t2r.errors import T2RError
 from t2r.reporting.page import heatmap, lines
 from t2r.storage import write_text
+from t2r.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +58,7 @@ def listed_tables(result: Mapping[str, Any]) -> list[Listed]:
 
 def _summary(result: Mapping[str, Any]) -> Listed:
     where = result.get("text") or f"{result.get('source')} → {result.get('target')}"
-    samples = f"{result['samples']} samples"
+    samples = counted(result["samples"], "sample")
     if "window" in result:
         samples += f" of {result['window']} tokens, attention of the last {result['words']} words"
     mean, features = result["mean"], result.get("features") or {}
@@ -126,7 +127,8 @@ def _recall(result: Mapping[str, Any]) -> Listed:
 
     rows = [[f"{row['distance']:,}", cell(row), cell(row.get("teacher"))] for row in result["recall"]]
     first = result["recall"][0]
-    title = f"Recall of a word by distance: {first['trials']} trials, chance {_percent(first['chance'])}, 95 % interval"
+    trials, chance = counted(first["trials"], "trial"), _percent(first["chance"])
+    title = f"Recall of a word by distance: {trials}, chance {chance}, 95 % interval"
     return Listed(title, ("distance", "model", "teacher"), rows)
 
 

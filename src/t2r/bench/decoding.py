@@ -31,6 +31,7 @@ from t2r.bench.summary import (
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.evaluation.logits import evaluating
+from t2r.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -223,7 +224,9 @@ def tables(report: Report) -> list[Table | str]:
 
 def title(report: Report) -> str:
     s = report.settings
-    return f"Decoding: batch {s.batch}, {place(s)}, median of {s.repeats} rounds of {s.steps} steps"
+    return (
+        f"Decoding: batch {s.batch}, {place(s)}, median of {counted(s.repeats, 'round')} of {counted(s.steps, 'step')}"
+    )
 
 
 def cells(report: Report) -> list[tuple[str, ...]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from t2r.bench.models import check_alike, with_positions
+from t2r.bench.models import check_alike, check_shape, with_positions
 from t2r.bench.summary import mebibytes, median_and_spread, titled_table
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
@@ -25,6 +25,7 @@ from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.hub import synchronize
 from t2r.model.modeling import T2RModel
+from t2r.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +38,10 @@ LOGITS = 3
 
 
 def paper_models(shape: str = "paper-lm") -> list[str]:
-    """Return a language model of the paper's size with random weights, and the same with 32 features."""
+    """Return a language model of the paper's size with random weights, and the same with 32 features.
+
+    Raises T2RError if the shape is that of an encoder-decoder."""
+    check_shape(shape, translates=False)
     return [f"softmax=random:{shape}", f"T2R 32=random:{shape},feature_map=t2r,feature_size=32,merged"]
 
 
@@ -253,7 +257,7 @@ def title(report: Report) -> str:
     how = "counted" if s.device == "cpu" else "measured"
     return (
         f"Largest batch in {s.memory / 2**30:,.1f} GiB at {s.context:,} tokens, {how}; {s.dtype} on {s.device}, "
-        f"median of {s.repeats} rounds of {s.steps} steps"
+        f"median of {counted(s.repeats, 'round')} of {counted(s.steps, 'step')}"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import yaml
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from t2r.attention.recurrence import recurrent_sites
 from t2r.config import OPTIONS
@@ -122,6 +122,21 @@ def fields_of(shape: str) -> dict[str, Any]:
         raise T2RError(f"the vocabulary of {shape} depends on its text, so that it has no size before training")
     start = {"decoder_start_token_id": 2, "forced_eos_token_id": None} if preset.translates else {}
     return {"vocab_size": words, **TOKENS, **start, **preset.model}
+
+
+def check_shape(shape: str, *, translates: bool) -> None:
+    """Raise T2RError unless a shape is an encoder-decoder, for a benchmark of translation, or else a language model."""
+
+    def is_seq2seq(name: str) -> bool:
+        return bool(CONFIG_MAPPING[fields_of(name)["model_type"]].is_encoder_decoder)
+
+    if is_seq2seq(shape) != translates:
+        kinds = ("a language model", "an encoder-decoder")
+        fitting = [name for name in SHAPES if is_seq2seq(name) == translates]
+        raise T2RError(
+            f"the shape {shape} is {kinds[not translates]}; this benchmark requires {kinds[translates]}: choose "
+            f"{', '.join(fitting[:-1])} or {fitting[-1]}"
+        )
 
 
 def add_feature_sizes(models: dict[str, PreTrainedModel], sizes: Sequence[int]) -> None:

@@ -22,6 +22,7 @@ from t2r import ops
 from t2r.bench.clock import bandwidth, clock
 from t2r.errors import T2RError
 from t2r.hub import choose_device
+from t2r.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -271,7 +272,7 @@ def tables(report: Report) -> "list[Table | str]":
     from rich.table import Table
 
     s = report.settings
-    where = s.device if report.bandwidth is not None else f"{s.device} ({s.threads} threads)"
+    where = s.device if report.bandwidth is not None else f"{s.device} ({counted(s.threads, 'thread')})"
     table = Table(
         title=f"batch {s.batch}, heads {s.heads}, feature size {s.feature_size}, head dim {s.head_dim}, "
         f"{s.dtype} on {where}, {'with' if s.decay else 'without'} decay, median of {s.repeats}"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from t2r.words import counted
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -54,7 +56,7 @@ def from_length(name: str, reference: str, word: str, length: float | None, leng
 
 def place(settings: Any) -> str:
     """Return the dtype and device of the settings of a benchmark, on a CPU with the number of threads."""
-    threads = f" ({settings.threads} threads)" if settings.device == "cpu" else ""
+    threads = f" ({counted(settings.threads, 'thread')})" if settings.device == "cpu" else ""
     return f"{settings.dtype} on {settings.device}{threads}"
 
 

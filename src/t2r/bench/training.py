@@ -31,6 +31,7 @@ from t2r.training.steps.capture import WARM_UP
 from t2r.training.steps.job import Job
 from t2r.training.steps.job import Settings as SessionSettings
 from t2r.training.steps.optimizers import make_optimizer
+from t2r.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -175,7 +176,7 @@ def tables(report: Report) -> Sequence[Table | str]:
     from rich.table import Table
 
     s = report.settings
-    how = f"{s.dtype} on {s.device}" + ("" if s.device != "cpu" else f" ({s.threads} threads)")
+    how = f"{s.dtype} on {s.device}" + ("" if s.device != "cpu" else f" ({counted(s.threads, 'thread')})")
     table = Table(title=f"A step of {s.batch_tokens:,} tokens in blocks of {s.block_size}, {how}")
     table.add_column("step")
     for heading in ("ms", "tokens/s", "against softmax", "peak memory"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from t2r.attention.cache import cache_bytes
-from t2r.bench.models import check_alike, feature_sizes
+from t2r.bench.models import check_alike, check_shape, feature_sizes
 from t2r.bench.summary import (
     crossovers,
     from_length,
@@ -44,7 +44,10 @@ SOFTMAX, ELU, RFA, T2R = "softmax", "ELU 64-64", "RFA 32-4", "T2R 32-4"
 
 def paper_models(shape: str = SHAPE) -> list[str]:
     """Return the models of the paper's figures, with random weights. Their names have the feature sizes of cross and
-    causal attention."""
+    causal attention.
+
+    Raises T2RError if the shape is that of a language model."""
+    check_shape(shape, translates=True)
     sizes = "cross_feature_size=32,feature_size=4"
     return [
         f"{SOFTMAX}=random:{shape}",

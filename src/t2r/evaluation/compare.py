@@ -10,14 +10,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.evaluation.generation import DISTANCES, fitting_distances
 from t2r.evaluation.harness import find_tasks
-from t2r.evaluation.inputs import Text, encode, positions_of, read_text, refuse_seq2seq
+from t2r.evaluation.inputs import Text, encode, has_position_table, positions_of, read_text, refuse_seq2seq
 from t2r.evaluation.measurement import Asked, Measurement
 from t2r.evaluation.perplexity import WINDOW
 from t2r.evaluation.translation import evaluate_translation
-from t2r.evaluation.variants import Variant
+from t2r.evaluation.variants import Variant, swap_of
 from t2r.hub import auto_class, load_config, load_model, load_tokenizer
 from t2r.options import RunOptions, check
 
@@ -193,7 +194,7 @@ def _measured(
 
 
 def _variants(given: Sequence[str], models: Sequence[Model]) -> list[list[Variant]]:
-    """Return the variants of each model."""
+    """Return the variants of each model. Raises T2RError if a variant does not apply to its model."""
     found: list[list[Variant]] = [[] for _ in models]
     titles = [_title(source) for source in models]
     for text in given:
@@ -204,13 +205,27 @@ def _variants(given: Sequence[str], models: Sequence[Model]) -> list[list[Varian
                 f"variant {text!r}: write MODEL:window=TOKENS or MODEL:state=DTYPE, where MODEL is one of "
                 f"{', '.join(titles)}"
             )
-        found[named[0]].append(Variant.parse(options))
+        variant, source = Variant.parse(options), models[named[0]]
+        _check_variant(variant, source)
+        found[named[0]].append(variant)
     return found
 
 
+def _check_variant(variant: Variant, source: Model) -> None:
+    """Raise T2RError if a variant does not apply to a model, which is not loaded for this."""
+    config = _config(source)
+    refuse_seq2seq(config, _title(source))
+    if isinstance(source, PreTrainedModel):
+        variant.check(config, swap_of(source))
+    else:
+        variant.check(config, config if isinstance(config, T2RConfig) else None)
+
+
 def _windows(models: Sequence[Model], window: int | None, stride: int | None) -> tuple[int, int]:
-    """Return window and stride. The default window fits every model. A larger window is allowed with a warning."""
-    limits = {_title(source): positions_of(_config(source)) for source in models}
+    """Return window and stride. The default window fits every model. A larger window is allowed with a warning, except
+    for models with a table of positions, which cannot read it."""
+    configs = {_title(source): _config(source) for source in models}
+    limits = {name: positions_of(config) for name, config in configs.items()}
     fewest = min((limit for limit in limits.values() if limit is not None), default=WINDOW)
     if window is None:
         window = min(WINDOW, fewest)
@@ -218,14 +233,17 @@ def _windows(models: Sequence[Model], window: int | None, stride: int | None) ->
             raise T2RError(f"stride {stride} must be less than the window {window}: set window too")
         if window < WINDOW:
             logger.warning("windows of %d tokens instead of %d: a model has only %d positions", window, WINDOW, fewest)
-    for name, limit in limits.items():
-        if limit is not None and window > limit:
-            logger.warning(
-                "a window of %d tokens is longer than the %d positions of %s: results beyond them are not meaningful",
-                window,
-                limit,
-                name,
-            )
+    beyond = {name: limit for name, limit in limits.items() if limit is not None and window > limit}
+    for name, limit in beyond.items():
+        if has_position_table(configs[name]):
+            raise T2RError(f"{name} has {limit} positions, less than a window of {window} tokens: give a smaller one")
+    for name, limit in beyond.items():
+        logger.warning(
+            "a window of %d tokens is longer than the %d positions of %s: results beyond them are not meaningful",
+            window,
+            limit,
+            name,
+        )
     return window, max(1, window // 2) if stride is None else stride
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from t2r.data.text import find_sources
 from t2r.errors import T2RError
+from t2r.surgery.adapters import FAMILIES, family
 
 
 def read_text(names: str | Path | Sequence[str], tokenizer: Tokenizer) -> str:
@@ -62,3 +63,10 @@ def positions_of(config: Any) -> int | None:
     Beyond them, learned positions are an index error, and the results of rotary positions are meaningless."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def has_position_table(config: Any) -> bool:
+    """Return whether positions are learned, so that a model cannot read beyond them. False if it is not known from the
+    configuration, as for model types without an adapter."""
+    model_type = config.get_text_config().model_type
+    return model_type in FAMILIES and family(model_type).positions == "learned"

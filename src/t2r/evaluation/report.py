@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from t2r.words import counted
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -48,7 +50,7 @@ def _models(results: Sequence[dict[str, Any]]) -> "Table":
 def _translated(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
     first = results[0]
     search = f"beam {first['beams']}, length penalty {first['length_penalty']:g}"
-    title = f"{first['source']}: {first['lines']:,} lines, {search}"
+    title = f"{first['source']}: {counted(first['lines'], 'line')}, {search}"
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
         "BLEU": lambda r: _number(r["bleu"]),
         "  95 %": lambda r: _range(r.get("bleu_interval")),
@@ -69,7 +71,7 @@ def _translated(results: Sequence[dict[str, Any]]) -> "list[Table | str]":
     ]
     if len(first.get("by_length") or ()) > 1:
         lengths = {
-            f"{part['first']}{_until(part['last'])} ({part['lines']:,} lines)": [
+            f"{part['first']}{_until(part['last'])} ({counted(part['lines'], 'line')})": [
                 _number(r["by_length"][i]["bleu"]) for r in results
             ]
             for i, part in enumerate(first["by_length"])
@@ -109,8 +111,8 @@ def _recalled(results: Sequence[dict[str, Any]]) -> "Table":
         for i, row in enumerate(first)
     }
     title = (
-        f"Recall of a word by distance in tokens, {first[0]['trials']} trials: multiple choice (95 %; chance "
-        f"{_percent(first[0]['chance'])}) / greedy"
+        f"Recall of a word by distance in tokens, {counted(first[0]['trials'], 'trial')}: multiple choice (95 %; "
+        f"chance {_percent(first[0]['chance'])}) / greedy"
     )
     return _table(title, results, rows)
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from t2r.attention.layers import RecurrentLayer
 from t2r.attention.softmax import SoftmaxWindow
+from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.model.logits import Readout, evaluating, takes
 from t2r.model.modeling import T2RModel
@@ -76,25 +77,29 @@ class Variant:
             return f"window {self.window:,}" + (f" + {self.sinks} sinks" if self.sinks else "")
         return f"state in {self.state}" + ("" if self.every == 1 else f" every {self.every} tokens")
 
-    def check(self, model: PreTrainedModel) -> None:
-        """Raise T2RError if the variant does not apply to the model."""
-        reader: Any = model
-        swapped = isinstance(model, T2RModel)
+    def check(self, config: Any, swap: T2RConfig | None) -> None:
+        """Raise T2RError if the variant does not apply to a model with this configuration. `swap` is that of its swap,
+        or None if the model is not swapped."""
         if self.window is not None:
-            if swapped and not reader.kept_layers():
+            if swap is not None and not swap.keeps_some():
                 raise T2RError(f"{self}: this model has no softmax attention to limit")
-            config = model.config.get_text_config()
-            if not swapped and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-                raise T2RError(f"{self}: this {config.model_type} model already has a sliding window")
-        elif not swapped:
+            text = config.get_text_config()
+            if swap is None and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+                raise T2RError(f"{self}: this {text.model_type} model already has a sliding window")
+        elif swap is None:
             raise T2RError(f"{self}: this model has no recurrent state")
 
     def readout(self, model: PreTrainedModel, example: Mapping[str, Tensor]) -> Readout:
-        self.check(model)
+        self.check(model.config, swap_of(model))
         if self.window is not None:
             return WindowedReadout(model, example, SoftmaxWindow(self.window, self.sinks))
         assert self.state is not None
         return RoundedReadout(model, example, DTYPES[self.state], self.every)
+
+
+def swap_of(model: PreTrainedModel) -> T2RConfig | None:
+    """Return the configuration of the swap of a model, or None if it is not swapped."""
+    return model.t2r_config if isinstance(model, T2RModel) else None
 
 
 def readout_of(model: PreTrainedModel, example: Mapping[str, Tensor], variant: Variant | None) -> Readout:

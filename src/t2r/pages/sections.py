@@ -20,6 +20,7 @@ from t2r.experiments.tables import commands, of_record, provenance, record_table
 from t2r.reporting.page import COLORS, Page, bars, lines
 from t2r.storage import kind_of
 from t2r.training.sessions.session import table_of
+from t2r.words import counted
 
 MANY_STEPS = 6
 """The commands of an experiment with more steps are folded."""
@@ -135,7 +136,7 @@ def _made(page: Page, made: Mapping[str, Any] | None) -> None:
     devices = made.get("devices") or {}
     facts = {"date": made.get("date")}
     if cpu := devices.get("cpu"):
-        facts["cpu"] = f"{cpu['cores']} cores, torch uses {cpu['threads']} threads"
+        facts["cpu"] = f"{counted(cpu['cores'], 'core')}, torch uses {counted(cpu['threads'], 'thread')}"
     facts |= {f"cuda:{i}": gpu["name"] for i, gpu in enumerate(devices.get("cuda") or ())}
     facts |= made.get("versions") or {}
     page.facts({name: str(value) for name, value in facts.items() if value})

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from t2r import __version__
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model, of_tokenizer
+from t2r.data.languages import set_languages
 from t2r.data.mixture import Sources, parse_sources
 from t2r.data.parallel.lines import parse_pairs
 from t2r.data.parallel.vocabulary import target_size, train_pair_tokenizer
@@ -29,11 +30,11 @@ from t2r.model.swap import swap
 from t2r.options import RunOptions, check, refuse_unknown
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
-from t2r.storage import check_destination, refuse_replacing
+from t2r.storage import check_destination, kind_of, refuse_replacing
 from t2r.tasks.translation import TEACHER
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, within
-from t2r.training.recipes.preset import Preset, load_preset, of_folder
+from t2r.training.recipes.preset import Preset, load_preset, of_folder, shipped_presets
 from t2r.training.recipes.recipe import Recipe
 from t2r.training.sessions.session import Session, as_table, as_yaml, caching, table_of
 from t2r.training.steps.arithmetic import without_denormals
@@ -54,6 +55,8 @@ def pretrain(
     target: Sources | None = None,
     valid_source: str | None = None,
     valid_target: str | None = None,
+    source_language: str | None = None,
+    target_language: str | None = None,
     teacher_beams: int | None = None,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
@@ -92,6 +95,8 @@ def pretrain(
             before it is trained (beam search).
         valid_source: source sentences to measure BLEU on, before and after training.
         valid_target: references of `valid_source`.
+        source_language, target_language: for multilingual translation models, codes of the model's tokenizer. They are
+            saved with the model.
         teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
             times as fast.
         recipe: a shipped recipe or a YAML file, instead of the preset's. `overrides` are `stage.field=value`.
@@ -122,8 +127,12 @@ def pretrain(
     refuse_replacing(config if continued else None, out)
     check(RunOptions, {"limit": limit, "minutes": minutes, "save_steps": save_steps})
     texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
+    if (source_language or target_language) and not texts.translates:
+        raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
     if continued and (options or model_overrides or tokenizer is not None):
         raise T2RError("continued training does not change the model: give no tokenizer, model or swap options")
+    if continued and config in shipped_presets() and kind_of(config) != "folder":
+        raise T2RError(f"--continued requires a model folder or a hub name; {config} is a preset, which has no weights")
     preset = of_folder(config) if continued else load_preset(config, model_overrides)
     if recipe is not None:
         preset = dataclasses.replace(preset, recipe=recipe)
@@ -145,15 +154,23 @@ def pretrain(
     by_itself = TEACHER in targets
     if by_itself and not continued:
         raise T2RError("a model from random weights has no teacher: name files of targets")
+    if not texts.translates and TEACHER in sources:
+        raise T2RError(
+            "pretraining has no teacher that generates text: name files to train on (--train); only convert trains on "
+            "text by its teacher"
+        )
     with caching():
         tokens = make_tokenizer(preset, config, tokenizer, sources, targets, progress, continued)
     shape = preset.make_config(tokens)
-    facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
     if continued:
         model = load_model(config, dtype="float32", device="cpu")
-        facts["weights"] = of_model(model)
     else:
         model = make_model(shape, chosen, seed)
+    if texts.translates:
+        set_languages(model, tokens, source_language, target_language)
+    facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
+    if continued:
+        facts["weights"] = of_model(model)
     plan = texts.fitted(plan, model)
     sizes = [stage.block_size for stage in plan.stages]
     # The model is not trained on longer sequences, and so not measured on them.

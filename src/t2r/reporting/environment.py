@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from t2r import __version__, ops
+from t2r.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,7 +70,7 @@ def tables(facts: dict[str, Any]) -> "list[Table]":
 
     devices = Table(title="devices", show_header=False)
     cpu = facts["devices"]["cpu"]
-    devices.add_row("cpu", f"{cpu['cores']} cores, torch uses {cpu['threads']} threads")
+    devices.add_row("cpu", f"{counted(cpu['cores'], 'core')}, torch uses {counted(cpu['threads'], 'thread')}")
     for i, gpu in enumerate(facts["devices"]["cuda"]):
         devices.add_row(f"cuda:{i}", f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
     if not facts["devices"]["cuda"]:

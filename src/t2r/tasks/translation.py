@@ -27,6 +27,7 @@ from t2r.evaluation.translation import metrics, score, token_scores
 from t2r.generation.translation import translate, write_translations
 from t2r.options import RunOptions
 from t2r.tasks.base import Task, exchanged, max_positions, number
+from t2r.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +262,7 @@ class Translation(Task):
         for pair in self.pairs:
             target = "translations by the base model" if pair.target == TEACHER else f"`{Path(pair.target).name}`"
             names.append(f"`{Path(pair.source).name}` with {target}{pair.weighted.told}")
-        return f"{', '.join(names)}: {sum(map(len, self.corpora.values())):,} pairs, {self.tokens:,} tokens"
+        return f"{', '.join(names)}: {counted(sum(map(len, self.corpora.values())), 'pair')}, {self.tokens:,} tokens"
 
     def mixture(self, read: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
         total = sum(map(sum, read.values()))

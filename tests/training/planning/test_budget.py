@@ -285,3 +285,13 @@ def test_the_plan_says_what_is_not_timed(writing, words):
     timetable = decide(asked, dataclasses.replace(LAPTOP, writing=writing), None, 0.0)
     lines = list(plan_lines(Job(LanguageModeling(None, [])), tiny("gpt2"), asked, timetable, torch.device("cpu"), None))
     assert lines[1].startswith(f"plan: the teacher generates 10,000,000 tokens{words}")
+
+
+def test_the_plan_of_one_step_is_singular():
+    stage = Stage("only", "task", "all", steps=1, block_size=16, batch_tokens=64)
+    asked = Work(Recipe("toy", (stage,)), windows=1, window=16)
+    lines = list(plan_lines(Job(LanguageModeling(None, [])), tiny("gpt2"), asked, None, torch.device("cpu"), None))
+    assert ": 1 step of 64 tokens, 64 in total" in lines[1]
+    assert lines[2] == "plan: 2 evaluations on 1 window of 16 tokens"
+    assert Recipe("toy", (stage,)).told()[1].startswith("only: task, trains all, 1 step in batches of 64 tokens")
+    assert (budget.duration(1), budget.duration(2)) == ("1 second", "2 seconds")

@@ -120,7 +120,7 @@ class PairBlocks(Dataset[list[Pair]]):
             if len(pairs):
                 lines = [corpus.line(int(pair)) for pair in pairs[: SHOWN + 1]]
                 lines += [0] * (len(pairs) - len(lines))  # only the first ones are named
-                notice(lines, corpus.name, f"have more than {self.longest} tokens")
+                notice(lines, corpus.name, f"with more than {self.longest} tokens")
 
     def __len__(self) -> int:
         """Return the number of blocks."""

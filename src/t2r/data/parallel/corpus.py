@@ -21,6 +21,7 @@ from t2r.data.corpus import FORMAT, CorpusWriter, TokenCorpus, read_header
 from t2r.data.parallel.lines import LineSource, find_file, read_pairs
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
+from t2r.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ def tokenize_pairs(
             raise T2RError(f"{source} or {target} changed while it was read: try again when it is complete")
     corpus = ParallelCorpus(name or source, *map(TokenCorpus, places))
     if corpus.skipped:
-        what = "have an empty source or no translation that fits and ends" if as_tokens else "have an empty side"
+        what = "with an empty source or no translation that fits and ends" if as_tokens else "with an empty side"
         notice(corpus.skipped, name or f"{source}, {target}", what)
     if not len(corpus):
         raise T2RError(f"{name}: there are no pairs" if name else f"there are no pairs in {source} and {target}")
@@ -182,6 +183,7 @@ def write_pairs(
 
 
 def notice(lines: Sequence[int], where: str, what: str) -> None:
-    """Log the number of skipped pairs, the reason, and their first line numbers."""
+    """Log the number of skipped pairs, what they have in common, and their first line numbers."""
     numbers = ", ".join(map(str, lines[:SHOWN])) + (", ..." if len(lines) > SHOWN else "")
-    logger.warning("%s: %s pairs are skipped, which %s (line %s)", where, f"{len(lines):,}", what, numbers)
+    verb = "is" if len(lines) == 1 else "are"
+    logger.warning("%s: %s %s %s skipped (line %s)", where, counted(len(lines), "pair"), what, verb, numbers)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from t2r.data.mixture import Sources, WeightedSource, check_shares, parse_source
 from t2r.data.text import DatasetSource, FileSource, check_unicode, find_sources
 from t2r.errors import T2RError
+from t2r.words import counted
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def parse_pairs(source: Sources | None, target: Sources | None, for_all: Sequenc
         targets *= len(sources)
     if len(sources) != len(targets):
         raise T2RError(
-            f"there are {len(sources)} files of sources and {len(targets)} of targets: give each source its target"
+            f"{counted(len(sources), 'file')} of sources and {len(targets)} of targets were given: give each source "
+            "its target"
         )
     check_shares(sources)
     return [PairedSource(*pair) for pair in zip(sources, targets, strict=True)]
@@ -126,9 +128,9 @@ def read_pairs(source: LineSource, target: LineSource, report: Any = lambda _: N
     for number, (ours, theirs) in enumerate(lines, 1):
         if ours is None or theirs is None:
             short, other = (source, target) if ours is None else (target, source)
-            rest = 1 + sum(1 for _ in lines)
+            count = counted(number + sum(1 for _ in lines), "line")
             raise T2RError(
-                f"{short.path} ends after line {number - 1}, and {other.path} has {number - 1 + rest} lines: "
+                f"{short.path} ends after line {number - 1}, and {other.path} has {count}: "
                 "line by line, one is the translation of the other"
             )
         yield ours, theirs

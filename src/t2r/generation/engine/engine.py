@@ -79,6 +79,8 @@ class Engine(RunningBatch):
     ) -> None:
         if state_dtype not in (None, torch.float32, *HALF):
             raise T2RError(f"state_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {state_dtype}")
+        if hasattr(model, "peft_config") and not isinstance(model, T2RModel):
+            raise T2RError("the engine does not run PEFT adapters: merge them first (model = model.merge_and_unload())")
         if not isinstance(model, T2RModel):
             raise T2RError("the engine requires a swapped model: use model.generate for other models")
         if rows is not None and rows < 1:
@@ -101,7 +103,7 @@ class Engine(RunningBatch):
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         *,
         state: T2RCache | None = None,
         seed: int | None = None,
@@ -111,7 +113,8 @@ class Engine(RunningBatch):
         """Return prompts and continuations `[sequences, tokens]`, as `model.generate` does.
 
         Args:
-            input_ids: prompts `[batch, tokens]`, padded on the left (with their `attention_mask`), or sources.
+            input_ids: prompts `[batch, tokens]`, padded on the left (with their `attention_mask`), or sources. None if
+                the options have `encoder_outputs` of an encoder-decoder.
             state: a state from which the prompts continue. It is not modified.
             seed: random seed for sampling, which does not change torch's default generator. None: that generator.
             streamer: receives the tokens as they are generated. Requires a single sequence.
@@ -126,7 +129,7 @@ class Engine(RunningBatch):
         sequences: Tensor
         # A seed is set in torch's default generator, which all threads share.
         with self.lock, seeding(seed, self.model.device):
-            if state is not None:
+            if state is not None and input_ids is not None:
                 sequences = self.model.continue_from(state, input_ids, streamer=streamer, **options)
             else:
                 sequences = self.model.generate(input_ids, streamer=streamer, **options)
@@ -134,7 +137,7 @@ class Engine(RunningBatch):
 
     def attempt(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         *,
         state: T2RCache | None = None,
         seed: int | None = None,
@@ -252,7 +255,7 @@ class Engine(RunningBatch):
                         if self.waiting:
                             break
                         options = dict(batch)
-                        request = self.prepared(options.pop("input_ids"), None, False, options)
+                        request = self.prepared(options.pop("input_ids", None), None, False, options)
                         for sequence in self.admitted(request, None, None, False).sequences:
                             numbers[sequence] = count
                             count += 1
@@ -269,8 +272,10 @@ class Engine(RunningBatch):
 
     # --- For all calls --------------------------------------------------------------------------------------
 
-    def prepared(self, input_ids: Tensor, state: Any, keep_state: bool, options: dict[str, Any]) -> Request:
+    def prepared(self, input_ids: Tensor | None, state: Any, keep_state: bool, options: dict[str, Any]) -> Request:
         """Prepare a call. Raises ForGenerate if the engine does not support it."""
+        if state is not None and input_ids is None:
+            raise T2RError("continuing from a state requires input_ids: give at least one token")
         if (reason := not_now(self.model) or self.obstacle) is not None:
             raise ForGenerate(reason)
         if state is not None and self.model.config.is_encoder_decoder:
@@ -281,9 +286,11 @@ class Engine(RunningBatch):
         if options.get("attention_mask") is not None:
             options = {**options, "attention_mask": options["attention_mask"].to(device)}
         if state is not None:  # as in `continue_from`, new tokens are not padding unless a mask is given
+            assert input_ids is not None
             options = {"attention_mask": torch.ones_like(input_ids, device=device), **options}
         with torch.no_grad():
-            return prepare(self.model, input_ids.to(device), options, self.generation_config)
+            ids = None if input_ids is None else input_ids.to(device)
+            return prepare(self.model, ids, options, self.generation_config)
 
     def until_done(self, group: Group) -> Iterator[Event]:
         """Run until a group is finished, and yield its tokens. Other running sequences are advanced too.

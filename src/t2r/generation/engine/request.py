@@ -84,7 +84,7 @@ class Request(NamedTuple):
 
 
 def prepare(
-    model: Any, input_ids: Tensor, options: dict[str, Any], generation_config: GenerationConfig | None
+    model: Any, input_ids: Tensor | None, options: dict[str, Any], generation_config: GenerationConfig | None
 ) -> Request:
     """Prepare a call of `generate` with transformers. Its own `generation_config`, if any, is among the options.
 
@@ -99,10 +99,14 @@ def prepare(
     for name in GIVEN:
         if options.get(name) is not None:
             raise ForGenerate(f"{name} is given")
-    if input_ids.shape[0] == 0:
+    if input_ids is None and (not model.config.is_encoder_decoder or options.get("encoder_outputs") is None):
+        raise T2RError("there are no prompts: give input_ids, or encoder_outputs of an encoder-decoder")
+    if input_ids is not None and input_ids.shape[0] == 0:
         raise T2RError("the batch has no prompts: give at least one")
-    if input_ids.shape[-1] == 0:
+    if input_ids is not None and input_ids.shape[-1] == 0:
         raise T2RError("a prompt has no tokens: give at least one, for example the BOS token")
+    if options.get("encoder_outputs") is not None:  # transformers repeats its rows, for beams, in the object itself
+        options["encoder_outputs"] = copy.copy(options["encoder_outputs"])
     tokenizer = options.pop("tokenizer", None)
     generation_config = options.pop("generation_config", None) or generation_config
     if generation_config is not None:

@@ -16,6 +16,7 @@ from t2r.errors import T2RError
 from t2r.training.loop import processes
 from t2r.training.planning.timing import Speeds
 from t2r.training.recipes.recipe import Recipe, Stage
+from t2r.words import counted
 
 WRITING, MEASURING, SCANNING, SAVING = 0.25, 0.2, 0.15, 0.02
 """Maximum shares of a budget for the teacher's generation, for evaluation, for the scan and for saving."""
@@ -116,8 +117,8 @@ def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Tim
         longer = arrange(work, speeds, needed, spent)
     name, stage = min(timetable.stages.items(), key=lambda item: item[1].steps)
     raise T2RError(
-        f"{in_minutes(total)} are not enough on this machine: stage {name} would have {stage.steps} steps of "
-        f"{stage.batch_tokens} tokens; give about {in_minutes(needed)}, or use a smaller model"
+        f"{in_minutes(total)} are not enough on this machine: stage {name} would have {counted(stage.steps, 'step')} "
+        f"of {stage.batch_tokens} tokens; give about {in_minutes(needed)}, or use a smaller model"
     )
 
 
@@ -223,4 +224,4 @@ def duration(seconds: float) -> str:
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{max(1, round(seconds))} seconds"
+    return counted(max(1, round(seconds)), "second")

@@ -12,6 +12,7 @@ from t2r.training.planning.memory import states_of, weight_bytes
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.job import Job
 from t2r.training.steps.optimizers import trained_by
+from t2r.words import counted
 
 
 def plan_lines(
@@ -41,8 +42,9 @@ def plan_lines(
             steps, batch, seconds = planned.steps, planned.batch_tokens, planned.seconds
         gigabytes = stage_bytes(model, stage, job.teacher_of(stage)) / 1e9
         yield (
-            f"plan: {stage.name} ({stage.objective}, trains {stage.train}): {steps:,} steps of {batch:,} tokens, "
-            f"{steps * batch:,} in total{about(seconds)}; weights, gradients and optimizer states {gigabytes:.2f} GB"
+            f"plan: {stage.name} ({stage.objective}, trains {stage.train}): {counted(steps, 'step')} of {batch:,} "
+            f"tokens, {steps * batch:,} in total{about(seconds)}; weights, gradients and optimizer states "
+            f"{gigabytes:.2f} GB"
         )
     if work.passes:
         layers = work.passes - 1
@@ -51,7 +53,7 @@ def plan_lines(
         windows = work.windows if timetable is None else timetable.windows
         times = len(work.plan.stages) + (2 if job.teacher is not None else 1)
         size = f" of {work.window} tokens" if work.unit == "windows" else ""
-        yield f"plan: {times} evaluations on {windows:,} {work.unit}{size}" + about(
+        yield f"plan: {counted(times, 'evaluation')} on {counted(windows, work.unit.removesuffix('s'))}{size}" + about(
             None if timetable is None else timetable.measuring
         )
     if timetable is not None:

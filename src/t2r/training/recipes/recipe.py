@@ -17,6 +17,7 @@ from t2r.errors import T2RError
 from t2r.options import SwapOptions, options_of, refuse_unknown
 from t2r.storage import kind_of
 from t2r.training.recipes.stage import BUDGETS, OBJECTIVES, OPTIMIZERS, TRAINED, Stage, make_stage
+from t2r.words import counted
 
 if TYPE_CHECKING:
     from t2r.data.mixture import WeightedSource
@@ -49,8 +50,9 @@ class Recipe:
         lines = [f"recipe {self.name}:"]
         for stage in self.stages:
             name = next(name for name in BUDGETS if getattr(stage, name) is not None)
+            budget = counted(getattr(stage, name), name.removesuffix("s"))
             lines.append(
-                f"{stage.name}: {stage.objective}, trains {stage.train}, {getattr(stage, name):,} {name} in batches of "
+                f"{stage.name}: {stage.objective}, trains {stage.train}, {budget} in batches of "
                 f"{stage.batch_tokens:,} tokens, learning rate {stage.learning_rate:g} ({stage.optimizer})"
             )
         return lines

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from t2r.words import counted
+
 
 def completed(card: str, metadata: Mapping[str, str]) -> str:
     """Add metadata to the header of a model card. Existing fields are kept."""
@@ -42,4 +44,5 @@ def recall_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return []
     found = ", ".join(f"{100 * row['accuracy']:.0f} % after {row['distance']:,} tokens" for row in rows)
-    return [f"recall of a word mentioned once: {found} ({rows[0]['trials']} trials, chance {rows[0]['chance']:.1%})"]
+    trials = counted(rows[0]["trials"], "trial")
+    return [f"recall of a word mentioned once: {found} ({trials}, chance {rows[0]['chance']:.1%})"]

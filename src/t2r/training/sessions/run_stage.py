@@ -21,6 +21,7 @@ from t2r.training.sessions.run import Run
 from t2r.training.steps.job import Job
 from t2r.training.steps.optimizers import choose_trained
 from t2r.training.steps.order import epoch_items
+from t2r.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +152,10 @@ def fit(stage: Stage, steps: int) -> Stage:
     fitted = stage.fitted(steps)
     if fitted is not stage:
         logger.warning(
-            "stage %s has %d steps, no more than its %d warm-up steps, which are reduced to %d",
+            "stage %s has %s, no more than its %s, which are reduced to %d",
             stage.name,
-            steps,
-            stage.warmup_steps,
+            counted(steps, "step"),
+            counted(stage.warmup_steps, "warm-up step"),
             fitted.warmup_steps,
         )
     return fitted
