@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from t2r.errors import T2RError
 from t2r.storage import json_text, kind_of, resumable_file, take_lock, whole_file, whole_folder, write_text, writing
@@ -198,6 +199,21 @@ def test_a_failed_block_leaves_no_folder(tmp_path):
         fail()
     assert files(tmp_path) == {}
     assert os.listdir(tmp_path / "new") == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="requires /dev/full")
+def test_a_tokenizer_on_a_full_disk(tmp_path):
+    with (
+        pytest.raises(T2RError, match="out cannot be written: No space left on device"),
+        whole_folder(str(tmp_path / "out")),
+    ):
+        Tokenizer(models.BPE()).save("/dev/full")
+    assert os.listdir(tmp_path) == []
+
+
+def test_other_errors_are_not_errors_of_the_disk(tmp_path):
+    with pytest.raises(ZeroDivisionError), whole_folder(str(tmp_path / "out")):
+        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize(

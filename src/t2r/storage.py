@@ -184,11 +184,18 @@ def whole_folder(out: str, *, overwrite: bool = False) -> Iterator[Path]:
             if old.exists() and not final.exists():
                 old.rename(final)
             raise
-    except (OSError, SafetensorError) as error:  # a full disk, no permission
-        raise T2RError(f"{out} cannot be written: {error}") from error
+    except Exception as error:
+        if not isinstance(error, OSError | SafetensorError) and not of_tokenizers(error):
+            raise
+        raise T2RError(f"{out} cannot be written: {error}") from error  # a full disk, no permission
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def of_tokenizers(error: Exception) -> bool:
+    """Return whether tokenizers could not write a file. Its exception has no class of its own, only the message."""
+    return type(error) is Exception and "(os error " in str(error)
 
 
 def refuse_replacing(source: Any, out: str | Path) -> None:

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from t2r.data import Blocks, TokenCorpus, check_block_size, teacher, text, tokenize_corpus, tokens, write_corpus
+from t2r.data.corpus import CorpusWriter
 from t2r.errors import T2RError
 
 EOS = "<eos>"
@@ -355,6 +356,22 @@ def test_abandoned_folders_are_removed_after_a_day(tmp_path, build):
             os.utime(path, (now - age, now - age))
     corpus = build("a.txt")
     assert {path.name for path in corpus.folder.parent.iterdir()} == {new, "mine.tmp", corpus.folder.name}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="requires /dev/full")
+def test_a_full_disk_is_not_kept_full(tmp_path):
+    """Closing a file on a full disk fails too. What was written is removed nevertheless."""
+
+    def write():
+        with CorpusWriter(tmp_path / "cache", np.dtype(np.int64)) as writer:
+            writer._files["tokens"].close()
+            writer._files["tokens"] = open("/dev/full", "wb")  # noqa: SIM115
+            writer.add([1])  # stays in the buffer
+            writer.add(range(10**5))
+
+    with pytest.raises(OSError, match="No space left"):
+        write()
+    assert os.listdir(tmp_path) == []
 
 
 def test_two_processes_may_build_the_same(tmp_path, build, tokenizer, monkeypatch):

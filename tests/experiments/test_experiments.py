@@ -1,5 +1,6 @@
 """Experiments: a toy from end to end, resuming, errors, shipped experiments, and tables."""
 
+import errno
 import json
 import lzma
 import os
@@ -25,6 +26,7 @@ from t2r.data.mixture import parse_sources
 from t2r.data.wikitext import detokenize, prepare
 from t2r.errors import T2RError
 from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
+from t2r.experiments.command import call
 from t2r.experiments.data import TEXTS, missing, prepared
 from t2r.experiments.experiment import make_experiment
 from t2r.experiments.markup import markdown
@@ -153,6 +155,33 @@ def test_an_interrupted_step_is_resumed(toy):
         process.communicate(timeout=60)
     assert goes_on, lines
     assert float((toy / "out" / "steps" / "rnn.seconds").read_text()) > before
+
+
+@pytest.mark.parametrize(("writes", "file"), [(0, "steps/ops.json"), (1, "record.json")])
+def test_a_full_disk_is_one_error(tmp_path, monkeypatch, writes, file):
+    done = []
+
+    def full(_):
+        if len(done) == writes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done.append(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(T2RError, match=rf"{file} cannot be written .* free some disk space and repeat the command"):
+            reproduce("ops-cpu", out=str(tmp_path), records=["ops-cpu"])
+    assert not (tmp_path / file).exists()
+    reproduce("ops-cpu", out=str(tmp_path), records=["ops-cpu"])
+    assert (tmp_path / file).exists()
+
+
+def test_a_full_disk_ends_a_running_command(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with (tmp_path / "lock").open("wb") as lock, pytest.raises(T2RError, match=r"x\.seconds cannot be written"):
+        call("x", ["--version"], 0.0, tmp_path / "x.seconds", lock)
 
 
 def test_missing_inputs_are_one_error(toy):

@@ -687,6 +687,31 @@ def test_an_unfinished_run_with_other_options(world, tmp_path, monkeypatch):
         run(world, tmp_path / "changing", train=str(text))
 
 
+def test_a_run_that_began_before_an_option_existed(world, tmp_path, monkeypatch, caplog):
+    """It resumes with the option's default, which is what was done before it existed, as often as it is stopped."""
+    stages = []
+
+    def stop(self, model, stage):
+        stages.extend(self.plan.stages)
+        raise Stopped
+
+    monkeypatch.setattr(sessions.Session, "train", stop)
+    with pytest.raises(Stopped):
+        run(world, tmp_path / "out")
+    for name in ("run.json", "run.json.old"):
+        facts = json.loads((path := tmp_path / "out.run" / name).read_text())
+        for stage in facts["plan"]["recipe"]["stages"]:
+            del stage["dropout"]
+        path.write_text(json.dumps(facts))
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            run(world, tmp_path / "out")
+    assert [stage.dropout for stage in stages] == [True, False, True, True, True, True]
+    assert "stage distill keeps dropout: true, as when this run began" in caplog.text
+    with pytest.raises(T2RError, match="unfinished run with other options"):
+        run(world, tmp_path / "out", overrides=(*SHORT, "distill.noise=0.5"))
+
+
 @pytest.mark.parametrize("what", ["transfer.safetensors", "run.json", "checkpoint"])
 def test_damaged_files_are_detected_and_replaced(world, tmp_path, monkeypatch, caplog, what):
     """The run resumes from undamaged files, and gets the same result."""

@@ -215,5 +215,6 @@ class CorpusWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # on a full disk, what is still buffered cannot be written
+                file.close()
         shutil.rmtree(self._temporary, ignore_errors=True)

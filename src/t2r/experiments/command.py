@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from t2r.experiments.experiment import TRAINING
-from t2r.storage import write_text
+from t2r.storage import write_text, writing
 
 PROGRAM = [sys.executable, "-m", "t2r"]
 BEAT = 5.0
@@ -66,7 +66,8 @@ def call(step: str, words: list[str], before: float, clock: Path, lock: IO[bytes
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(BEAT)
                 seconds = before + time.monotonic() - began
-                write_text(clock, f"{seconds:.1f}")
+                with writing(clock):
+                    write_text(clock, f"{seconds:.1f}")
                 if seconds > told + TELL:
                     say(f"{step}: {seconds:.0f} s so far")
                     told = seconds

@@ -19,7 +19,7 @@ from t2r.experiments import record
 from t2r.experiments.command import Ended, call, say
 from t2r.experiments.experiment import TRAINING, Experiment, Step, load_experiment
 from t2r.experiments.places import Places
-from t2r.storage import json_text, take_lock, write_text
+from t2r.storage import json_text, take_lock, write_text, writing
 
 POLL = 2.0
 """Seconds between two looks at the steps of other processes."""
@@ -95,7 +95,8 @@ class Grid:
     def __init__(self, experiment: Experiment, places: Places) -> None:
         self.experiment, self.places = experiment, places
         self.folder = places.out / "steps"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.steps = {step.name: step for step in experiment.steps}
         self.failed: dict[str, str] = {}
         """The errors of steps that failed in this process."""
@@ -133,10 +134,7 @@ class Grid:
         for part in parts:
             step = self.steps[part["name"]]
             if not self.result(step):
-                write_text(
-                    self.folder / f"{step.name}.json",
-                    json_text(source | {key: part[key] for key in part if key != "cell"}, 1),
-                )
+                self.save(step, source | {key: part[key] for key in part if key != "cell"})
                 say(f"{step.name}: taken from the record")
 
     def write_record(self) -> dict[str, Any]:
@@ -144,8 +142,15 @@ class Grid:
         parts = [part for step in self.experiment.steps if (part := self.result(step)) is not None]
         whole = record.joined(self.experiment, parts)
         name = "record.json" if self.experiment.scale is None else f"{self.experiment.record}.json"
-        record.write_record(self.places.out / name, whole)
+        with writing(self.places.out / name):
+            record.write_record(self.places.out / name, whole)
         return whole
+
+    def save(self, step: Step, part: dict[str, Any]) -> None:
+        """Save the recorded part of a step."""
+        file = self.folder / f"{step.name}.json"
+        with writing(file):
+            write_text(file, json_text(part, 1))
 
     # --- Order ----------------------------------------------------------------------------------------------
 
@@ -162,7 +167,8 @@ class Grid:
             for step in waiting:
                 if not all(self.is_done(self.steps[name], needed=True) for name in step.inputs):
                     continue
-                lock = take_lock(self.folder / f"{step.name}.lock")
+                with writing(self.folder):
+                    lock = take_lock(self.folder / f"{step.name}.lock")
                 if lock is None:
                     locked.append(step.name)
                     continue
@@ -210,7 +216,7 @@ class Grid:
 
     def run_step(self, step: Step, lock: IO[bytes]) -> None:
         """Run a step, and save its result or its error."""
-        file, clock = self.folder / f"{step.name}.json", self.folder / f"{step.name}.seconds"
+        clock = self.folder / f"{step.name}.seconds"
         if step.name in self.places.replaced:
             ended = Ended(0, 0.0, "{}", "")
             say(f"{step.name}: given, in {self.places.replaced[step.name]}")
@@ -230,7 +236,7 @@ class Grid:
         part = self.part(step, ended.seconds) | {"result": record.compact(kept, self.places.names)}
         if step.name in self.places.replaced:
             part |= {"seconds": None, "given": True}
-        write_text(file, json_text(part, 1))
+        self.save(step, part)
         clock.unlink(missing_ok=True)
         say(f"{step.name}: {ended.seconds:.0f} s")
 
@@ -239,7 +245,7 @@ class Grid:
         say(f"{step.name}: {'skipped' if step.optional else 'failed'}: {why}")
         if step.optional:
             part = self.part(step, seconds) | {"failed": record.compact(why, self.places.names)}
-            write_text(self.folder / f"{step.name}.json", json_text(part, 1))
+            self.save(step, part)
 
     def part(self, step: Step, seconds: float) -> dict[str, Any]:
         part = {"name": step.name, "command": step.label, "seconds": round(seconds, 1)}

@@ -170,7 +170,7 @@ def convert(
         teacher = frozen_copy(base, settings)
         student: PreTrainedModel = swap(base, config)
         student.config.use_cache = True
-        session.plan = trainable(plan, student)
+        session.plan = trainable(session.plan, student)
         if merged:
             mergeable_sites(student)  # raises before training if merging is not possible
         writer = None if texts.translates else lambda length: writing_speed(teacher, tokens, length)

@@ -188,7 +188,7 @@ def pretrain(
         model, results = train_stages(session, model, vocabularies)
         results = complete(results, session)
         model.eval()
-        done = dataclasses.replace(preset, recipe=plan.to_dict(), swap=chosen)  # with all overrides
+        done = dataclasses.replace(preset, recipe=session.plan.to_dict(), swap=chosen)  # with all overrides
         card = model_card(model, preset, chosen, results, continued)
         files = {"README.md": card, "preset.yaml": as_yaml(done.to_dict())}
         state = state_lines(model) if isinstance(model, T2RModel) else ()

@@ -5,7 +5,10 @@ import torch
 
 from families import FAMILIES, batch, named, real_positions
 from t2r import swap
-from t2r.training.loop.preparation import disable_dropout
+from t2r.tasks.language_modeling import LanguageModeling
+from t2r.training.loop.preparation import disable_dropout, prepared
+from t2r.training.recipes.stage import Stage
+from t2r.training.steps.job import Job
 
 
 def with_dropout(model_type: str):
@@ -39,3 +42,24 @@ def test_disable_dropout(model_type):
         torch.testing.assert_close(logits(), noisy)
     if any(share for *_, share in before):
         assert (noisy - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "marian"])
+def test_dropout_is_restored_after_an_error(model_type):
+    model = with_dropout(model_type)
+    stage = Stage("distill", "distill", steps=1, dropout=False)
+
+    def probabilities():
+        modules = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+        return modules + [x for name, x in model.config.to_dict().items() if "drop" in name and x is not None]
+
+    def fail():
+        with prepared(Job(LanguageModeling(None, [])), model, stage):
+            assert not any(probabilities())
+            raise ZeroDivisionError
+
+    before = probabilities()
+    assert 0.5 in before
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert probabilities() == before

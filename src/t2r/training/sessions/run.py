@@ -157,7 +157,7 @@ class Run:
                 continue
             self.facts = facts
             self.before = float(facts.pop("seconds", 0.0))
-            self.check("plan", self.plan)
+            self.check("plan", known_then(self.plan, facts["plan"]))
             return
 
     def check(self, key: str, now: Any) -> None:
@@ -245,6 +245,22 @@ class Run:
 
 def version(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.exists() else None
+
+
+def known_then(plan: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan without the options of stages that a saved plan lacks, because they did not exist when it was
+    saved."""
+    recipe = plan.get("recipe")
+    if recipe is None:
+        return plan
+    stages, old = recipe["stages"], saved_stages(saved)
+    stages = [{name: x for name, x in s.items() if name in old.get(s["name"], s)} for s in stages]
+    return plan | {"recipe": recipe | {"stages": stages}}
+
+
+def saved_stages(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the stages of a saved plan by name."""
+    return {stage["name"]: stage for stage in saved.get("recipe", {}).get("stages", ())}
 
 
 def difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:

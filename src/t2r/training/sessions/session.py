@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
@@ -16,6 +17,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.errors import T2RError
+from t2r.options import options_of
 from t2r.storage import whole_folder
 from t2r.tasks import TASKS, Task
 from t2r.tasks.language_modeling import LanguageModeling
@@ -27,7 +29,7 @@ from t2r.training.planning.plan_log import plan_lines
 from t2r.training.planning.timing import Speeds, choose_threads, scanned_layers, time_all
 from t2r.training.recipes.recipe import Recipe, Stage
 from t2r.training.sessions.card import completed, training_section
-from t2r.training.sessions.run import Run, run_folder
+from t2r.training.sessions.run import Run, run_folder, saved_stages
 from t2r.training.sessions.run_stage import Limits, run_stage
 from t2r.training.sessions.sensitivity import BLOCKS, most_sensitive
 from t2r.training.steps.arithmetic import fast_sums
@@ -88,6 +90,7 @@ class Session:
 
     def __enter__(self) -> Self:
         self.run.__enter__()
+        self.plan = as_begun(self.plan, self.run.facts["plan"])
         return self
 
     def __exit__(
@@ -310,6 +313,20 @@ class Session:
         logger.info("done in %s", duration(self.run.seconds))
         self.run.remove()
         processes.wait()
+
+
+def as_begun(plan: Recipe, saved: dict[str, Any]) -> Recipe:
+    """Return the plan with the defaults of the stage options that did not exist when a run began, with a warning if a
+    recipe now sets them: a new option does by default what was done before it existed."""
+    stages, known = [], options_of(Stage)
+    for stage in plan.stages:
+        old = saved_stages(saved).get(stage.name, vars(stage))
+        changes = {name: x.default for name, x in known.items() if name not in old and x.default != vars(stage)[name]}
+        if changes:
+            words = ", ".join(f"{name}: {str(value).lower()}" for name, value in changes.items())
+            logger.warning("stage %s keeps %s, as when this run began with an older t2r", stage.name, words)
+        stages.append(dataclasses.replace(stage, **changes))
+    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 # --- Reporting ----------------------------------------------------------------------------------------------
