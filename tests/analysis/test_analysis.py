@@ -144,6 +144,44 @@ def test_signed_weights_have_no_entropy(tokenizer, text):
     tables(found)
 
 
+def test_a_signed_teacher_has_no_entropy(tokenizer, text):
+    model, teacher = tiny("gpt2", torch.float32), tiny("gpt2", torch.float32)
+    teacher = t2r.swap(teacher, feature_map="rfa", feature_size=8)
+    found = analyze(model, text, teacher=teacher, tokenizer=tokenizer, window=32, limit=1, measure_recall=False)
+    assert found["mean"]["teacher_entropy"] is None is found["mean"]["jensen_shannon"]
+    assert found["mean"]["entropy"] > 0 < found["mean"]["euclidean"]
+    assert "teacher" in found["notes"][0]
+
+
+def test_a_head_without_weights_does_not_hide_the_entropy_of_others(tokenizer, text):
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8)
+    site = model.t2r_family.decoder_layers(model)[0].attn.feature_map
+    with torch.no_grad():
+        site.key_map.weight[1] = 0
+        site.key_map.bias[1] = -1
+    found = analyze(model, text, tokenizer=tokenizer, window=32, limit=2, measure_recall=False)
+    heads = [head for layer in found["layers"] for head in layer["heads"]]
+    assert [head["bounded"] == 1 for head in heads] == [i == 1 for i in range(len(heads))]
+    assert heads[1]["entropy"] is None
+    known = [head["entropy"] for head in heads if head is not heads[1]]
+    assert found["mean"]["entropy"] == pytest.approx(sum(known) / len(known))
+    assert f"1 of {len(heads)} heads" in found["notes"][0]
+    assert "layer 0 head 1" in found["notes"][0]
+
+
+def test_states_of_a_smaller_last_batch_count_as_samples(tokenizer, text):
+    """Five samples are read as batches of four and one."""
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8)
+    found = analyze(model, text, tokenizer=tokenizer, window=32, limit=5, measure_recall=False)
+    ids = torch.tensor(tokenizer(text.read_text())["input_ids"])
+    windows = ids[: len(ids) // 32 * 32].view(-1, 32)
+    samples = windows[[i * len(windows) // 5 for i in range(5)]]
+    norms = []
+    for seen in Subject(model, "float32", "cpu").observe({"input_ids": samples}).values():
+        norms.append(torch.linalg.matrix_norm(seen.k.mT @ seen.v).mean().item())
+    assert found["state"][-1]["norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-4)
+
+
 def test_encoder_decoders(tmp_path, tokenizer):
     source, target = write_pairs(tmp_path, "test", 4, shortest=3)
     teacher = tiny("marian", torch.float32)
@@ -180,6 +218,11 @@ def test_command_line(tmp_path, tokenizer, text):
     assert "Jensen-Shannon" in run.stdout
 
 
+def test_the_help_states_the_default_dtype():
+    shown = " ".join(CliRunner().invoke(app, ["analyze", "--help"]).stdout.split())
+    assert "bfloat16 or float16. [default: float32]" in shown
+
+
 def test_models_that_cannot_be_compared(tokenizer, text):
     other = tiny("gpt2", torch.float32)
     other.transformer.h = other.transformer.h[:2]
@@ -187,6 +230,8 @@ def test_models_that_cannot_be_compared(tokenizer, text):
         analyze(tiny("gpt2", torch.float32), text, teacher=other, tokenizer=tokenizer)
     with pytest.raises(T2RError, match="less than one window"):
         analyze(tiny("gpt2", torch.float32), text, tokenizer=tokenizer, window=500)
+    with pytest.raises(T2RError, match="positions, but 300"):
+        analyze(tiny("gpt2", torch.float32), text, tokenizer=tokenizer, window=300)
 
 
 # --- Measurements -------------------------------------------------------------------------------------------
