@@ -15,9 +15,11 @@ from families import VOCABULARY, batch, tiny
 from t2r import T2RError
 from t2r.analysis import analyze, tables
 from t2r.analysis.measures import ByDistance, distance_buckets, effective_rank, jensen_shannon
+from t2r.analysis.report import figures
 from t2r.analysis.subject import Place, Subject
 from t2r.cli import app
 from t2r.feature_maps.base import DECAY_PACE
+from t2r.reporting.page import COLORS
 from translating import write_pairs
 
 WORDS = {f"w{i}": i for i in range(VOCABULARY)}
@@ -142,6 +144,10 @@ def test_signed_weights_have_no_entropy(tokenizer, text):
     assert found["mean"]["teacher_entropy"] > 0
     assert "negative" in found["notes"][0]
     tables(found)
+    entropy = figures(found)["Entropy by layer"]  # the only line is the teacher's: in its color, and named
+    assert COLORS[1] in entropy
+    assert COLORS[0] not in entropy
+    assert ">teacher<" in entropy
 
 
 def test_a_signed_teacher_has_no_entropy(tokenizer, text):

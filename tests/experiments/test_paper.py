@@ -268,6 +268,8 @@ def test_the_figures_of_a_grid(tmp_path):
     assert list(in_page) == [distance["title"], attention["title"]]
     assert all("finetuned" in svg for svg in in_page.values())
     assert drawn(experiment, record_of("figure-distance", TEACHER)) == {}
+    draw(experiment, record, scatter, tmp_path / "figure.svg")
+    assert "Pearson's r = 1.00, 2 models" in (tmp_path / "figure.svg").read_text()
     for figure in (distance, attention, scatter):
         draw(experiment, record, figure, tmp_path / "figure.svg")
         assert "finetuned" in (tmp_path / "figure.svg").read_text()

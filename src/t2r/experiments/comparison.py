@@ -15,8 +15,8 @@ MEASURES = {
     "bleu": "BLEU",
     "tokenized_bleu": "tokenized BLEU",
     "euclidean": "Euclidean distance",
-    "jensen_shannon": "Jensen-Shannon divergence",
-    "entropy": "entropy",
+    "jensen_shannon": "Jensen-Shannon divergence, nats",
+    "entropy": "entropy, nats",
 }
 """Measures in the order of the columns, and their titles."""
 PAPER = {"tokenized_bleu": "tokenized BLEU"}
