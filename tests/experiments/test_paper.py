@@ -211,6 +211,12 @@ def test_the_table_of_a_grid():
     assert column["time against random"] == "5.5x"
     assert column["parameters"] == "40.1M (+0.25 %)"
     assert column["state or cache"] == "1.00 MiB"
+    for i in (0, 1):
+        record["steps"][i] = record["steps"][i] | {"machine": {"cpu": "another"}}
+    rows = [line.split(" | ") for line in grid_table(of_record("table1-small"), record).splitlines()]
+    column = dict(zip(*([cell.strip("| ") for cell in rows[i]] for i in (0, -1)), strict=True))
+    assert column["with pretraining"] == "70.0M"  # times on different machines are neither added nor compared
+    assert "time against random" not in column
 
 
 def test_the_table_of_translation_shows_the_memory_of_causal_and_cross_attention():
