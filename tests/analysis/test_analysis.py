@@ -15,9 +15,11 @@ from families import VOCABULARY, batch, tiny
 from t2r import T2RError
 from t2r.analysis import analyze, tables
 from t2r.analysis.measures import ByDistance, distance_buckets, effective_rank, jensen_shannon
+from t2r.analysis.report import figures
 from t2r.analysis.subject import Place, Subject
 from t2r.cli import app
 from t2r.feature_maps.base import DECAY_PACE
+from t2r.reporting.page import COLORS
 from translating import write_pairs
 
 WORDS = {f"w{i}": i for i in range(VOCABULARY)}
@@ -142,6 +144,48 @@ def test_signed_weights_have_no_entropy(tokenizer, text):
     assert found["mean"]["teacher_entropy"] > 0
     assert "negative" in found["notes"][0]
     tables(found)
+    entropy = figures(found)["Entropy by layer"]  # the only line is the teacher's: in its color, and named
+    assert COLORS[1] in entropy
+    assert COLORS[0] not in entropy
+    assert ">teacher<" in entropy
+
+
+def test_a_signed_teacher_has_no_entropy(tokenizer, text):
+    model, teacher = tiny("gpt2", torch.float32), tiny("gpt2", torch.float32)
+    teacher = t2r.swap(teacher, feature_map="rfa", feature_size=8)
+    found = analyze(model, text, teacher=teacher, tokenizer=tokenizer, window=32, limit=1, measure_recall=False)
+    assert found["mean"]["teacher_entropy"] is None is found["mean"]["jensen_shannon"]
+    assert found["mean"]["entropy"] > 0 < found["mean"]["euclidean"]
+    assert "teacher" in found["notes"][0]
+
+
+def test_a_head_without_weights_does_not_hide_the_entropy_of_others(tokenizer, text):
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8)
+    site = model.t2r_family.decoder_layers(model)[0].attn.feature_map
+    with torch.no_grad():
+        site.key_map.weight[1] = 0
+        site.key_map.bias[1] = -1
+    found = analyze(model, text, tokenizer=tokenizer, window=32, limit=2, measure_recall=False)
+    heads = [head for layer in found["layers"] for head in layer["heads"]]
+    assert [head["bounded"] == 1 for head in heads] == [i == 1 for i in range(len(heads))]
+    assert heads[1]["entropy"] is None
+    known = [head["entropy"] for head in heads if head is not heads[1]]
+    assert found["mean"]["entropy"] == pytest.approx(sum(known) / len(known))
+    assert f"1 of {len(heads)} heads" in found["notes"][0]
+    assert "layer 0 head 1" in found["notes"][0]
+
+
+def test_states_of_a_smaller_last_batch_count_as_samples(tokenizer, text):
+    """Five samples are read as batches of four and one."""
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8)
+    found = analyze(model, text, tokenizer=tokenizer, window=32, limit=5, measure_recall=False)
+    ids = torch.tensor(tokenizer(text.read_text())["input_ids"])
+    windows = ids[: len(ids) // 32 * 32].view(-1, 32)
+    samples = windows[[i * len(windows) // 5 for i in range(5)]]
+    norms = []
+    for seen in Subject(model, "float32", "cpu").observe({"input_ids": samples}).values():
+        norms.append(torch.linalg.matrix_norm(seen.k.mT @ seen.v).mean().item())
+    assert found["state"][-1]["norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-4)
 
 
 def test_encoder_decoders(tmp_path, tokenizer):
@@ -180,6 +224,11 @@ def test_command_line(tmp_path, tokenizer, text):
     assert "Jensen-Shannon" in run.stdout
 
 
+def test_the_help_states_the_default_dtype():
+    shown = " ".join(CliRunner().invoke(app, ["analyze", "--help"]).stdout.split())
+    assert "bfloat16 or float16. [default: float32]" in shown
+
+
 def test_models_that_cannot_be_compared(tokenizer, text):
     other = tiny("gpt2", torch.float32)
     other.transformer.h = other.transformer.h[:2]
@@ -187,6 +236,8 @@ def test_models_that_cannot_be_compared(tokenizer, text):
         analyze(tiny("gpt2", torch.float32), text, teacher=other, tokenizer=tokenizer)
     with pytest.raises(T2RError, match="less than one window"):
         analyze(tiny("gpt2", torch.float32), text, tokenizer=tokenizer, window=500)
+    with pytest.raises(T2RError, match="positions, but 300"):
+        analyze(tiny("gpt2", torch.float32), text, tokenizer=tokenizer, window=300)
 
 
 # --- Measurements -------------------------------------------------------------------------------------------

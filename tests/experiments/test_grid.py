@@ -13,7 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from t2r.cli import app
 from t2r.errors import T2RError
 from t2r.experiments import command, load_experiment, reproduce, run
 from t2r.experiments.experiment import make_experiment
@@ -109,11 +111,22 @@ def test_a_step_for_each_cell_and_seed():
     ]  # fmt: skip
     with pytest.raises(T2RError, match="no cell map=relu: map is elu or t2r"):
         experiment.select(where={"map": "relu"})
+    with pytest.raises(T2RError, match="relu"):
+        experiment.select(where={"map": ["t2r", "relu"]})
+    either = experiment.select(where={"map": ["t2r", "elu"]})
+    assert {step.cell["map"] for step in either if "map" in step.cell} == {"t2r", "elu"}
     with pytest.raises(T2RError, match="no axis system: its axes are start, map"):
         experiment.select(where={"system": "t2r"})
     assert [step.name for step in experiment.required(experiment.select(["quality-elu"]))] == [
         "teacher", "pretrained-elu", "quality-elu"
     ]  # fmt: skip
+
+
+def test_the_command_line_passes_every_label_of_an_axis(tmp_path):
+    words = ["reproduce", "table1", "--scale", "smoke", "--out", str(tmp_path / "out")]
+    ran = CliRunner().invoke(app, [*words, "--where", "system=nothing", "--where", "system=elu"])
+    assert isinstance(ran.exception, T2RError)
+    assert "no cell system=nothing" in str(ran.exception)
 
 
 @pytest.mark.parametrize(

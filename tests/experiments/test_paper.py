@@ -13,7 +13,7 @@ from t2r.experiments.charts import draw, drawn, lines, names
 from t2r.experiments.claims import CLAIMS, claims_list, judged
 from t2r.experiments.command import Ended
 from t2r.experiments.comparison import grid_table
-from t2r.experiments.tables import of_record, page, record_tables
+from t2r.experiments.tables import of_record, page, provenance, record_tables
 from t2r.training.planning.budget import steps_of
 from t2r.training.recipes.preset import load_preset
 from t2r.training.recipes.recipe import load_recipe
@@ -211,6 +211,13 @@ def test_the_table_of_a_grid():
     assert column["time against random"] == "5.5x"
     assert column["parameters"] == "40.1M (+0.25 %)"
     assert column["state or cache"] == "1.00 MiB"
+    for i in (0, 1):
+        record["steps"][i] = record["steps"][i] | {"machine": {"cpu": "another", "cores": 8}}
+    rows = [line.split(" | ") for line in grid_table(of_record("table1-small"), record).splitlines()]
+    column = dict(zip(*([cell.strip("| ") for cell in rows[i]] for i in (0, -1)), strict=True))
+    assert column["with pretraining"] == "70.0M"  # times on different machines are neither added nor compared
+    assert "time against random" not in column
+    assert "2 of 7 steps were run on another, 8 cores." in " ".join(provenance(record).split())
 
 
 def test_the_table_of_translation_shows_the_memory_of_causal_and_cross_attention():
@@ -268,6 +275,8 @@ def test_the_figures_of_a_grid(tmp_path):
     assert list(in_page) == [distance["title"], attention["title"]]
     assert all("finetuned" in svg for svg in in_page.values())
     assert drawn(experiment, record_of("figure-distance", TEACHER)) == {}
+    draw(experiment, record, scatter, tmp_path / "figure.svg")
+    assert "Pearson's r = 1.00, 2 models" in (tmp_path / "figure.svg").read_text()
     for figure in (distance, attention, scatter):
         draw(experiment, record, figure, tmp_path / "figure.svg")
         assert "finetuned" in (tmp_path / "figure.svg").read_text()

@@ -44,6 +44,30 @@ def test_figures_are_svg_with_names_and_numbers():
         assert INK not in svg
 
 
+def texts(svg):
+    return ["".join(element.itertext()).strip() for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_negative_values_are_drawn():
+    """A logarithmic axis has no place for them, so it is linear then."""
+    assert "\N{MINUS SIGN}2" in texts(lines({"rfa": ([1, 2, 3], [4.0, -2.0, 2.0])}, "distance", "weight", log_y=True))
+
+
+def test_logarithmic_axes_have_several_ticks():
+    for low, high in ((0.0082, 0.0111), (12.0, 18.5), (3.0, 40.0), (1.0, 5000.0)):
+        shown = texts(lines({"one": ([0.5, 1.5], [low, high])}, "x", "y", log_y=True))
+        ticks = [float(text.replace(",", "")) for text in shown[: shown.index("y")] if text not in ("x", "one")]
+        assert sum(0.9 * low <= tick <= 1.1 * high for tick in ticks) >= 2
+
+
+def test_intervals_and_the_legend_of_a_single_line():
+    plain = lines({"teacher": ([1, 2], [1, 2])}, "x", "y")
+    assert "teacher" not in texts(plain)
+    assert "teacher" in texts(lines({"teacher": ([1, 2], [1, 2])}, "x", "y", legend=True))
+    ends = {"teacher": [(0.5, 1.5), (1.5, 2.5)]}
+    assert lines({"teacher": ([1, 2], [1, 2])}, "x", "y", intervals=ends).count(COLORS[0]) > plain.count(COLORS[0])
+
+
 def test_the_same_figure_is_the_same_every_time():
     def draw():
         return lines({"one": (range(9), range(1, 10))}, "step", "loss", log_y=True, markers=True)

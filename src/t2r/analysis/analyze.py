@@ -28,6 +28,7 @@ from t2r.errors import T2RError
 from t2r.evaluation import Perplexity, encode, perplexity, read_text, recall
 from t2r.evaluation.generation import fitting_distances
 from t2r.evaluation.inputs import positions_of
+from t2r.evaluation.logits import check_positions
 from t2r.hub import need_tokenizer
 from t2r.options import AnalysisOptions, RunOptions, check
 from t2r.reporting import environment
@@ -41,6 +42,8 @@ WINDOW = 512
 BATCH = 4
 """Windows per forward pass."""
 POSITION_BUCKETS = 16
+NAMED_HEADS = 4
+"""Heads named in a note."""
 FIELDS = ("euclidean", "jensen_shannon", "entropy", "teacher_entropy")
 
 
@@ -164,6 +167,8 @@ def _window(own: Subject, other: Subject | None, window: int | None, tokens: int
         raise T2RError(
             f"the text has {tokens} tokens, less than one window of {chosen}: give a longer text or a smaller --window"
         )
+    for subject in filter(None, (own, other)):
+        check_positions(subject.model, chosen)
     return chosen
 
 
@@ -206,7 +211,8 @@ def _observed(
                 found = mine.weights(first)
                 expected = None if reference is None else reference.weights(first)
                 _same_heads(place, found.weights, None if expected is None else expected.weights)
-                weights.setdefault(place, WeightMeasures(mine.signed)).add(found, expected)
+                measured = WeightMeasures(mine.signed, reference is not None and reference.signed)
+                weights.setdefault(place, measured).add(found, expected)
                 if place.kind == "causal":
                     attention["model"].add(found.weights, first)
                     if expected is not None:
@@ -243,7 +249,7 @@ def _same_heads(place: Place, own: Tensor, teacher: Tensor | None) -> None:
 def _layer(place: Place, weights: WeightMeasures, features: FeatureMeasures | None, window: int) -> dict[str, Any]:
     heads: list[dict[str, Any]] = [{"head": i, **found} for i, found in enumerate(weights.heads())]
     layer: dict[str, Any] = {"layer": place.layer, "kind": place.kind, "recurrent": features is not None}
-    layer |= {name: _average([head[name] for head in heads]) for name in (*FIELDS, "bounded")}
+    layer |= {name: _over_heads(heads, name) for name in (*FIELDS, "bounded")}
     if features is not None:
         dead = features.dead()
         for head, share in zip(heads, dead.pop("heads"), strict=True):
@@ -253,8 +259,16 @@ def _layer(place: Place, weights: WeightMeasures, features: FeatureMeasures | No
 
 
 def _mean(layers: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the mean over all heads of layers. It is None if it is undefined for a head."""
-    return {name: _average([head[name] for layer in layers for head in layer["heads"]]) for name in FIELDS}
+    """Return the means over all heads of layers."""
+    return {name: _over_heads([head for layer in layers for head in layer["heads"]], name) for name in FIELDS}
+
+
+def _over_heads(heads: list[dict[str, Any]], name: str) -> float | None:
+    """Return the mean of a measure over heads. It is None if it is undefined for a head.
+
+    A head all of whose queries have bounded denominators is excluded from entropy and divergence, as such queries are:
+    one head that attends to nothing does not hide the entropy of all others."""
+    return _average([head[name] for head in heads if head[name] is not None or head["bounded"] < 1])
 
 
 def _average(values: list[float | None]) -> float | None:
@@ -288,8 +302,15 @@ def _notes(weights: Any, layers: list[dict[str, Any]]) -> Iterator[str]:
             "entropy and Jensen-Shannon divergence are undefined for signed feature maps, whose attention weights "
             "can be negative"
         )
-    elif any(head["entropy"] is None for layer in layers for head in layer["heads"]):
-        yield "a head has no entropy: the denominators of all its queries are bounded"
+    if any(measured.teacher_signed for measured in weights):
+        yield "the teacher's entropy and the Jensen-Shannon divergence are undefined: its feature maps are signed"
+    heads = [(layer["layer"], head) for layer in layers for head in layer["heads"]]
+    if empty := [f"layer {layer} head {head['head']}" for layer, head in heads if head["bounded"] == 1]:
+        named = ", ".join(empty[:NAMED_HEADS]) + (", ..." if len(empty) > NAMED_HEADS else "")
+        yield (
+            f"entropy and Jensen-Shannon divergence exclude {len(empty)} of {len(heads)} heads, whose denominators are "
+            f"bounded for all queries: {named}"
+        )
 
 
 # --- Beyond attention ---------------------------------------------------------------------------------------

@@ -52,10 +52,10 @@ class WeightMeasures:
 
     Entropy and Jensen-Shannon divergence are defined for distributions. With a signed feature map, weights can be
     negative, and both are None. A query with a bounded denominator has weights that do not sum to 1; it is excluded
-    from both, and `bounded` is the share of such queries."""
+    from both, and `bounded` is the share of such queries. The same holds for a teacher that is recurrent."""
 
-    def __init__(self, signed: bool) -> None:
-        self.signed = signed
+    def __init__(self, signed: bool, teacher_signed: bool = False) -> None:
+        self.signed, self.teacher_signed = signed, teacher_signed
         self.means = {name: Mean() for name in ("entropy", "teacher_entropy", "euclidean", "jensen_shannon", "bounded")}
 
     def add(self, own: Weights, teacher: Weights | None) -> None:
@@ -65,11 +65,12 @@ class WeightMeasures:
             means["entropy"].add(entropy(own.weights), proper)
         if teacher is None:
             return
-        theirs = teacher.weights.to(own.weights)
-        means["teacher_entropy"].add(entropy(theirs))
+        theirs, theirs_proper = teacher.weights.to(own.weights), ~teacher.bounded.to(proper.device)
         means["euclidean"].add((own.weights - theirs).norm(dim=-1))
-        if not self.signed:
-            means["jensen_shannon"].add(jensen_shannon(own.weights, theirs), proper)
+        if not self.teacher_signed:
+            means["teacher_entropy"].add(entropy(theirs), theirs_proper)
+        if not self.signed and not self.teacher_signed:
+            means["jensen_shannon"].add(jensen_shannon(own.weights, theirs), proper & theirs_proper)
 
     def heads(self) -> list[dict[str, float | None]]:
         """Return the measurements of each head."""
@@ -122,7 +123,8 @@ class FeatureMeasures:
         self.keys: Tensor | None = None
         self.queries: Tensor | None = None
         self.decay: Tensor | None = None
-        self.states: dict[int, list[tuple[float, float]]] = {}
+        self.states: dict[int, list[tuple[int, float, float]]] = {}
+        """By number of tokens, for each batch: its size, and the means of norm and effective rank."""
 
     def add(self, seen: LinearInputs) -> None:
         keys, queries = (x.abs().amax((0, 2)).float().cpu() for x in (seen.k, seen.q))
@@ -138,7 +140,7 @@ class FeatureMeasures:
             state = absorb(state, seen.k[:, :, span], seen.v[:, :, span], decay=decay)
             done = position
             held = self.states.setdefault(position if causal else 0, [])
-            held.append((_norm(state.s), effective_rank(state.s)))
+            held.append((len(state.s), _norm(state.s), effective_rank(state.s)))
 
     def dead(self) -> dict[str, Any]:
         """Return shares of dead features: of keys, of queries, and of either side for each query head."""
@@ -158,14 +160,13 @@ class FeatureMeasures:
 
     def growth(self) -> list[dict[str, Any]]:
         """Return the norm and the effective rank of the state by number of tokens (None: a whole source)."""
-        return [
-            {
-                "tokens": position or None,
-                "norm": sum(norm for norm, _ in held) / len(held),
-                "effective_rank": sum(rank for _, rank in held) / len(held),
-            }
-            for position, held in sorted(self.states.items())
-        ]
+        found = []
+        for position, held in sorted(self.states.items()):
+            samples = sum(size for size, _, _ in held)  # the last batch may have fewer
+            norm = sum(size * norm for size, norm, _ in held) / samples
+            rank = sum(size * rank for size, _, rank in held) / samples
+            found.append({"tokens": position or None, "norm": norm, "effective_rank": rank})
+        return found
 
 
 def half_life_summary(half_lives: Tensor | None, window: int) -> dict[str, float] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t2r.errors import T2RError
-from t2r.reporting.page import heatmap, lines
+from t2r.reporting.page import COLORS, heatmap, lines
 from t2r.storage import write_text
 from t2r.words import counted
 
@@ -151,7 +151,11 @@ def figures(result: Mapping[str, Any]) -> dict[str, str]:
         series = {name: (numbers, [layer[key] for layer in layers]) for name, key in ways.items() if name in names}
         series = {name: line for name, line in series.items() if None not in line[1]}
         if series:
-            found[f"Entropy by layer{label}"] = lines(series, "layer", "entropy, nats", markers=True)
+            # Of a signed model there is only the teacher's line, which must not be taken for the model's.
+            colors = [COLORS[names.index(name)] for name in series]
+            found[f"Entropy by layer{label}"] = lines(
+                series, "layer", "entropy, nats", markers=True, colors=colors, legend="model" not in series
+            )
         if layers[0]["euclidean"] is not None:
             grid = [[head["euclidean"] for head in layer["heads"]] for layer in layers]
             found[f"Euclidean distance by layer and head{label}"] = heatmap(grid, "head", "layer", "distance")
@@ -163,11 +167,16 @@ def figures(result: Mapping[str, Any]) -> dict[str, str]:
         found["Perplexity by position"] = lines(series, "tokens of context", "perplexity", log_y=True)
     if rows := result.get("recall"):
         distances = [row["distance"] for row in rows]
-        series = {"model": (distances, [100 * row["accuracy"] for row in rows])}
-        if "teacher" in rows[0]:
-            series["teacher"] = (distances, [100 * row["teacher"]["accuracy"] for row in rows])
+        measured = {"model": rows} | ({"teacher": [row["teacher"] for row in rows]} if "teacher" in rows[0] else {})
+        series = {name: (distances, [100 * row["accuracy"] for row in own]) for name, own in measured.items()}
         series["chance"] = (distances, [100 * row["chance"] for row in rows])
-        found["Recall by distance"] = lines(series, "distance, tokens", "recall, %", log_x=True, markers=True)
+        ends = {
+            name: [(100 * low, 100 * high) for low, high in (row["interval"] for row in own)]
+            for name, own in measured.items()
+        }
+        found["Recall by distance"] = lines(
+            series, "distance, tokens", "recall, %, 95 % interval", log_x=True, markers=True, intervals=ends
+        )
     if rows := result.get("state"):
         tokens = [row["tokens"] for row in rows]
         rank = {"effective rank": (tokens, [row["effective_rank"] for row in rows])}

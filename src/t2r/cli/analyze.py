@@ -35,7 +35,7 @@ def analyze(
         ),
     ] = False,
     plots: Annotated[str | None, typer.Option(help="Folder to write figures to, as SVG files.")] = None,
-    dtype: Annotated[str, flag(RUN["dtype"])] = "float32",
+    dtype: Annotated[str, flag(RUN["dtype"], default="float32")] = "float32",
     device: Device = RUN["device"].default,
     quiet: Quiet = False,
     as_json: AsJson = False,

@@ -32,7 +32,11 @@ def reproduce(
         typer.Option(help="Run only this step, and steps whose output it requires. Repeatable. [default: all]"),
     ] = None,
     where: Annotated[
-        list[str] | None, typer.Option(help="AXIS=LABEL: run only these cells of a grid. Repeatable. [default: all]")
+        list[str] | None,
+        typer.Option(
+            help="AXIS=LABEL: run only these cells of a grid. Repeatable; several labels of one axis are all run. "
+            "[default: all]"
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the cells of a grid.")] = 1,
     record: Annotated[
@@ -77,7 +81,7 @@ def reproduce(
         name,
         scale=scale,
         data_folder=data,
-        models=_pairs("--model", "NAME=FOLDER", model),
+        models={name: folders[-1] for name, folders in _pairs("--model", "NAME=FOLDER", model).items()},
         out=out,
         steps=step or [],
         where=_pairs("--where", "AXIS=LABEL", where),
@@ -91,14 +95,14 @@ def reproduce(
             print(f"\n{table}", end="")
 
 
-def _pairs(option: str, form: str, given: list[str] | None) -> dict[str, str]:
-    """Parse options such as NAME=FOLDER."""
-    found = {}
+def _pairs(option: str, form: str, given: list[str] | None) -> dict[str, list[str]]:
+    """Parse options such as NAME=FOLDER. A name may have several values."""
+    found: dict[str, list[str]] = {}
     for text in given or []:
         name, _, value = text.partition("=")
         if not name or not value:
             raise T2RError(f"{option} {text}: write {form}")
-        found[name] = value
+        found.setdefault(name, []).append(value)
     return found
 
 

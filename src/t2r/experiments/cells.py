@@ -39,6 +39,8 @@ class Cell:
     kept_tokens: int | None = None
     """For translation, the tokens of source and target for which bytes were counted, if they depend on it."""
     failed: str = ""
+    machine: Any = None
+    """Where it was trained, as the record states it. Times of different machines are not comparable."""
 
     def __getitem__(self, measure: str) -> float | None:
         """Return the mean over seeds."""
@@ -60,7 +62,7 @@ def cells_of_record(record: Mapping[str, Any]) -> dict[str, Cell]:
     for part in record["steps"]:
         words = shlex.split(part["command"])
         if words[1] in MAKING:
-            _trained(found, part, words)
+            _trained(found, {"machine": record.get("machine"), **part}, words)
         elif "result" in part and words[1] == "evaluate":
             for row in part["result"]:
                 if (cell := found.get(_base(row["model"]))) is not None and "variant" not in row:
@@ -81,6 +83,7 @@ def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) 
     cell.failed = cell.failed or part.get("failed", "")
     if words[1] != "pretrain" and _base(words[2]) in found:
         cell.parent = _base(words[2])
+    cell.machine = part["machine"]
     result = part.get("result", {})
     cell.tokens = sum(result.get("trained_tokens", {}).values())
     if words[1] != "swap" and (took := sum(result.get("seconds", {}).values()) or part.get("seconds")):

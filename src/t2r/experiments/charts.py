@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import StatisticsError, correlation
 from typing import TYPE_CHECKING, Any
 
 from t2r.experiments.cells import Cell, cells_of_record
@@ -78,11 +79,24 @@ def plot(axes: Axes, experiment: Experiment, record: Mapping[str, Any], figure: 
     if figure.get("x") in SIZES or "by_distance" in figure or "bench" in figure:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,g}")
-    if "by_distance" in figure or "bench" in figure:
+    drawn = [value for _, y, _ in shown.values() for value in y]
+    # Weights of signed maps can be negative, which a logarithmic axis would hide.
+    if ("by_distance" in figure or "bench" in figure) and drawn and min(drawn) > 0:
         axes.set_yscale("log")
-        plain_ticks(axes.yaxis, [value for _, y, _ in shown.values() for value in y])
+        plain_ticks(axes.yaxis, drawn)
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, title=SIZES.get(figure.get("lines", "")))
+        axes.legend(frameon=False, title=correlated(figure, shown) or SIZES.get(figure.get("lines", "")))
+
+
+def correlated(figure: Mapping[str, Any], shown: Mapping[str, Line]) -> str | None:
+    """Return the correlation of two measures over all models of a figure, or None if it does not compare measures."""
+    if figure.get("x") not in MEASURES:
+        return None
+    x, y = ([value for line in shown.values() for value in line[i]] for i in (0, 1))
+    try:
+        return f"Pearson's r = {correlation(x, y):.2f}, {len(x)} models"
+    except StatisticsError:  # fewer than two models, or equal values
+        return None
 
 
 def names(figure: Mapping[str, Any]) -> tuple[str, str]:

@@ -114,6 +114,8 @@ def kept_layers_match(cells: Cells) -> Verdict:
 def cheaper_conversion(names: tuple[str, str], least: float) -> Callable[[Cells], Verdict]:
     def judge(cells: Cells) -> Verdict:
         ratio = cells.seconds(names[0]) / cells.seconds(names[1])
+        if cells[names[0]].machine != cells[names[1]].machine:
+            raise Missing("times on one machine")
         return ratio >= least, f"{ratio:.1f} times the training time, counted as holding from {least:g}"
 
     return judge

@@ -15,8 +15,8 @@ MEASURES = {
     "bleu": "BLEU",
     "tokenized_bleu": "tokenized BLEU",
     "euclidean": "Euclidean distance",
-    "jensen_shannon": "Jensen-Shannon divergence",
-    "entropy": "entropy",
+    "jensen_shannon": "Jensen-Shannon divergence, nats",
+    "entropy": "entropy, nats",
 }
 """Measures in the order of the columns, and their titles."""
 PAPER = {"tokenized_bleu": "tokenized BLEU"}
@@ -89,16 +89,18 @@ def in_time(seconds: float) -> str:
 
 def with_pretraining(cells: Mapping[str, Cell], cell: Cell) -> tuple[str, str]:
     """Return tokens and time of a conversion together with those of its teacher, and the time of the same system from
-    random initialization relative to the conversion alone."""
+    random initialization relative to the conversion alone. Times on different machines are not put together."""
     parent = cells.get(cell.parent or "")
     if parent is None or not cell.seconds:
         return "", ""
-    total = (
-        f"{count(cell.tokens + parent.tokens)}, {in_time(average(cell) + average(parent))}" if parent.seconds else ""
-    )
+    total = ""
+    if parent.seconds:
+        total = count(cell.tokens + parent.tokens)
+        total += f", {in_time(average(cell) + average(parent))}" if parent.machine == cell.machine else ""
     scratch = cells.get(cell.name.replace("pretrained-", "random-"))
-    ratio = f"{average(scratch) / average(cell):.1f}x" if scratch is not None and scratch.seconds else ""
-    return total, "" if scratch is cell else ratio
+    if scratch is None or scratch is cell or not scratch.seconds or scratch.machine != cell.machine:
+        return total, ""
+    return total, f"{average(scratch) / average(cell):.1f}x"
 
 
 def average(cell: Cell) -> float:

@@ -104,25 +104,28 @@ class Experiment:
     def texts(self) -> list[str]:
         return texts_of(self.steps)
 
-    def select(self, steps: Sequence[str] = (), where: Mapping[str, str] | None = None) -> list[Step]:
-        """Return the steps with these names whose cells have these labels. Steps without an axis are not excluded by
-        it."""
+    def select(self, steps: Sequence[str] = (), where: Mapping[str, str | Sequence[str]] | None = None) -> list[Step]:
+        """Return the steps with these names whose cells have these labels, of several for one axis any. Steps without
+        an axis are not excluded by it."""
+        wanted = {axis: [said] if isinstance(said, str) else list(said) for axis, said in (where or {}).items()}
         if unknown := sorted(set(steps) - {step.name for step in self.steps}):
             known = ", ".join(step.name for step in self.steps)
             raise T2RError(f"experiment {self.name} has no step {', '.join(unknown)}; its steps are {known}")
-        for axis, label in (where or {}).items():
+        for axis, chosen in wanted.items():
             axes = dict.fromkeys(name for step in self.steps for name in step.cell)
             if axis not in axes:
                 its = f"its axes are {', '.join(axes)}" if axes else "it has no axes"
                 raise T2RError(f"experiment {self.name} has no axis {axis}: {its}")
             labels = dict.fromkeys(step.cell[axis] for step in self.steps if axis in step.cell)
-            if label not in labels:
-                raise T2RError(f"experiment {self.name} has no cell {axis}={label}: {axis} is {' or '.join(labels)}")
+            if unknown := [label for label in chosen if label not in labels]:
+                raise T2RError(
+                    f"experiment {self.name} has no cell {axis}={unknown[0]}: {axis} is {' or '.join(labels)}"
+                )
         return [
             step
             for step in self.steps
             if (not steps or step.name in steps)
-            and all(step.cell.get(axis, label) == label for axis, label in (where or {}).items())
+            and all(step.cell[axis] in chosen for axis, chosen in wanted.items() if axis in step.cell)
         ]
 
     def required(self, wanted: Sequence[Step]) -> list[Step]:

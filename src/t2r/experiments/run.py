@@ -33,7 +33,7 @@ def reproduce(
     models: Mapping[str, str] | None = None,
     out: str | Path | None = None,
     steps: Sequence[str] = (),
-    where: Mapping[str, str] | None = None,
+    where: Mapping[str, str | Sequence[str]] | None = None,
     seeds: int = 1,
     records: Sequence[str | Path] = (),
 ) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def reproduce(
             folder.
         steps: run only these steps, and those whose output folders they require. The record contains them and the steps
             finished before. Empty: all steps.
-        where: run only cells with these labels, by axis.
+        where: run only cells with these labels, by axis: one, or several.
         seeds: the number of seeds of steps that are repeated with several.
         records: files of records, or names of shipped ones. Steps that they contain are not run again, unless their
             output folder is required and missing.

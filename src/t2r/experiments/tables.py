@@ -91,8 +91,7 @@ def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def provenance(record: Mapping[str, Any]) -> str:
     """Return the date, machine, versions and total time, in one line."""
-    where = record["machine"]
-    device = ", ".join(where.get("gpus") or []) or f"{where.get('cpu') or 'CPU'}, {where.get('cores')} cores"
+    device = _device(record["machine"]) or "CPU"
     versions = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
     seconds = [part["seconds"] for part in record["steps"] if part.get("seconds") is not None]
     took = [f"{sum(seconds) / 60:.1f} minutes in total"] if seconds else []
@@ -103,7 +102,19 @@ def provenance(record: Mapping[str, Any]) -> str:
         line = f"{'; '.join(word for word in known if word)}. {record['hand_run']}"
     if not record.get("complete", True):
         line += " Not all steps are recorded."
+    elsewhere = [found for part in record["steps"] if (found := _device(part.get("machine", {}))) and found != device]
+    if elsewhere:
+        line += (
+            f" {len(elsewhere)} of {len(record['steps'])} steps were run on {' and '.join(dict.fromkeys(elsewhere))}."
+        )
     return wrapped(line) + "\n"
+
+
+def _device(machine: Mapping[str, Any]) -> str:
+    """Return the devices of a machine in words, or nothing if none is stated."""
+    if not machine:
+        return ""
+    return ", ".join(machine.get("gpus") or []) or f"{machine.get('cpu') or 'CPU'}, {machine.get('cores')} cores"
 
 
 def commands(record: Mapping[str, Any]) -> str:

@@ -174,15 +174,21 @@ def lines(
     markers: bool = False,
     ticks: Sequence[float] | None = None,
     colors: Sequence[str] = COLORS,
+    intervals: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    legend: bool = False,
 ) -> str:
     """Draw a line for each name, given as its xs and ys, as SVG. With `log_x`, ticks are at the points, or at those of
-    `ticks` that are in their range."""
+    `ticks` that are in their range. `log_y` is ignored if a value is negative, which a logarithmic axis would hide.
+    `intervals` are the lower and upper ends of error bars, by name. A single line has no legend unless `legend`."""
+    log_y = log_y and all(value >= 0 for _, ys in series.values() for value in ys)
 
     def draw(axes: Axes) -> None:
         for i, (name, (xs, ys)) in enumerate(series.items()):
-            axes.plot(
-                xs, ys, label=_short(name), color=colors[i % len(colors)], marker="o" if markers else None, markersize=4
-            )
+            color = colors[i % len(colors)]
+            axes.plot(xs, ys, label=_short(name), color=color, marker="o" if markers else None, markersize=4)
+            if intervals is not None and name in intervals:
+                low, high = zip(*intervals[name], strict=True)
+                axes.vlines(xs, low, high, color=color, alpha=0.6)
         if log_x:
             points = sorted({value for xs, _ in series.values() for value in xs})
             if ticks is not None:
@@ -195,12 +201,12 @@ def lines(
         if log_y:
             axes.set_yscale("log")
             plain_ticks(axes.yaxis, [value for _, ys in series.values() for value in ys])
-        else:
+        elif all(value >= 0 for _, ys in series.values() for value in ys):
             axes.set_ylim(bottom=0)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(alpha=0.2)
-        if 1 < len(series) <= MANY:
+        if (legend or len(series) > 1) and len(series) <= MANY:
             axes.legend(frameon=False)
         elif len(series) > MANY:  # below the axes, where it covers no line
             axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize="small")
@@ -253,11 +259,13 @@ def _short(name: str) -> str:
 
 
 def plain_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Label a logarithmic axis with plain numbers: 0.1, 0.2, 0.5; over many decades, only powers of 10."""
-    from matplotlib.ticker import LogLocator
+    """Label a logarithmic axis with plain numbers: 0.1, 0.2, 0.5; over many decades, only powers of 10; over a small
+    part of a decade, which may not contain two of these, at equal steps."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
-    wide = max(values) > 1e3 * min(values)
-    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    low, high = min(values), max(values)
+    narrow = MaxNLocator(5, steps=[1, 2, 5, 10]) if high < 5 * low else None
+    axis.set_major_locator(narrow or LogLocator(subs=(1.0,) if high > 1e3 * low else (1.0, 2.0, 5.0)))
     axis.set_major_formatter("{x:,g}")
     axis.set_ticks([], minor=True)
 
