@@ -33,6 +33,7 @@ PAPER = {
     "period": 135_000,
     "period_mult": 2.0,
     "shrink": 0.75,
+    "dropout": True,
 }
 PAPER_SWAP = {"feature_map": "t2r", "feature_size": 32, "init": "paper"}
 
@@ -106,6 +107,7 @@ PAPER_MT = {
     "warmup_steps": 4_000,
     "learning_rate": 2e-4,
     "average": 5,  # "the parameters from the last five epochs were again averaged"
+    "dropout": True,
 }
 SCRATCH_MT = PAPER_MT | {"steps": 30_000, "learning_rate": 5e-4}
 PAPER_MT_SWAP = {"feature_map": "t2r", "feature_size": 4, "cross_feature_size": 32, "init": "paper"}
