@@ -40,6 +40,15 @@ def test_softmax_layers_with_a_window_give_no_notice(notices):
     assert "window" not in notices("llama")
 
 
+def test_a_swap_has_notices_and_a_saved_model_does_not_repeat_them(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "t2r"):
+        t2r.swap(tiny("mistral"), feature_size=8).save_pretrained(tmp_path)
+        assert "a sliding window of 5 tokens" in caplog.text
+        caplog.clear()
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not caplog.text
+
+
 def test_capped_scores_and_relative_positions_are_named(notices):
     assert "caps its attention scores at 2.0; the 2 recurrent layers" in notices("gemma2", softmax_layers=[0])
     assert "which the 3 recurrent decoder layers do not have" in notices("t5")

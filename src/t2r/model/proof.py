@@ -6,6 +6,8 @@ the swap is checked on the model itself. If the check fails, the model is restor
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,27 +17,35 @@ from t2r import compat
 from t2r.attention.recurrence import exact_attention
 from t2r.config import T2RConfig
 from t2r.model.logits import evaluating
-from t2r.surgery.adapters import change_class, family_of, refusal
+from t2r.surgery.adapters import Family, Site, change_class, family_of, refusal
 from t2r.surgery.install import install
+
+logger = logging.getLogger(__name__)
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference of logits, relative to the largest logit. 0.05 in half precision."""
 
 
+def announce(family: Family, model: PreTrainedModel, swapped: list[Site]) -> None:
+    for notice in family.notices(model, swapped):
+        logger.warning(notice)
+
+
 def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
-    """Run `install`, with an equivalence check if the family is not tested.
+    """Run `install`, with an equivalence check if the family is not tested. Notices tell what the swap changes; a model
+    that is loaded later does not repeat them.
 
     Raises T2RError, and restores the model, if the check fails."""
     family = family_of(model)
     if family.tested or model.device.type == "meta":
-        install(model, config)
+        announce(family, model, install(model, config))
         return
     stock = [(site.module, type(site.module)) for site in family.sites(model)]
     implementation = compat.attention_implementation(model)
     inputs = small_batch(model)
     with evaluating(model):
         expected = model(**inputs, use_cache=False).logits
-    install(model, config)
+    announce(family, model, install(model, config))
     with evaluating(model):
         doubt = misunderstanding(model, inputs, expected)
     if doubt is None:

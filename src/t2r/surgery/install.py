@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 
 import torch
 from torch import nn
@@ -17,8 +16,6 @@ from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, feature_map_class, make_feature_map
 from t2r.surgery.adapters import Family, Site, change_class, family_of
-
-logger = logging.getLogger(__name__)
 
 
 def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
@@ -54,8 +51,6 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     swapped = {id(site.module) for site in chosen}
     family.finish(model, chosen, [site for site in sites if id(site.module) not in swapped])
     compat.set_attention_implementation(model, NAME)
-    for notice in family.notices(model, chosen):
-        logger.warning(notice)
     return chosen
 
 
