@@ -200,6 +200,7 @@ def test_encoder_decoders(tmp_path, tokenizer):
     assert found["kinds"].keys() == {"causal", "cross"}
     assert found["kinds"]["cross"]["euclidean"] > 0
     assert "by_position" not in found
+    assert "are of language models" in found["notes"][-1]
     assert len(tables(found)) > 2
     with pytest.raises(T2RError, match="--src and --tgt"):
         analyze(model, source, tokenizer=tokenizer)

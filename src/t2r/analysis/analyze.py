@@ -135,6 +135,10 @@ def analyze(
         if measure_recall:
             facts["recall"], note = _recall(own, other, tokenizer, read.string, window, trials, seed)
         notes.append(note)
+    else:
+        notes.append(
+            "perplexity by position and recall are of language models; t2r evaluate scores translations by length"
+        )
     facts["sensitivity"], note = _sensitivity(own, other, batches, progress) if sensitivity else (None, None)
     facts["notes"] = [told for told in (*notes, note) if told]
     return facts | {"made": environment.made()}
