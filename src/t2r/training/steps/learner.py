@@ -40,7 +40,6 @@ class Learner(compat.WrapsModel, nn.Module):
         self.own_loss = stage.objective == "task" and bool(getattr(student, "loss_without_logits", False))
         if self.own_loss and stage.label_smoothing:
             raise T2RError(f"stage {stage.name!r}: an adaptive softmax has no label smoothing")
-        # A transfer does not use the logits, so only one position is computed.
         takes_rows = "logits_to_keep" in inspect.signature(student.forward).parameters
         self.without_logits = {"logits_to_keep": 1} if takes_rows else {}
 
@@ -62,8 +61,13 @@ class Learner(compat.WrapsModel, nn.Module):
                 share = share * (reading >= self.stage.noise_from)[:, None]
             inputs = self.task.disturbed(inputs, share)
         if self.stage.objective == "transfer":
+            # Logits are not needed: the model's body is enough, or the logits of one position.
+            body = None if self.without_logits else self.readout(self.student, inputs)
             with transferring(self.student, self.compiled and self.task.one_shape) as errors:
-                self.student(**inputs, use_cache=False, **self.without_logits)
+                if body is None:
+                    self.student(**inputs, use_cache=False, **self.without_logits)
+                else:
+                    body.states(inputs)
             return torch.stack(errors).mean(), {}
         if self.own_loss:
             scored = None if count is None else count.clamp_min(1)
@@ -108,7 +112,10 @@ class Learner(compat.WrapsModel, nn.Module):
         """Return the inputs of the model's head, one row per position, and the head; or the logits and None."""
         if self.whole:
             return model(**inputs, use_cache=False).logits.flatten(0, 1), None
+        readout = self.readout(model, inputs)
+        return readout.states(inputs).flatten(0, 1), readout.projection
+
+    def readout(self, model: Any, inputs: dict[str, Tensor]) -> Readout:
         if id(model) not in self._readouts:
             self._readouts[id(model)] = Readout(model, inputs)
-        readout = self._readouts[id(model)]
-        return readout.states(inputs).flatten(0, 1), readout.projection
+        return self._readouts[id(model)]

@@ -192,33 +192,42 @@ class _ChunkedDistillation(torch.autograd.Function):
         wide = torch.promote_types(student.dtype, torch.float32)
         kl_sum = task_sum = student.new_zeros((), dtype=wide)
         d_student = torch.empty_like(student)
-        d_weight, d_bias = (
-            torch.zeros_like(x, dtype=wide) if x is not None and needed else None
-            for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
-        )
         with torch.autocast(device, enabled=False):
             head, reference_head = aligned(weight, bias, compute), aligned(teacher_weight, teacher_bias)
+            d_weight, d_bias = (
+                torch.zeros_like(x, dtype=wide) if x is not None and needed else None
+                for x, needed in zip(head[:2] if head else (None, None), ctx.needs_input_grad[1:3], strict=True)
+            )
             for start in range(0, student.shape[0], size):
                 here = slice(start, start + size)
                 real = len(student[here])
                 added = size - real if fixed else 0
                 own, target = filled(student[here], added), filled(labels[here], added, -100)
-                logits = apply_head(own, head)
+                rows = apply_head(own, head)
                 reference = None
                 if teacher is not None:
-                    reference = apply_head(filled(teacher[here], added), reference_head)
+                    reference = apply_head(filled(teacher[here], added), reference_head)[:, :vocabulary]
                 kl, task, gradient = terms(
-                    logits, reference, target, scored, kl_weight, task_weight, temperature, label_smoothing
+                    rows[:, :vocabulary],
+                    reference,
+                    target,
+                    scored,
+                    kl_weight,
+                    task_weight,
+                    temperature,
+                    label_smoothing,
                 )
                 kl_sum, task_sum = kl_sum + kl, task_sum + task
                 if head is None:
                     d_student[here] = gradient[:real]
                     continue
-                d_student[here] = (gradient @ head.weight[: head.size])[:real]
+                # `rows` has the gradient now. Its further columns are 0, as the rows of the head that they come from.
+                d_student[here] = (rows @ head.weight)[:real]
                 if d_weight is not None:
-                    d_weight += gradient.mT @ own.to(head.weight.dtype)
+                    d_weight += rows.mT @ own.to(head.weight.dtype)
                 if d_bias is not None:
-                    d_bias += gradient.sum(0, dtype=wide)
+                    d_bias += rows.sum(0, dtype=wide)
+        d_weight, d_bias = (None if x is None else x[:vocabulary] for x in (d_weight, d_bias))
         ctx.save_for_backward(d_student, d_weight, d_bias)
         kl_mean, task_mean = kl_sum / scored, task_sum / scored
         ctx.mark_non_differentiable(kl_mean, task_mean)
@@ -245,28 +254,25 @@ def filled(x: Tensor, rows: int, value: int = 0) -> Tensor:
 
 
 class AlignedHead(NamedTuple):
-    """A linear head with further rows, so that rows of logits are aligned in memory.
+    """A linear head with further rows of zeros, so that rows of logits are aligned in memory.
 
     The matrix products of GPUs need it: with GPT-2's vocabulary of 50,257 they would load and store single values."""
 
     weight: Tensor
     bias: Tensor | None
-    size: int
-    """The number of rows that are the head's own."""
 
 
 def aligned(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None = None) -> AlignedHead | None:
     """Return the head in a dtype; None if there is none."""
     if weight is None:
         return None
-    size, added = len(weight), -len(weight) % ALIGNED
-    dtype = dtype or weight.dtype
-    return AlignedHead(filled(weight.to(dtype), added), None if bias is None else filled(bias.to(dtype), added), size)
+    added, dtype = -len(weight) % ALIGNED, dtype or weight.dtype
+    return AlignedHead(filled(weight.to(dtype), added), None if bias is None else filled(bias.to(dtype), added))
 
 
 def apply_head(x: Tensor, head: AlignedHead | None) -> Tensor:
-    """Return the logits of hidden states, or `x` itself without a head."""
-    return x if head is None else linear(x.to(head.weight.dtype), head.weight, head.bias)[:, : head.size]
+    """Return the logits of hidden states with further columns of zeros, or `x` itself without a head."""
+    return x if head is None else linear(x.to(head.weight.dtype), head.weight, head.bias)
 
 
 def replace_by_gradient(logits: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor]:
