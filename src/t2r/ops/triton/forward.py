@@ -65,22 +65,17 @@ def chunk_states(
             tl.store(elapsed + b * chunks + c, tl.where(carried, length, -1.0))
 
 
-@triton.jit
-def _then(left_a, sum_a, left_b, sum_b):
-    return left_a * left_b, sum_a * left_b + sum_b
-
-
 @triton.jit(do_not_specialize=SIZES)
 def scan(
     states, s_first, z_first, a_first, s_last, z_last, a_last, decay, elapsed,
     key_heads, feature, value, chunks, slot,
     HAS_FIRST: tl.constexpr, SIGNED: tl.constexpr, AGES: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
-    BY_ROWS: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, ALIGN: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Turn the contributions of chunks into the states before each chunk, or in reverse into their gradients.
 
-    Elements of a slot are independent. `BC` chunks are loaded at once, because a single load per step would be bound
-    by latency. `BY_ROWS` avoids associative_scan, which the interpreter runs element by element."""
+    Elements of a slot are independent: each thread has its own, and adds up one chunk after the other. `BC` chunks are
+    loaded before the first of them is written, because a single load per step would be bound by latency."""
     feature, value = feature * ALIGN, value * ALIGN
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
@@ -106,34 +101,24 @@ def scan(
         tl.store(states + (bh * (chunks + 1) + chunks) * slot + e, running, mask=ok)
     else:
         tl.store(base + e, running, mask=ok)
-    j = tl.arange(0, BC)
     for start in range(0, chunks, BC):
-        i = start + j
-        if REVERSE:
-            c = chunks - 1 - i
-            to = c
-        else:
-            c = i
-            to = c + 1
-        here = base + to[:, None].to(tl.int64) * slot + e[None, :]
-        there = (i < chunks)[:, None] & ok[None, :]
-        own = tl.load(here, mask=there, other=0.0)
-        if AGES:
-            age = tl.load(elapsed + b * chunks + c, mask=i < chunks, other=0.0)
-            left = tl.where((age < 0)[:, None], 0.0, tl.exp(-age[:, None] * rate[None, :]))
-            if BY_ROWS:
-                found = own
-                for r in tl.static_range(BC):
-                    row = (j == r)[:, None]
-                    running = running * tl.sum(tl.where(row, left, 0.0), 0) + tl.sum(tl.where(row, own, 0.0), 0)
-                    found = tl.where(row, running[None, :], found)
-            else:
-                left, own = tl.associative_scan((left, own), 0, _then)
-                found = own + left * running[None, :]
-        else:
-            found = tl.cumsum(own, 0) + running[None, :]
-        tl.store(here, found, mask=there)
-        running = tl.sum(tl.where((i == tl.minimum(start + BC, chunks) - 1)[:, None], found, 0.0), 0)
+        owns = ()
+        ages = ()
+        for j in tl.static_range(BC):
+            i = tl.minimum(start + j, chunks - 1)  # beyond the last chunk nothing is written
+            c = chunks - 1 - i if REVERSE else i
+            to = c if REVERSE else c + 1
+            owns += (tl.load(base + to.to(tl.int64) * slot + e, mask=ok, other=0.0),)
+            if AGES:
+                ages += (tl.load(elapsed + b * chunks + c),)
+        for j in tl.static_range(BC):
+            i = start + j
+            if i < chunks:
+                to = chunks - 1 - i if REVERSE else i + 1
+                if AGES:
+                    running *= tl.where(ages[j] < 0, 0.0, tl.exp(-ages[j] * rate))
+                running += owns[j]
+                tl.store(base + to.to(tl.int64) * slot + e, running, mask=ok)
     tl.store(s_last + bh * size + e, running, mask=in_s)
     tl.store(z_last + bh * feature + e - size, running, mask=in_z)
     if SIGNED:

@@ -22,6 +22,8 @@ MANY_WARPS = 8
 """Warps of programs that hold many tiles. With fewer warps, registers spill. Chunks of 128 need 8 warps everywhere."""
 SCANNED = 4 if INTERPRETED else 16
 """Chunk states that the scan loads at once."""
+SCAN_WIDTH = 128
+"""Elements of a state in one program of the scan, one for each thread."""
 MANY = 128
 """Number of programs that fill a GPU. With at least this many state tiles, each program iterates over time itself."""
 
@@ -152,12 +154,11 @@ def _scan(
     signed = plan.signed and not reverse
     last = _empty_state(plan, states, signed)
     begin = last if first is None else first.map(torch.Tensor.contiguous)
-    width = 32 if INTERPRETED else 64
-    fore.scan[(plan.batch * plan.key_heads, -(-slot // width))](
+    fore.scan[(plan.batch * plan.key_heads, -(-slot // SCAN_WIDTH))](
         states, *_pointers(begin), *_pointers(last), shared.decay, elapsed,
         plan.key_heads, *plan.units, plan.chunks, slot,
         HAS_FIRST=first is not None, SIGNED=signed, AGES=plan.flags["DECAY"] or plan.flags["PACKED"],
-        DECAY=plan.flags["DECAY"], REVERSE=reverse, BY_ROWS=INTERPRETED, BC=SCANNED, BE=width,
+        DECAY=plan.flags["DECAY"], REVERSE=reverse, BC=SCANNED, BE=SCAN_WIDTH,
         ALIGN=plan.align, num_warps=4,
     )  # fmt: skip
     return last
