@@ -109,6 +109,11 @@ def test_a_step_for_each_cell_and_seed():
     assert [step.name for step in chosen] == [
         "teacher", "pretrained-t2r", "pretrained-t2r-seed1", "quality-t2r", "quality-t2r-seed1"
     ]  # fmt: skip
+    second = experiment.select(where={"seed": "1"})
+    assert [step.name for step in second] == [
+        step.name for step in experiment.steps if step.cell.get("seed", "1") == "1"
+    ]
+    assert "pretrained-t2r" not in [step.name for step in second]
     with pytest.raises(T2RError, match="no cell map=relu: map is elu or t2r"):
         experiment.select(where={"map": "relu"})
     with pytest.raises(T2RError, match="relu"):
@@ -186,6 +191,19 @@ def test_a_grid_goes_on_from_a_record(grid, capfd):
     (grid / "foreign.json").write_text(json.dumps(foreign))
     reproduce(file, scale="one", out=grid / "c", records=[grid / "foreign.json"])
     assert "no step of the record has a command of this experiment" in capfd.readouterr().err
+
+
+def test_fewer_seeds_leave_the_others_in_the_record(grid):
+    file, log = str(grid / "grid.yaml"), grid / "log"
+    both = reproduce(file, scale="one", out=grid / "a", where={"map": "t2r"}, seeds=2)
+    assert "quality-t2r-seed1" in [part["name"] for part in both["steps"]]
+    log.write_text("")
+    assert reproduce(file, scale="one", out=grid / "a", where={"map": "t2r"}) == both
+    elsewhere = reproduce(
+        file, scale="one", out=grid / "b", where={"map": "t2r"}, records=[grid / "a" / "grid-one.json"]
+    )
+    assert elsewhere == both
+    assert not log.read_text()
 
 
 def test_a_failed_cell_does_not_stop_the_others(grid):

@@ -469,7 +469,7 @@ def test_minutes_cover_everything(world, tmp_path):
 def test_too_few_minutes_are_refused_before_they_are_spent(world, tmp_path, monkeypatch):
     monkeypatch.setattr(sessions, "time_all", lambda *args: slow(1e3))
     monkeypatch.setattr(language_modeling, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
-    with pytest.raises(T2RError, match=r"0.5 minutes are not enough on this machine.*give about [\d.]+ minutes"):
+    with pytest.raises(T2RError, match=r"0.5 minutes is not enough on this machine.*give about [\d.]+ minutes"):
         run(world, tmp_path / "out", minutes=0.5, train="teacher")
     assert list(tmp_path.glob("out*")) == []
 

@@ -236,12 +236,13 @@ def _steps(said: Sequence[Any], scale: Mapping[str, Any] | None, seeds: int, whe
         for cell, words in cells_of(each.get("for"), scale, where):
             name, command = (filled(str(each.get(key, "")), cell, words, scale, where) for key in ("name", "command"))
             optional = bool(each.get("optional", False))
-            steps.append(_step(name, command, optional, cell, where))
-            if each.get("seeds"):
-                repeated.add(name)
-                for seed in range(1, seeds):
-                    again = seeded(command, seed, repeated)
-                    steps.append(_step(name_for(name, seed), again, optional, cell | {"seed": str(seed)}, where))
+            if not each.get("seeds") or seeds == 1:
+                steps.append(_step(name, command, optional, cell, where))
+                continue
+            repeated.add(name)
+            for seed in range(seeds):
+                again = seeded(command, seed, repeated) if seed else command
+                steps.append(_step(name_for(name, seed), again, optional, cell | {"seed": str(seed)}, where))
     return tuple(steps)
 
 

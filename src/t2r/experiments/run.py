@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -59,17 +60,26 @@ def reproduce(
         records: files of records, or names of shipped ones. Steps that they contain are not run again, unless their
             output folder is required and missing.
     """
-    experiment = load_experiment(name, scale, seeds)
-    wanted = experiment.select(steps, where)
+    known = [read_record(name) for name in records]  # a wrong name raises before the folder is created
+    experiment = load_experiment(name, scale)
     folder = Path("runs", experiment.place) if out is None else Path(out)
+    # The record has all seeds that are finished, also if fewer are asked for.
+    experiment = load_experiment(name, scale, max(seeds, finished_seeds(folder, known)))
+    wanted = [step for step in experiment.select(steps, where) if int(step.cell.get("seed", 0)) < seeds]
     places = Places(experiment, None if data_folder is None else Path(data_folder), models or {}, folder)
     places.check([step for step in experiment.required(wanted) if step.name not in places.replaced])
-    known = [read_record(name) for name in records]  # a wrong name raises before the folder is created
     grid = Grid(experiment, places)
     for each in known:
         grid.take_over(each)
     grid.run(wanted)
     return grid.write_record()
+
+
+def finished_seeds(folder: Path, known: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of seeds of the steps that are finished in a working folder or in records."""
+    names = [path.stem for path in (folder / "steps").glob("*.json")]
+    names += [part["name"] for each in known for part in each["steps"]]
+    return 1 + max((int(found[1]) for name in names if (found := re.search(r"-seed(\d+)$", name))), default=0)
 
 
 def read_record(name: str | Path) -> dict[str, Any]:

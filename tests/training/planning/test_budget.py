@@ -80,7 +80,7 @@ def test_reductions_are_reported():
 
 @pytest.mark.parametrize("minutes", [0.001, 0.5, 3])
 def test_too_small_a_budget_is_refused_with_a_sufficient_one(minutes):
-    with pytest.raises(T2RError, match="are not enough on this machine") as error:
+    with pytest.raises(T2RError, match="is not enough on this machine") as error:
         decide(work(minutes), LAPTOP, 60 * minutes, 20.0)
     enough = float(str(error.value).split("give about ")[1].split(" ")[0])
     assert enough > minutes

@@ -117,8 +117,8 @@ def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Tim
         longer = arrange(work, speeds, needed, spent)
     name, stage = min(timetable.stages.items(), key=lambda item: item[1].steps)
     raise T2RError(
-        f"{in_minutes(total)} are not enough on this machine: stage {name} would have {counted(stage.steps, 'step')} "
-        f"of {stage.batch_tokens} tokens; give about {in_minutes(needed)}, or use a smaller model"
+        f"a time of {in_minutes(total)} is not enough on this machine: stage {name} would have "
+        f"{counted(stage.steps, 'step')} of {stage.batch_tokens} tokens; give about {in_minutes(needed)}, or use a smaller model"
     )
 
 
@@ -216,7 +216,8 @@ def with_batch(stage: Stage, batch_tokens: int) -> Stage:
 
 
 def in_minutes(seconds: float) -> str:
-    return f"{seconds / 60:.2g} minutes" if seconds < 600 else f"{round(seconds / 60):,} minutes"
+    number = f"{seconds / 60:.2g}" if seconds < 600 else f"{round(seconds / 60):,}"
+    return f"{number} minute{'' if number == '1' else 's'}"
 
 
 def duration(seconds: float) -> str:
