@@ -118,7 +118,8 @@ def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Tim
     name, stage = min(timetable.stages.items(), key=lambda item: item[1].steps)
     raise T2RError(
         f"a time of {in_minutes(total)} is not enough on this machine: stage {name} would have "
-        f"{counted(stage.steps, 'step')} of {stage.batch_tokens} tokens; give about {in_minutes(needed)}, or use a smaller model"
+        f"{counted(stage.steps, 'step')} of {stage.batch_tokens} tokens; give about {in_minutes(needed)}, or "
+        "use a smaller model"
     )
 
 
