@@ -54,7 +54,7 @@ def test_the_weights_of_a_transformer_are_its_own(model_type):
     causal = out.decoder_attentions if "encoder_attentions" in out else out.attentions
     expected = {("causal", i): weights for i, weights in enumerate(causal)}
     expected |= {("cross", i): weights for i, weights in enumerate(getattr(out, "cross_attentions", None) or ())}
-    seen = Subject(model, "float32", "cpu").observe(inputs)
+    seen = Subject(model, "float32", "cpu").observe(inputs).attention
     assert {(place.kind, place.layer) for place in seen} == set(expected)
     for place, attention in seen.items():
         torch.testing.assert_close(attention.weights().weights, expected[place.kind, place.layer], atol=1e-5, rtol=1e-4)
@@ -65,7 +65,7 @@ def test_the_weights_of_a_transformer_are_its_own(model_type):
 def test_the_weights_of_a_recurrent_layer_average_its_values(merged):
     model = t2r.swap(tiny("gpt2"), feature_size=8, softmax_layers=[1])
     model = t2r.merge(model) if merged else model
-    seen = Subject(model, "float32", "cpu").observe(batch("gpt2", padding=None))
+    seen = Subject(model, "float32", "cpu").observe(batch("gpt2", padding=None)).attention
     assert [place for place in seen] == [Place(i, "causal") for i in range(3)]
     site = model.t2r_family.decoder_layers(model)[0].attn
     found = []
@@ -109,6 +109,15 @@ def test_perplexity_is_of_the_samples_which_are_spread_over_the_text(tokenizer, 
 def test_measurements_of_a_swapped_model(tokenizer, text):
     teacher = tiny("gpt2", torch.float32)
     model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8, decay=True, softmax_layers=[1])
+def test_each_model_reads_each_sample_once(tokenizer, text):
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8)
+    rows = []
+    model.register_forward_pre_hook(lambda _, inputs, given: rows.append(len(given["input_ids"])), with_kwargs=True)
+    teacher = tiny("gpt2", torch.float32)
+    analyze(model, text, teacher=teacher, tokenizer=tokenizer, window=32, limit=6, measure_recall=False)
+    assert rows == [4, 2]
+
+
     site = model.t2r_family.decoder_layers(model)[0].attn.feature_map
     with torch.no_grad():
         site.key_map.weight[0, :4] = 0  # head 0: half of its features are never active
@@ -183,7 +192,7 @@ def test_states_of_a_smaller_last_batch_count_as_samples(tokenizer, text):
     windows = ids[: len(ids) // 32 * 32].view(-1, 32)
     samples = windows[[i * len(windows) // 5 for i in range(5)]]
     norms = []
-    for seen in Subject(model, "float32", "cpu").observe({"input_ids": samples}).values():
+    for seen in Subject(model, "float32", "cpu").observe({"input_ids": samples}).attention.values():
         norms.append(torch.linalg.matrix_norm(seen.k.mT @ seen.v).mean().item())
     assert found["state"][-1]["norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-4)
 
