@@ -57,7 +57,10 @@ def test_the_weights_of_a_transformer_are_its_own(model_type):
     seen = Subject(model, "float32", "cpu").observe(inputs).attention
     assert {(place.kind, place.layer) for place in seen} == set(expected)
     for place, attention in seen.items():
-        torch.testing.assert_close(attention.weights().weights, expected[place.kind, place.layer], atol=1e-5, rtol=1e-4)
+        found = attention.weights().weights
+        torch.testing.assert_close(found, expected[place.kind, place.layer], atol=1e-5, rtol=1e-4)
+        for first in (2, found.shape[2] - 1):
+            torch.testing.assert_close(attention.weights(first).weights, found[:, :, first:], atol=1e-6, rtol=1e-5)
     assert not isinstance(model, t2r.T2RForCausalLM), "a model that is given as an object is not modified"
 
 
@@ -106,9 +109,6 @@ def test_perplexity_is_of_the_samples_which_are_spread_over_the_text(tokenizer, 
     assert sum(row["tokens"] for row in found["by_position"]) == 2 * 31
 
 
-def test_measurements_of_a_swapped_model(tokenizer, text):
-    teacher = tiny("gpt2", torch.float32)
-    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8, decay=True, softmax_layers=[1])
 def test_each_model_reads_each_sample_once(tokenizer, text):
     model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8)
     rows = []
@@ -118,6 +118,9 @@ def test_each_model_reads_each_sample_once(tokenizer, text):
     assert rows == [4, 2]
 
 
+def test_measurements_of_a_swapped_model(tokenizer, text):
+    teacher = tiny("gpt2", torch.float32)
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8, decay=True, softmax_layers=[1])
     site = model.t2r_family.decoder_layers(model)[0].attn.feature_map
     with torch.no_grad():
         site.key_map.weight[0, :4] = 0  # head 0: half of its features are never active
@@ -215,6 +218,14 @@ def test_encoder_decoders(tmp_path, tokenizer):
         analyze(model, source, tokenizer=tokenizer)
 
 
+def test_sentences_that_are_shorter_than_the_first_measured_state(tmp_path, tokenizer):
+    path = tmp_path / "short.txt"
+    path.write_text("w3 w4 w5\n" + "w6 " * 12 + "\n")
+    model = t2r.swap(tiny("marian", torch.float32), feature_size=8)
+    found = analyze(model, source=path, target=path, tokenizer=tokenizer)
+    assert [row["tokens"] for row in found["state"]] == [8, 12]
+
+
 def test_command_line(tmp_path, tokenizer, text):
     t2r.swap(tiny("llama", torch.float32), feature_size=8).save_pretrained(tmp_path / "rnn")
     tiny("llama", torch.float32).save_pretrained(tmp_path / "teacher")
@@ -257,8 +268,20 @@ def test_divergence_and_rank():
     one, two = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 0.5, 0.5])
     assert jensen_shannon(one, two).item() == pytest.approx(math.log(2))
     assert jensen_shannon(two, two).item() == 0
-    assert effective_rank(torch.eye(6)) == pytest.approx(6)
-    assert effective_rank(torch.ones(4, 6)) == pytest.approx(1, abs=1e-3)
+    assert effective_rank(torch.eye(6)).item() == pytest.approx(6)
+    assert effective_rank(torch.ones(4, 6)).item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8), (40, 48)])
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_the_effective_rank_is_that_of_singular_values(shape, tokens):
+    """Also of states of fewer tokens than features, most of whose singular values are 0."""
+    k, v = (torch.rand(2, 3, tokens, size, generator=torch.Generator().manual_seed(size)) for size in shape)
+    s = k.mT @ v
+    values = torch.linalg.svdvals(k.double().mT @ v.double())
+    shares = values / values.sum(-1, keepdim=True)
+    expected = (-torch.special.xlogy(shares, shares).sum(-1)).exp()
+    torch.testing.assert_close(effective_rank(s), expected, atol=0, rtol=1e-5)
 
 
 def test_attention_by_distance():
