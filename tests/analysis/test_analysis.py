@@ -54,10 +54,13 @@ def test_the_weights_of_a_transformer_are_its_own(model_type):
     causal = out.decoder_attentions if "encoder_attentions" in out else out.attentions
     expected = {("causal", i): weights for i, weights in enumerate(causal)}
     expected |= {("cross", i): weights for i, weights in enumerate(getattr(out, "cross_attentions", None) or ())}
-    seen = Subject(model, "float32", "cpu").observe(inputs)
+    seen = Subject(model, "float32", "cpu").observe(inputs).attention
     assert {(place.kind, place.layer) for place in seen} == set(expected)
     for place, attention in seen.items():
-        torch.testing.assert_close(attention.weights().weights, expected[place.kind, place.layer], atol=1e-5, rtol=1e-4)
+        found = attention.weights().weights
+        torch.testing.assert_close(found, expected[place.kind, place.layer], atol=1e-5, rtol=1e-4)
+        for first in (2, found.shape[2] - 1):
+            torch.testing.assert_close(attention.weights(first).weights, found[:, :, first:], atol=1e-6, rtol=1e-5)
     assert not isinstance(model, t2r.T2RForCausalLM), "a model that is given as an object is not modified"
 
 
@@ -65,7 +68,7 @@ def test_the_weights_of_a_transformer_are_its_own(model_type):
 def test_the_weights_of_a_recurrent_layer_average_its_values(merged):
     model = t2r.swap(tiny("gpt2"), feature_size=8, softmax_layers=[1])
     model = t2r.merge(model) if merged else model
-    seen = Subject(model, "float32", "cpu").observe(batch("gpt2", padding=None))
+    seen = Subject(model, "float32", "cpu").observe(batch("gpt2", padding=None)).attention
     assert [place for place in seen] == [Place(i, "causal") for i in range(3)]
     site = model.t2r_family.decoder_layers(model)[0].attn
     found = []
@@ -104,6 +107,15 @@ def test_perplexity_is_of_the_samples_which_are_spread_over_the_text(tokenizer, 
         scores = model(samples).logits[:, :-1].log_softmax(-1).gather(-1, samples[:, 1:, None])
     assert found["perplexity"]["model"] == pytest.approx((-scores.mean()).exp().item(), rel=1e-5)
     assert sum(row["tokens"] for row in found["by_position"]) == 2 * 31
+
+
+def test_each_model_reads_each_sample_once(tokenizer, text):
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=8)
+    rows = []
+    model.register_forward_pre_hook(lambda _, inputs, given: rows.append(len(given["input_ids"])), with_kwargs=True)
+    teacher = tiny("gpt2", torch.float32)
+    analyze(model, text, teacher=teacher, tokenizer=tokenizer, window=32, limit=6, measure_recall=False)
+    assert rows == [4, 2]
 
 
 def test_measurements_of_a_swapped_model(tokenizer, text):
@@ -183,7 +195,7 @@ def test_states_of_a_smaller_last_batch_count_as_samples(tokenizer, text):
     windows = ids[: len(ids) // 32 * 32].view(-1, 32)
     samples = windows[[i * len(windows) // 5 for i in range(5)]]
     norms = []
-    for seen in Subject(model, "float32", "cpu").observe({"input_ids": samples}).values():
+    for seen in Subject(model, "float32", "cpu").observe({"input_ids": samples}).attention.values():
         norms.append(torch.linalg.matrix_norm(seen.k.mT @ seen.v).mean().item())
     assert found["state"][-1]["norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-4)
 
@@ -204,6 +216,14 @@ def test_encoder_decoders(tmp_path, tokenizer):
     assert len(tables(found)) > 2
     with pytest.raises(T2RError, match="--src and --tgt"):
         analyze(model, source, tokenizer=tokenizer)
+
+
+def test_sentences_that_are_shorter_than_the_first_measured_state(tmp_path, tokenizer):
+    path = tmp_path / "short.txt"
+    path.write_text("w3 w4 w5\n" + "w6 " * 12 + "\n")
+    model = t2r.swap(tiny("marian", torch.float32), feature_size=8)
+    found = analyze(model, source=path, target=path, tokenizer=tokenizer)
+    assert [row["tokens"] for row in found["state"]] == [8, 12]
 
 
 def test_command_line(tmp_path, tokenizer, text):
@@ -248,8 +268,20 @@ def test_divergence_and_rank():
     one, two = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 0.5, 0.5])
     assert jensen_shannon(one, two).item() == pytest.approx(math.log(2))
     assert jensen_shannon(two, two).item() == 0
-    assert effective_rank(torch.eye(6)) == pytest.approx(6)
-    assert effective_rank(torch.ones(4, 6)) == pytest.approx(1, abs=1e-3)
+    assert effective_rank(torch.eye(6)).item() == pytest.approx(6)
+    assert effective_rank(torch.ones(4, 6)).item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8), (40, 48)])
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_the_effective_rank_is_that_of_singular_values(shape, tokens):
+    """Also of states of fewer tokens than features, most of whose singular values are 0."""
+    k, v = (torch.rand(2, 3, tokens, size, generator=torch.Generator().manual_seed(size)) for size in shape)
+    s = k.mT @ v
+    values = torch.linalg.svdvals(k.double().mT @ v.double())
+    shares = values / values.sum(-1, keepdim=True)
+    expected = (-torch.special.xlogy(shares, shares).sum(-1)).exp()
+    torch.testing.assert_close(effective_rank(s), expected, atol=0, rtol=1e-5)
 
 
 def test_attention_by_distance():

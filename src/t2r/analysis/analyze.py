@@ -25,7 +25,7 @@ from t2r.attention.observation import LinearInputs
 from t2r.data.parallel.lines import find_file, read_pairs
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
-from t2r.evaluation import Perplexity, encode, perplexity, read_text, recall
+from t2r.evaluation import Perplexity, encode, read_text, recall
 from t2r.evaluation.generation import fitting_distances
 from t2r.evaluation.inputs import positions_of
 from t2r.evaluation.logits import check_positions
@@ -109,7 +109,7 @@ def analyze(
     if tokenizer is None:  # after the model: with a wrong name, the Hub is asked for a single file
         tokenizer = need_tokenizer(str(model))
     facts: dict[str, Any] = {"model": own.name, "teacher": None if other is None else other.name}
-    read = samples = None
+    read = None
     if text is not None:
         read = encode(tokenizer, read_text(text, tokenizer))
         window = _window(own, other, window, len(read.token_ids))
@@ -125,11 +125,11 @@ def analyze(
         facts |= {"source": str(source), "target": str(target), "samples": len(batches)}
         tokens = sum(batch["labels"].numel() for batch in batches)
     facts |= {"tokens": tokens, "dtype": dtype}
-    found = _observed(own, other, batches, window, words, progress)
+    found, nll = _observed(own, other, batches, window, words, progress)
     notes: list[str | None] = list(found.pop("notes"))
     facts |= found
-    if read is not None and samples is not None:
-        facts["by_position"], facts["perplexity"] = _by_position(own, other, samples)
+    if read is not None:
+        facts["by_position"], facts["perplexity"] = _by_position(nll, window)
         note: str | None = None
         facts["recall"] = []
         if measure_recall:
@@ -200,15 +200,22 @@ def _pairs(model: Any, tokenizer: Tokenizer, source: str | Path, target: str | P
 
 def _observed(
     own: Subject, other: Subject | None, batches: list[Any], window: int, words: int, progress: bool
-) -> dict[str, Any]:
-    """Return the parts of the analysis that are made from the attention of each layer."""
+) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
+    """Return the parts of the analysis that are made from the attention of each layer, and the scores of all tokens.
+
+    Each model reads each batch once."""
     weights: dict[Place, WeightMeasures] = {}
     features: dict[Place, FeatureMeasures] = {}
-    attention = {name: ByDistance(window) for name in ("model", *(() if other is None else ("teacher",)))}
+    subjects = {"model": own} | ({} if other is None else {"teacher": other})
+    attention = {name: ByDistance(window) for name in subjects}
+    nll: dict[str, list[Tensor]] = {name: [] for name in subjects}
     with progress_bar("attention", len(batches), "batches", shown=progress) as report:
         for number, batch in enumerate(batches, 1):
-            seen = own.observe(batch)
-            theirs = {} if other is None else other.observe(batch)
+            readings = {name: subject.observe(batch) for name, subject in subjects.items()}
+            for name, reading in readings.items():
+                nll[name] += [] if reading.nll is None else [reading.nll]
+            seen = readings["model"].attention
+            theirs = readings["teacher"].attention if other is not None else {}
             for place in list(seen):
                 mine, reference = seen.pop(place), theirs.pop(place, None)  # their memory is freed layer by layer
                 first = max(0, mine.q.shape[2] - words)
@@ -227,7 +234,7 @@ def _observed(
     layers = [_layer(place, measured, features.get(place), window) for place, measured in sorted(weights.items())]
     kinds = dict.fromkeys(layer["kind"] for layer in layers)
     ranges = distance_buckets(window)
-    return {
+    facts = {
         "mean": _mean(layers),
         "kinds": {kind: _mean([layer for layer in layers if layer["kind"] == kind]) for kind in kinds},
         "layers": layers,
@@ -240,6 +247,7 @@ def _observed(
         "state": _growth([layer["state"] for layer in layers if layer["kind"] == "causal" and layer["recurrent"]]),
         "notes": _notes(weights.values(), layers),
     }
+    return facts, nll
 
 
 def _same_heads(place: Place, own: Tensor, teacher: Tensor | None) -> None:
@@ -320,17 +328,9 @@ def _notes(weights: Any, layers: list[dict[str, Any]]) -> Iterator[str]:
 # --- Beyond attention ---------------------------------------------------------------------------------------
 
 
-def _by_position(
-    own: Subject, other: Subject | None, samples: Tensor
-) -> tuple[list[dict[str, Any]], dict[str, float | None]]:
+def _by_position(nll: Mapping[str, list[Tensor]], window: int) -> tuple[list[dict[str, Any]], dict[str, float | None]]:
     """Return the perplexity by position in the samples, and in total. All words but the first of each are scored."""
-    window = samples.shape[1]
-    measured: dict[str, Perplexity] = {}
-    for name, subject in (("model", own), ("teacher", other)):
-        if subject is not None:
-            with subject.reading() as model:
-                scored = [perplexity(model, each, window=window, stride=window - 1).nll for each in samples]
-            measured[name] = Perplexity(window, window - 1, torch.cat(scored))
+    measured = {name: Perplexity(window, window - 1, torch.cat(parts).flatten().cpu()) for name, parts in nll.items()}
     columns = {name: found.by_position(POSITION_BUCKETS) for name, found in measured.items()}
     rows = [bucket._asdict() for bucket in columns["model"]]
     for row, bucket in zip(rows, columns.get("teacher", []), strict=False):

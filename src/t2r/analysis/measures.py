@@ -15,6 +15,8 @@ from t2r.ops.weights import Weights
 
 DEAD = 1e-6
 """A feature is dead if it never exceeds this fraction of the largest feature of its head."""
+BATCHED = 32
+"""The size of the largest matrices whose eigenvalues cuSOLVER computes together. A CPU is faster for larger ones."""
 QUANTILES = {"shortest": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "longest": 1.0}
 
 
@@ -28,8 +30,8 @@ class Mean:
     def add(self, values: Tensor, where: Tensor | None = None) -> None:
         """Add values `[batch, heads, queries]`, where the condition of the same shape holds."""
         counted = torch.ones_like(values, dtype=torch.bool) if where is None else where
-        self.total = self.total + values.double().masked_fill(~counted, 0).sum((0, 2)).cpu()
-        self.count = self.count + counted.sum((0, 2)).cpu()
+        self.total = self.total + values.double().masked_fill(~counted, 0).sum((0, 2))
+        self.count = self.count + counted.sum((0, 2))
 
     def heads(self) -> list[float | None]:
         """Return the mean of each head, or None if nothing was added for it."""
@@ -86,22 +88,22 @@ class ByDistance:
     """Attention by the distance between query and key, averaged over samples, layers and heads."""
 
     def __init__(self, size: int) -> None:
-        self.total, self.count = torch.zeros(size, dtype=torch.double), torch.zeros(size, dtype=torch.double)
+        self.sums = torch.zeros(2, size + 1, dtype=torch.double)
+        """Attention and number of pairs at each distance plus 1. Keys after their query are in the first column."""
 
     def add(self, weights: Tensor, first: int) -> None:
         """Add causal weights `[batch, heads, queries, keys]` of the queries from position `first` on."""
         batch, heads, queries, keys = weights.shape
-        query = torch.arange(first, first + queries)
-        distance = query[:, None] - torch.arange(keys)
-        seen = distance >= 0
-        self.total.index_add_(0, distance[seen], weights.double().sum((0, 1)).cpu()[seen])
-        self.count += torch.bincount(distance[seen], minlength=len(self.count)) * float(batch * heads)
+        query = torch.arange(first, first + queries, device=weights.device)
+        distance = query[:, None] - torch.arange(keys, device=weights.device)
+        total = weights.sum((0, 1), dtype=torch.double)
+        added = torch.stack([total, torch.full_like(total, batch * heads)]).flatten(1)
+        self.sums = self.sums.to(weights.device).index_add_(1, (distance + 1).clamp_min(0).flatten(), added)
 
     def between(self, first: int, last: int) -> float | None:
         """Return the mean attention to a token at a distance of `first` to `last`."""
-        here = slice(first, last + 1)
-        count = self.count[here].sum().item()
-        return self.total[here].sum().item() / count if count else None
+        total, count = self.sums[:, first + 1 : last + 2].sum(1).tolist()
+        return total / count if count else None
 
 
 def distance_buckets(size: int, exact: int = 32, per_octave: int = 8) -> list[tuple[int, int]]:
@@ -127,20 +129,26 @@ class FeatureMeasures:
         """By number of tokens, for each batch: its size, and the means of norm and effective rank."""
 
     def add(self, seen: LinearInputs) -> None:
-        keys, queries = (x.abs().amax((0, 2)).float().cpu() for x in (seen.k, seen.q))
+        keys, queries = (x.abs().amax((0, 2)).float() for x in (seen.k, seen.q))
         self.keys = keys if self.keys is None else self.keys.maximum(keys)
         self.queries = queries if self.queries is None else self.queries.maximum(queries)
         decay = seen.options.get("decay")
-        self.decay = None if decay is None else decay.detach().float().cpu()
+        self.decay = None if decay is None else decay.detach().float()
         causal = seen.options.get("causal", True)
         length = seen.k.shape[2]
-        state, done = State.zeros(seen.k, seen.v), 0
-        for position in [p for p in self.positions if p <= length] if causal else [length]:
+        positions = [p for p in self.positions if p <= length] if causal else [length]
+        if not positions:
+            return
+        state, done, states = State.zeros(seen.k, seen.v), 0, []
+        for position in positions:
             span = slice(done, position)
             state = absorb(state, seen.k[:, :, span], seen.v[:, :, span], decay=decay)
             done = position
-            held = self.states.setdefault(position if causal else 0, [])
-            held.append((len(state.s), _norm(state.s), effective_rank(state.s)))
+            states.append(state.s)
+        s = torch.stack(states)  # measured together, because the host waits for the device
+        measured = torch.stack([torch.linalg.matrix_norm(s).double(), effective_rank(s)])
+        for position, *found in zip(positions, *measured.mean((2, 3)).tolist(), strict=True):
+            self.states.setdefault(position if causal else 0, []).append((s.shape[1], *found))
 
     def dead(self) -> dict[str, Any]:
         """Return shares of dead features: of keys, of queries, and of either side for each query head."""
@@ -156,7 +164,7 @@ class FeatureMeasures:
 
     def half_lives(self) -> Tensor | None:
         """Return the half-lives of all features in tokens, or None without decay."""
-        return None if self.decay is None else math.log(2) / self.decay.flatten()
+        return None if self.decay is None else math.log(2) / self.decay.flatten().cpu()
 
     def growth(self) -> list[dict[str, Any]]:
         """Return the norm and the effective rank of the state by number of tokens (None: a whole source)."""
@@ -177,20 +185,22 @@ def half_life_summary(half_lives: Tensor | None, window: int) -> dict[str, float
     return found | {"above_window": _share(half_lives > window)}
 
 
-def effective_rank(s: Tensor) -> float:
-    """Return the mean of exp(entropy of the normalized singular values) of matrices: 1 to their smaller side."""
-    values = torch.linalg.svdvals(s.float())
+def effective_rank(s: Tensor) -> Tensor:
+    """Return exp(entropy of the normalized singular values) of matrices: 1 to their smaller side."""
+    # On a GPU, singular values are computed one matrix at a time if a side is above 32, as the head dimension is.
+    # Square roots of eigenvalues in float64 are at least as precise as singular values in float32.
+    s = s.double()
+    squares = s @ s.mT if s.shape[-2] < s.shape[-1] else s.mT @ s
+    if squares.shape[-1] > BATCHED:
+        squares = squares.cpu()
+    values = torch.linalg.eigvalsh(squares).clamp_min(0).sqrt().to(s.device)
     shares = values / values.sum(-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
-    return entropy(shares).exp().mean().item()
+    return entropy(shares).exp()
 
 
 def measured_positions(window: int) -> list[int]:
     """Return the numbers of tokens after which a state is measured: powers of two from 8, and the window."""
     return [*(p for p in (2**i for i in range(3, 31)) if p < window), window]
-
-
-def _norm(s: Tensor) -> float:
-    return torch.linalg.matrix_norm(s).mean().item()
 
 
 def _share(flags: Tensor) -> float:

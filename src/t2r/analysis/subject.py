@@ -9,7 +9,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from t2r.attention.observation import Observed, observing
@@ -27,6 +29,16 @@ class Place(NamedTuple):
     layer: int
     kind: str
     """`causal` or `cross`."""
+
+
+class Reading(NamedTuple):
+    """What is observed while a model reads a batch."""
+
+    attention: dict[Place, Observed]
+    """The attention inputs of each decoder layer, first layer first."""
+    nll: Tensor | None
+    """The negative log likelihood of all tokens but the first of each row, `[batch, time - 1]`. None for
+    encoder-decoders."""
 
 
 class Subject:
@@ -62,8 +74,8 @@ class Subject:
         with evaluating(self.model), exact:
             yield self.model
 
-    def observe(self, inputs: Mapping[str, Tensor]) -> dict[Place, Observed]:
-        """Run the model once, and return the attention inputs of each decoder layer, first layer first."""
+    def observe(self, inputs: Mapping[str, Tensor]) -> Reading:
+        """Run the model once, and return its attention and its scores."""
         found: dict[Place, Observed] = {}
 
         def note(module: nn.Module, seen: Observed) -> None:
@@ -71,13 +83,21 @@ class Subject:
                 found[place] = seen
 
         with self.reading() as model, observing(note):
-            model(**{name: x.to(model.device) for name, x in inputs.items()}, use_cache=False)
+            inputs = {name: x.to(model.device) for name, x in inputs.items()}
+            out = model(**inputs, use_cache=False)
+            nll = None if model.config.is_encoder_decoder else _nll(out.logits, inputs["input_ids"])
         if missing := [place for place in self.places.values() if place not in found]:
             raise T2RError(
                 f"the attention of {self.name} cannot be observed in layer {missing[0].layer} ({missing[0].kind}): "
                 "its forward does not call the attention of its decoder layers"
             )
-        return dict(sorted(found.items(), key=lambda item: (item[0].layer, item[0].kind)))
+        return Reading(dict(sorted(found.items())), nll)
+
+
+def _nll(logits: Tensor, input_ids: Tensor) -> Tensor:
+    """Score one row at a time: in float32, logits are large."""
+    rows = zip(logits[:, :-1], input_ids[:, 1:].to(logits.device), strict=True)
+    return torch.stack([cross_entropy(row.float(), targets, reduction="none") for row, targets in rows])
 
 
 @contextmanager

@@ -50,7 +50,10 @@ class SoftmaxInputs(NamedTuple):
         return False
 
     def weights(self, first: int = 0) -> Weights:
-        found = softmax_weights(self.q, self.k, **self.options)[:, :, first:]
+        q, options = self.q[:, :, first:], self.options
+        if (bias := options.get("position_bias")) is not None:
+            options = options | {"position_bias": bias[:, :, -q.shape[2] :]}  # a bias of keys alone has a single row
+        found = softmax_weights(q, self.k, **options)
         return Weights(found, found.new_zeros(found.shape[:3], dtype=torch.bool))
 
 
