@@ -1,11 +1,24 @@
 """Names that are private in transformers, or differ between its versions, are used only in `t2r.compat`, and work."""
 
+import io
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, GenerationConfig, GPT2Config, LlamaConfig, MarianConfig, ViTConfig
+from transformers import (
+    AddedToken,
+    AutoConfig,
+    ByT5Tokenizer,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    M2M100Tokenizer,
+    MarianConfig,
+    MarianTokenizer,
+    ViTConfig,
+)
 
 import t2r
 from families import batch, tiny
@@ -32,6 +45,9 @@ PRIVATE = (
     "_no_split_modules",
     "_weight_conversions",
     "all_tied_weights_keys",
+    "_encode_plus",
+    "_convert_token_to_id",
+    "tokens_trie",
 )
 DEFINES = {"architectures/adaptive_lm/modeling.py"}
 """Models defined by t2r use the same private names as the models of transformers."""
@@ -178,3 +194,122 @@ def test_a_trainer_asks_how_to_save_and_load_its_checkpoints(tmp_path):
         "checkpoint",
         ("save", "checkpoint-2"),
     ]
+
+
+# Slow tokenizers
+
+LINES = [
+    "haus baum katze",
+    "",
+    " ",
+    "hund  hund</s>wasser <unk> ",
+    "</s>",
+    "<extra_id_1>feuer<extra_id_12>",
+    ">>de<< berg",
+    "a <left> b <right> c<single>d <single> e",
+    "__de__ house tree <pa <pad",
+    "Zürich 東京 🙂",
+] * 2
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """Sentencepiece models of two languages, a vocabulary of both, and the same words with other ids."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs the translation extra")
+    root = tmp_path_factory.mktemp("pieces")
+    known = {"</s>", "<unk>", "<s>", "<pad>"}
+    for name, words in (("source", "haus baum katze hund wasser"), ("target", "house tree cat dog water")):
+        made = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([words] * 50),
+            model_writer=made,
+            vocab_size=30,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+        (root / f"{name}.spm").write_bytes(made.getvalue())
+        model = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
+        known |= {model.id_to_piece(i) for i in range(model.get_piece_size())}
+    for name, words in (("vocab", sorted(known)), ("other", sorted(known, reverse=True))):
+        (root / f"{name}.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    return root
+
+
+def slow_tokenizer(kind, root):
+    if kind == "byt5":
+        return ByT5Tokenizer()
+    source, target, vocabulary, other = (
+        str(root / name) for name in ("source.spm", "target.spm", "vocab.json", "other.json")
+    )
+    if kind == "m2m_100":
+        return M2M100Tokenizer(vocabulary, source, src_lang="de", tgt_lang="en")
+    if kind == "marian":
+        return MarianTokenizer(source, target, vocabulary, source_lang="de", target_lang="en")
+    return MarianTokenizer(source, target, vocabulary, target_vocab_file=other, separate_vocabs=True)
+
+
+def stock(tokenizer, add_special_tokens=True, **texts):
+    return tokenizer(**texts, add_special_tokens=add_special_tokens, return_attention_mask=False)["input_ids"]
+
+
+@pytest.fixture
+def lean_calls(monkeypatch):
+    """The number of texts in each call of a lean tokenizer, which is made for any amount of text."""
+    calls = []
+    encode = compat.LeanTokenizer._encode_plus
+    monkeypatch.setattr(compat, "WORTHWHILE", 0)
+    monkeypatch.setattr(
+        compat.LeanTokenizer,
+        "_encode_plus",
+        lambda self, text, **options: calls.append(len(text)) or encode(self, text, **options),
+    )
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["byt5", "m2m_100", "marian", "separate"])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_lean_tokenizer_has_the_ids_of_the_tokenizer(kind, split, pieces, lean_calls):
+    tokenizer = slow_tokenizer(kind, pieces)
+    added = [
+        ("<left>", {"lstrip": True}),
+        ("<right>", {"rstrip": True}),
+        ("<single>", {"single_word": True}),
+        ("und", {}),
+    ]
+    tokenizer.add_tokens([AddedToken(token, **options) for token, options in added])
+    tokenizer.split_special_tokens = split
+    before = {name: str(value) for name, value in vars(tokenizer).items()}
+    assert (stock(tokenizer, text=LINES) != stock(tokenizer, text_target=LINES)) == (kind != "byt5")
+    for add_special_tokens in (True, False):
+        for side in ("text", "text_target", "text"):
+            expected = stock(tokenizer, add_special_tokens, **{side: LINES})
+            assert compat.encode(tokenizer, add_special_tokens=add_special_tokens, **{side: LINES}) == expected
+    assert lean_calls == [compat.COMPARED[0], len(LINES)] * 6
+    assert {name: str(value) for name, value in vars(tokenizer).items()} == before
+
+
+def test_little_text_is_left_to_the_tokenizer(lean_calls, monkeypatch):
+    monkeypatch.setattr(compat, "WORTHWHILE", 1000)
+    tokenizer = ByT5Tokenizer()
+    for line, lean in (("x" * 99, False), ("x" * 100, True)):
+        assert compat.encode(tokenizer, text=[line] * 10) == stock(tokenizer, text=[line] * 10)
+        assert bool(lean_calls) == lean
+
+
+def test_a_tokenizer_with_its_own_steps_is_called_itself(lean_calls):
+    class Own(ByT5Tokenizer):
+        def prepare_for_model(self, ids, **options):
+            return super().prepare_for_model(ids[::-1], **options)
+
+    assert compat.encode(Own(), text=LINES) == stock(Own(), text=LINES) != stock(ByT5Tokenizer(), text=LINES)
+    assert not lean_calls
+
+
+def test_a_tokenizer_whose_copy_differs_is_called_itself(lean_calls):
+    tokenizer = ByT5Tokenizer()
+    for mode, offset in (("input", 3), ("target", 5)):  # these change the tokenizer, not its copy
+        setattr(tokenizer, f"_switch_to_{mode}_mode", lambda offset=offset: setattr(tokenizer, "offset", offset))
+    expected = stock(tokenizer, text_target=LINES)
+    assert expected != stock(tokenizer, text=LINES)
+    assert compat.encode(tokenizer, text_target=LINES) == expected
+    assert lean_calls == [compat.COMPARED[0]]

@@ -5,6 +5,7 @@ Each name has a test in `tests/test_compat.py`, which runs with the oldest and t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
+    PreTrainedTokenizer,
+    PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -201,6 +204,108 @@ def announce_to_pipelines(class_name: str, seq2seq: bool) -> None:
     """Register a model class name with `pipeline()`, which otherwise prints that the model is not supported."""
     names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     names.setdefault(class_name, class_name)
+
+
+# --- Tokenizers ---------------------------------------------------------------------------------------------
+
+WORTHWHILE = 1 << 14
+"""Number of characters from which `encode` makes a lean tokenizer."""
+COMPARED = 8, 256
+"""Number of texts, and of their first characters, that `encode` tokenizes in both ways."""
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool = True, **given: list[str]) -> list[Any]:
+    """Return the token ids of a list of texts, which is passed as `text`, or as `text_target` for targets.
+
+    Slow tokenizers, which are written in Python, spend most of their time outside the tokenization itself. A list with
+    much text is therefore tokenized by a `LeanTokenizer`. If its ids of the first texts are not those of the tokenizer,
+    the tokenizer itself is used."""
+
+    def encode_by(tokenizer: Any, texts: list[str]) -> list[Any]:
+        options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
+        return tokenizer(**{name: texts}, **options)["input_ids"]
+
+    ((name, texts),) = given.items()
+    if sum(map(len, texts)) < WORTHWHILE or not has_stock_steps(tokenizer):
+        return encode_by(tokenizer, texts)
+    lean = LeanTokenizer.of(tokenizer)
+    count, characters = COMPARED
+    first = [text[:characters] for text in texts[:count]]
+    return encode_by(lean if encode_by(lean, first) == encode_by(tokenizer, first) else tokenizer, texts)
+
+
+def has_stock_steps(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer has the methods of `PreTrainedTokenizer` that a `LeanTokenizer` replaces. The methods
+    that these call may be its own."""
+    if not isinstance(tokenizer, PreTrainedTokenizer):
+        return False
+    names = ("__call__", "_encode_plus", "prepare_for_model", "pad", "convert_tokens_to_ids")
+    return all(getattr(getattr(tokenizer, n), "__func__", None) is getattr(PreTrainedTokenizer, n) for n in names)
+
+
+class LeanTokenizer(PreTrainedTokenizer):
+    """A slow tokenizer that computes only the `input_ids` of lists of texts, without truncation.
+
+    The tokenizers of transformers search every character of a text for added tokens, look up each token in several
+    calls, look up the special tokens for each text, and build masks."""
+
+    looked_up: Computed | None = None
+
+    @staticmethod
+    def of(tokenizer: PreTrainedTokenizerBase) -> LeanTokenizer:
+        """Return a copy of a tokenizer. It shares the values of all attributes, but not the attributes, so that nothing
+        is set on the tokenizer, which other threads may be using."""
+        lean: Any = object.__new__(type("Lean", (LeanTokenizer, type(tokenizer)), {}))
+        vars(lean).update(vars(tokenizer))
+        lean.tokens_trie = AddedTokens(lean.tokens_trie)
+        return lean
+
+    def _encode_plus(  # type: ignore[override]
+        self, text: list[str], add_special_tokens: bool, split_special_tokens: bool, **_: Any
+    ) -> dict[str, list[Any]]:
+        # These are computed for each call, because sources and targets may have different vocabularies.
+        ids = Computed(self._convert_token_to_id_with_added_voc)
+        self.looked_up = Computed(super().__getattr__, all_special_tokens=super().all_special_tokens)
+        try:
+            rows = []
+            for one in text:
+                row = [ids[token] for token in self.tokenize(one, split_special_tokens=split_special_tokens)]
+                rows.append(self.build_inputs_with_special_tokens(row) if add_special_tokens else row)
+            return {"input_ids": rows}
+        finally:
+            self.looked_up = None
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return super().all_special_tokens if self.looked_up is None else self.looked_up["all_special_tokens"]
+
+    def __getattr__(self, key: str) -> Any:  # called for `eos_token_id` and the like, which are not attributes
+        return super().__getattr__(key) if self.looked_up is None else self.looked_up[key]
+
+
+class Computed(dict[str, Any]):
+    """The values of a function, each computed once."""
+
+    def __init__(self, function: Callable[[str], Any], **known: Any) -> None:
+        super().__init__(known)
+        self.function = function
+
+    def __missing__(self, key: str) -> Any:
+        value = self[key] = self.function(key)
+        return value
+
+
+class AddedTokens:
+    """Splits text at added tokens. Text without added tokens, which is nearly all text, is found by one search."""
+
+    def __init__(self, trie: Any) -> None:
+        self.trie = trie
+        self.find = re.compile("|".join(map(re.escape, trie._tokens)) or "(?!)").search
+
+    def split(self, text: str) -> list[str]:
+        if self.find(text):
+            return self.trie.split(text)
+        return [text] if text else []
 
 
 # --- Trainer ------------------------------------------------------------------------------------------------

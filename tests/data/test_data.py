@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from t2r import compat
 from t2r.data import Blocks, TokenCorpus, check_block_size, teacher, text, tokenize_corpus, tokens, write_corpus
 from t2r.data.corpus import CorpusWriter
 from t2r.errors import T2RError
@@ -152,8 +153,10 @@ def test_large_vocabularies_need_more_bytes(tmp_path, build, tokenizer):
     assert build("a.txt", tokenizer=large).tokens.dtype == np.uint32
 
 
-def test_slow_tokenizers(tmp_path, build, monkeypatch):
+@pytest.mark.parametrize("worthwhile", [0, 1 << 20])
+def test_slow_tokenizers(tmp_path, build, monkeypatch, worthwhile):
     monkeypatch.setattr(tokens, "PIECE", 100)
+    monkeypatch.setattr(compat, "WORTHWHILE", worthwhile)
     slow = ByT5Tokenizer()
     assert not slow.is_fast
     (tmp_path / "a.txt").write_text(words(100), "utf-8")

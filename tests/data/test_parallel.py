@@ -9,7 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 from tokenizers import processors
+from transformers import ByT5Tokenizer
 
+from t2r import compat
 from t2r.data.mixture import WeightedSource
 from t2r.data.parallel.blocks import PairBlocks, width_of
 from t2r.data.parallel.corpus import tokenize_pairs
@@ -52,6 +54,22 @@ def test_targets_are_written_in_target_mode(tmp_path):
     words._switch_to_input_mode = lambda: setattr(backend, "post_processor", plain)
     corpus = tokenize_pairs(write(tmp_path / "a", "w3"), write(tmp_path / "b", "w6"), words, progress=False)
     assert [side.tolist() for side in corpus[0]] == [[3, 2], [2, 6, 2]]
+
+
+def test_the_cache_of_a_slow_tokenizer_does_not_depend_on_the_amount_of_text(tmp_path, monkeypatch, caplog):
+    lines = ["the cat", "", "<extra_id_3> sat", "on  a mat</s>", "東京"] * 5
+    paths = write(tmp_path / "a", *lines), write(tmp_path / "b", *lines[::-1])
+    caches = []
+    for name, worthwhile in (("stock", 1 << 20), ("lean", 0)):
+        monkeypatch.setattr(compat, "WORTHWHILE", worthwhile)
+        caplog.clear()
+        tokenize_pairs(*paths, ByT5Tokenizer(), cache_dir=tmp_path / name, progress=False)
+        files = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
+        contents = {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in files}
+        caches.append((contents, caplog.messages.copy()))
+    assert caches[0] == caches[1]
+    assert len(caches[0][0]) == 8
+    assert "10 pairs with an empty side are skipped (line 2, 4, 7, ...)" in caches[0][1][0]
 
 
 @pytest.mark.parametrize(("suffix", "opened"), [(".gz", gzip.open), (".xz", lzma.open)])

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
+from t2r import compat
 from t2r.data import fingerprint
 from t2r.data.chat import Part
 from t2r.data.corpus import FORMAT, CorpusWriter, TokenCorpus, read_header
@@ -187,7 +188,7 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerBase) -> It
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Tokenize texts without adding special tokens."""
     if not tokenizer.is_fast:
-        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        return compat.encode(tokenizer, text=texts, add_special_tokens=False)
     # The wrapper is bypassed because its lists of offsets and masks take as long as the tokenization itself.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()

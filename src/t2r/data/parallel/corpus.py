@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from t2r.compat import encode
 from t2r.data import fingerprint
 from t2r.data.corpus import FORMAT, CorpusWriter, TokenCorpus, read_header
 from t2r.data.parallel.lines import LineSource, find_file, read_pairs
@@ -33,7 +34,7 @@ SHOWN = 3
 
 def encode_sources(tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[list[int]]:
     """Tokenize sources."""
-    return tokenizer(lines, return_attention_mask=False, verbose=False)["input_ids"]
+    return encode(tokenizer, text=lines)
 
 
 def read_tokens(lines: list[str]) -> list[list[int]]:
@@ -43,7 +44,7 @@ def read_tokens(lines: list[str]) -> list[list[int]]:
 
 def encode_targets(tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[list[int]]:
     """Tokenize targets."""
-    return tokenizer(text_target=lines, return_attention_mask=False, verbose=False)["input_ids"]
+    return encode(tokenizer, text_target=lines)
 
 
 class ParallelCorpus:
