@@ -489,10 +489,10 @@ def test_a_resumed_run_keeps_its_schedule(world, tmp_path, monkeypatch, caplog):
     options = {"minutes": 1.0, "train": "teacher", "teacher_tokens": 10**6, "valid": str(world / "valid.txt")}
     with caplog.at_level("INFO", "t2r"), pytest.raises(KeyboardInterrupt):
         run(world, tmp_path / "out", **options)
-    assert f"the teacher generates {asked[0]:,} tokens instead of 1,000,000, to fit into 1 minutes" in caplog.text
+    assert f"the teacher generates {asked[0]:,} tokens instead of 1,000,000, to fit into 1 minute" in caplog.text
     assert "plan: transfer (transfer, trains maps): " in caplog.text
     assert "plan: 4 evaluations on" in caplog.text
-    assert "of 1 minutes" in caplog.text
+    assert "of 1 minute;" in caplog.text
     assert "interrupted: the same command resumes this run" in caplog.text
     monkeypatch.setattr(sessions, "time_all", None)
     # The time is nearly over: the stages share the rest.
