@@ -139,8 +139,8 @@ def matters_more_when_small(cells: Cells) -> Verdict:
     random, pretrained = (cells.by_size(f"{start}-t2r", "valid") for start in ("random", "pretrained"))
     gaps = {size: random[size] / pretrained[size] - 1 for size in random if size in pretrained}
     smallest, largest = min(gaps), max(gaps)
-    told = ", ".join(f"{100 * gap:.1f} % at {size}" for size, gap in gaps.items())
-    return gaps[smallest] > gaps[largest], f"Perplexity from random initialization is higher by {told}"
+    told = ", ".join(f"{100 * gap:+.1f} % at {size}" for size, gap in gaps.items())
+    return gaps[smallest] > gaps[largest], f"Perplexity from random initialization, against pretrained: {told}"
 
 
 def relu_is_best(cells: Cells) -> Verdict:

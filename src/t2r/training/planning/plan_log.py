@@ -58,7 +58,7 @@ def plan_lines(
         )
     if timetable is not None:
         of = "" if minutes is None else f", of {in_minutes(60 * minutes)}"
-        yield f"plan: about {duration(timetable.seconds)} in total{of}; {duration(timetable.before)} have passed"
+        yield f"plan: about {duration(timetable.seconds)} in total{of}; started {duration(timetable.before)} ago"
 
 
 def about(seconds: float | None) -> str:
