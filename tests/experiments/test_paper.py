@@ -59,9 +59,11 @@ def test_conversions_of_translation_models_have_two_thirds_of_the_steps(scale):
             if step.command[0] not in ("pretrain", "convert"):
                 continue
             given = dict(pairwise(step.command))
-            tokens = next(int(value[7:]) for _, value in pairwise(step.command) if value.startswith("tokens="))
+            said = [value.partition("=") for word, value in pairwise(step.command) if word == "--set"]
+            tokens = sum(int(value) for name, _, value in said if name.endswith("tokens") and name != "batch_tokens")
+            batch = given.get("--batch-tokens") or next(value for name, _, value in said if name == "batch_tokens")
             budgets.setdefault(step.cell["pair"], {}).setdefault(step.command[0], set()).add(
-                (tokens, given["--batch-tokens"], given["--src"])
+                (tokens, int(batch), given["--src"])
             )
         for kinds in budgets.values():
             ((tokens, *rest),), ((fewer, *same),) = kinds["pretrain"], kinds["convert"]
@@ -244,6 +246,22 @@ def test_the_table_of_translation_shows_the_memory_of_causal_and_cross_attention
     shown = [column[name] for name in ("BLEU", "tokenized BLEU", "tokenized BLEU in the paper")]
     assert shown == ["20.00", "21.00", "28.7"]
     assert "BLEU in the paper" not in head
+
+
+def test_the_table_of_translation_has_a_column_for_each_test_set():
+    rows = [{"bleu": 20.0, "source": "en-de/test.newstest2014.en"}, {"bleu": 30.0, "source": "en-de/test.tatoeba.en"}]
+    teacher = made("teacher-en-de", {"system": "teacher"}, "t2r pretrain x teacher-en-de", 300.0, 60_000_000)
+    scored = [{"name": f"quality-{i}", "command": "t2r evaluate teacher-en-de", "seconds": 5.0,
+               "result": [row | {"model": "teacher-en-de"}]} for i, row in enumerate(rows)]  # fmt: skip
+    head, _, row = grid_table(of_record("table2-small"), record_of("table2", teacher, *scored)).splitlines()
+    column = dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True))
+    assert (column["BLEU"], column["BLEU, Tatoeba"]) == ("20.00", "30.00")
+
+
+def test_an_axis_without_labels_at_a_scale_has_no_cells():
+    small, paper = ({step.name for step in load_experiment("table2", scale).steps} for scale in ("small", "paper"))
+    assert "tatoeba-teacher-en-de" in small
+    assert not [name for name in paper if name.startswith("tatoeba")]
 
 
 def test_pages_show_grids_by_their_scale(monkeypatch):

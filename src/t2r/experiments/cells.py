@@ -30,7 +30,8 @@ class Cell:
     seconds: list[float] = field(default_factory=list)
     """Seconds of training, of each seed."""
     values: dict[str, list[float]] = field(default_factory=dict)
-    """Measures by name, of each seed: `valid` and `test` (perplexity), `bleu`, or a measure of an analysis."""
+    """Measures by name, of each seed: `valid` and `test` (perplexity), `bleu`, `tatoeba` (BLEU on its sentences), or
+    a measure of an analysis."""
     parameters: int | None = None
     state: int | None = None
     """Bytes of the state, or of keys and values after a window. For translation, those of causal attention."""
@@ -96,8 +97,11 @@ def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:
     for measured in row.get("measured") or [row]:
         if "perplexity" in measured:
             cell.add(text_name(measured["text"]), measured["perplexity"])
-    for measure in ("bleu", "tokenized_bleu"):
-        cell.add(measure, row.get(measure))
+    if "tatoeba" in row.get("source", ""):
+        cell.add("tatoeba", row["bleu"])
+    else:
+        for measure in ("bleu", "tokenized_bleu"):
+            cell.add(measure, row.get(measure))
     cell.parameters = row.get("parameters", cell.parameters)
     cell.state = row.get("kept_bytes", row.get("causal_bytes", cell.state))
     cell.cross = row.get("cross_bytes", cell.cross)

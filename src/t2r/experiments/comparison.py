@@ -14,6 +14,7 @@ MEASURES = {
     "test": "perplexity, test",
     "bleu": "BLEU",
     "tokenized_bleu": "tokenized BLEU",
+    "tatoeba": "BLEU, Tatoeba",
     "euclidean": "Euclidean distance",
     "jensen_shannon": "Jensen-Shannon divergence, nats",
     "entropy": "entropy, nats",

@@ -25,13 +25,14 @@ def cells_of(said: Any, scale: Mapping[str, Any] | None, where: str) -> Iterator
     """Yield the cells of a step's `for`: the label on each axis, and the words of each label.
 
     The labels of an axis are a list, a mapping to their words, or one text with spaces, which may be a value of the
-    scale."""
+    scale. A scale without labels has no such cells."""
     axes: dict[str, dict[str, str]] = {}
     if not isinstance(said or {}, dict):
         raise T2RError(f"{where}: `for` must be a mapping from axes to labels; got {said!r}")
     for axis, labels in (said or {}).items():
-        if isinstance(labels, str):
-            labels = filled(labels, {}, {}, scale, where).split()
+        if isinstance(labels, str) and labels:
+            axes[str(axis)] = {label: label for label in filled(labels, {}, {}, scale, where).split()}
+            continue
         if not labels or not isinstance(labels, dict | list):
             raise T2RError(f"{where}: axis {axis} must have a list of labels, or a mapping to their words")
         words = labels if isinstance(labels, dict) else dict(zip(labels, labels, strict=True))
