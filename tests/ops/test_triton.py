@@ -49,10 +49,10 @@ def test_programs_that_go_through_time(arguments, monkeypatch):
     agree(arguments)
 
 
-def agree(arguments):
+def agree(arguments, factor=1.0):
     case = make_case(**{"dtype": torch.float32, **arguments})
     expected = outputs_and_gradients(quadratic, case.exact)
-    assert_same(outputs_and_gradients(triton, case.to(DEVICE)), expected, case.tolerance)
+    assert_same(outputs_and_gradients(triton, case.to(DEVICE)), expected, factor * case.tolerance)
 
 
 @pytest.mark.cuda
@@ -66,11 +66,14 @@ def test_both_ways_through_time_on_a_gpu(size, flags, dtype, monkeypatch):
     from t2r.ops.triton import sequence
 
     feature, value = size
+    # In bfloat16, dq is a difference of two terms that are rounded separately. Documents of a few tokens have small ones:
+    # one case is off by 1.9 % of the largest entry in the interpreter, and by 2.3 % on an H200.
+    factor = 2.0 if dtype == torch.bfloat16 and "starts" in flags else 1.0
     for many in (1, 1 << 30):
         monkeypatch.setattr(sequence, "MANY", many)
         for time in (1, 64, 200):
             case = {"time": time, "batch": 2, "key_heads": 3, "feature": feature, "value": value, "dtype": dtype}
-            agree(case | flags)
+            agree(case | flags, factor)
 
 
 @needs_triton

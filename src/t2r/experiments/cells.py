@@ -41,7 +41,7 @@ class Cell:
     """For translation, the tokens of source and target for which bytes were counted, if they depend on it."""
     failed: str = ""
     machine: Any = None
-    """Where it was trained, as the record states it. Times of different machines are not comparable."""
+    """Where it was trained, as far as its time depends on it. Times of different machines are not comparable."""
 
     def __getitem__(self, measure: str) -> float | None:
         """Return the mean over seeds."""
@@ -84,13 +84,20 @@ def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) 
     cell.failed = cell.failed or part.get("failed", "")
     if words[1] != "pretrain" and _base(words[2]) in found:
         cell.parent = _base(words[2])
-    cell.machine = part["machine"]
+    cell.machine = _timed_on(part["machine"])
     result = part.get("result", {})
     cell.tokens = sum(result.get("trained_tokens", {}).values())
     if words[1] != "swap" and (took := sum(result.get("seconds", {}).values()) or part.get("seconds")):
         cell.seconds.append(took)
     if words[1] == "pretrain":  # `swap` counts the base model's
         cell.parameters = result.get("parameters", cell.parameters)
+
+
+def _timed_on(machine: Mapping[str, Any] | None) -> Any:
+    """Return what the time of a training depends on: with a GPU, not the number of CPU threads."""
+    if not machine or not machine.get("gpus"):
+        return machine
+    return {name: value for name, value in machine.items() if name != "threads"}
 
 
 def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:

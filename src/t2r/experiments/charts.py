@@ -68,8 +68,9 @@ def drawn(experiment: Experiment, record: Mapping[str, Any]) -> dict[str, str]:
 def plot(axes: Axes, experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str, Any]) -> None:
     """Draw the lines, the level, the scales and the legend of a figure."""
     shown = lines(experiment, record, figure)
+    joined = "none" if figure.get("x") in MEASURES else "-"  # between two measures there is no order
     for label, (x, y, spread) in shown.items():
-        axes.errorbar(x, y, spread if any(spread) else None, marker="o", capsize=2, label=label)
+        axes.errorbar(x, y, spread if any(spread) else None, marker="o", linestyle=joined, capsize=2, label=label)
     if "level" in figure:
         cell = cells_of_record(record).get(figure["level"])
         if cell is not None and (value := cell[figure["y"]]) is not None:
