@@ -2,13 +2,13 @@
 
 import json
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
 import t2r
 from families import tiny
 from t2r.cli import app
-from t2r.errors import T2RError
 from t2r.experiments.results import steps_table
 
 
@@ -66,6 +66,17 @@ def test_train_with_random_weights(caplog):
         run = CliRunner().invoke(app, ["bench", "train", "random:tiny-lm", *long, "--feature-size", "8"])
     assert run.exit_code == 0, run.output
     assert "fewer than 2048 positions" in caplog.text
-    run = CliRunner().invoke(app, ["bench", "train", "random:tiny-mt", *small])
-    assert isinstance(run.exception, T2RError)
-    assert "bench train measures language models only" in str(run.exception)
+
+
+@pytest.mark.parametrize("recipe", [None, "paper-mt"])
+def test_train_encoder_decoders_on_pairs(recipe):
+    small = ["--batch-tokens", "32", "--block-size", "8", "--repeats", "1", "--device", "cpu", "--json"]
+    run = CliRunner().invoke(
+        app, ["bench", "train", "random:tiny-mt", *small, *(["--recipe", recipe] if recipe else [])]
+    )
+    assert run.exit_code == 0, run.output
+    report = json.loads(run.stdout)
+    assert report["settings"]["recipe"] == (recipe or "distill-mt")
+    stages = ["finetune"] if recipe else ["transfer", "distill", "finetuned"]
+    assert [row["step"] for row in report["rows"]][1:] == [f"converted, {stage}" for stage in stages]
+    assert all(row["milliseconds"] > 0 for row in report["rows"])

@@ -66,8 +66,8 @@ def test_both_ways_through_time_on_a_gpu(size, flags, dtype, monkeypatch):
     from t2r.ops.triton import sequence
 
     feature, value = size
-    # In bfloat16, dq is a difference of two terms that are rounded separately. Documents of a few tokens have small ones:
-    # one case is off by 1.9 % of the largest entry in the interpreter, and by 2.3 % on an H200.
+    # In bfloat16, dq is a difference of two terms that are rounded separately, and it is small in documents of a few
+    # tokens. One case is off by 1.9 % of the largest entry in the interpreter, and by 2.3 % on an H200.
     factor = 2.0 if dtype == torch.bfloat16 and "starts" in flags else 1.0
     for many in (1, 1 << 30):
         monkeypatch.setattr(sequence, "MANY", many)

@@ -1,7 +1,8 @@
 """Measures the time of an optimizer step: finetuning of the softmax model, and each stage of its conversion.
 
 A step is forward, backward and optimizer step on random tokens, with the settings of a session: on a GPU in bfloat16,
-compiled, and captured as a CUDA graph. Data loading is not included.
+compiled, and captured as a CUDA graph. Data loading is not included. For an encoder-decoder, a block is a pair: a
+source and a target of `block_size` tokens each.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from t2r.bench.models import with_positions
 from t2r.errors import T2RError
 from t2r.hub import synchronize
 from t2r.model.swap import swap
-from t2r.tasks import LanguageModeling
+from t2r.tasks import LanguageModeling, Task
+from t2r.tasks.translation import Translation, shift_of
 from t2r.training.planning.plan import over
 from t2r.training.planning.timing import stage_step
-from t2r.training.recipes.recipe import Stage, load_recipe
+from t2r.training.recipes.recipe import Stage, default_recipe, load_recipe
 from t2r.training.steps.arithmetic import fast_sums, halve
 from t2r.training.steps.capture import WARM_UP
 from t2r.training.steps.job import Job
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 logger = logging.getLogger(__name__)
+
+BLOCK, PAIR = 512, 64
+"""Default tokens per block: of text, and of each side of a pair."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,35 @@ class RandomText(LanguageModeling):
         return {"input_ids": ids, "labels": ids}
 
 
+class RandomPairs(Translation):
+    """A task with random pairs. Every second source ends with padding, as in a batch of lines."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(None, [], [])  # type: ignore[arg-type]
+        sides = model.get_input_embeddings(), model.get_output_embeddings()
+        self.words = [len(side.weight) for side in sides]
+        self.pad, self.shift = model.config.pad_token_id or 0, shift_of(model)
+
+    def example(self, rows: int, length: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        source, labels = (torch.randint(size, (rows, length), generator=generator) for size in self.words)
+        mask = torch.ones_like(source)
+        mask[1::2, -1] = 0
+        source = source.masked_fill(mask == 0, self.pad)
+        return {
+            "input_ids": source,
+            "attention_mask": mask,
+            "decoder_input_ids": self.shift(labels),
+            "labels": labels,
+        }
+
+
 def run(
     model: PreTrainedModel,
     *,
-    recipe: str = "distill-lm",
+    recipe: str | None = None,
     batch_tokens: int = 16384,
-    block_size: int = 512,
+    block_size: int | None = None,
     bf16: bool | None = None,
     compiled: bool | None = None,
     repeats: int = 10,
@@ -96,14 +124,16 @@ def run(
     """Time the steps of converting a model. The model is not modified.
 
     Args:
-        recipe: the recipe whose stages are timed, with its swap options.
+        recipe: the recipe whose stages are timed, with its swap options. Defaults to `distill-lm`, or `distill-mt` for
+            an encoder-decoder.
         options: swap options that override the recipe's.
         batch_tokens: tokens per step, in blocks of `block_size`.
+        block_size: defaults to 512 tokens, or for an encoder-decoder to pairs of 64.
         bf16: defaults to true on a GPU.
         compiled: defaults to true on a GPU.
     """
-    if model.config.is_encoder_decoder:
-        raise T2RError(f"{model.config.model_type} is an encoder-decoder: bench train measures language models only")
+    translates = bool(model.config.is_encoder_decoder)
+    block_size = block_size or (PAIR if translates else BLOCK)
     if batch_tokens < block_size or batch_tokens % block_size:
         raise T2RError(f"batch_tokens={batch_tokens} must be a multiple of block_size={block_size}")
     if (longer := with_positions(model, block_size)) is not model:
@@ -112,8 +142,8 @@ def run(
         )
         model = longer
     how = SessionSettings.on(model.device, bf16=bf16, compiled=compiled, progress=False)
-    plan = load_recipe(recipe)
-    task = RandomText(model.config.get_text_config().vocab_size)
+    plan = load_recipe(recipe or default_recipe(translates))
+    task: Task = RandomPairs(model) if translates else RandomText(model.config.get_text_config().vocab_size)
     base = copy.deepcopy(model).float().requires_grad_(True)
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     if how.bf16:

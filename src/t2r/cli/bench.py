@@ -256,9 +256,18 @@ def bench_memory(
 def bench_train(
     model: Model,
     options: dict[str, Any],
-    recipe: Annotated[str, typer.Option(help="The name of a shipped recipe, or a YAML file.")] = "distill-lm",
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="The name of a shipped recipe, or a YAML file. [default: distill-lm, or distill-mt for an "
+            "encoder-decoder]"
+        ),
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per optimizer step.")] = 16384,
-    block_size: Annotated[int, typer.Option(min=2, help="Tokens per block.")] = 512,
+    block_size: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens per block: by default 512, or 64 on each side of a pair for translation."),
+    ] = None,
     bf16: Bf16 = None,
     compile_: Compile = None,
     repeats: Annotated[int, typer.Option(min=1, help="Number of steps. The median is reported.")] = 10,
@@ -275,6 +284,7 @@ def bench_train(
     t2r bench train smollm2 --feature-size 128
     t2r bench train gpt2 --batch-tokens 8192 --block-size 4096 --recipe paper-lm
     t2r bench train random:paper-lm --recipe paper-lm              random weights, as in bench decode
+    t2r bench train opus-mt-zh-en --block-size 32                  pairs of 32 tokens on each side
     """
     from t2r.bench import commands, training
 

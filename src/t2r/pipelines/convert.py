@@ -31,7 +31,7 @@ from t2r.storage import check_destination, refuse_replacing
 from t2r.surgery.adapters import family_of
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, trainable, within
-from t2r.training.recipes.recipe import Recipe, load_recipe
+from t2r.training.recipes.recipe import Recipe, default_recipe, load_recipe
 from t2r.training.sessions.card import recall_lines
 from t2r.training.sessions.session import Session, as_table, table_of
 from t2r.training.steps.arithmetic import without_denormals
@@ -208,10 +208,6 @@ def train_stages(
 def summary(results: dict[str, Any]) -> Table:
     """Return the table of the results, in the order in which they were measured."""
     return as_table(*table_of(results, compared=True))
-
-
-def default_recipe(translates: bool) -> str:
-    return "distill-mt" if translates else "distill-lm"
 
 
 def load_base(

@@ -8,6 +8,7 @@ from t2r import swap
 from t2r.tasks.language_modeling import LanguageModeling
 from t2r.training.loop.preparation import disable_dropout, prepared
 from t2r.training.recipes.stage import Stage
+from t2r.training.steps.arithmetic import sound_gradients
 from t2r.training.steps.job import Job
 
 
@@ -63,3 +64,28 @@ def test_dropout_is_restored_after_an_error(model_type):
     with pytest.raises(ZeroDivisionError):
         fail()
     assert probabilities() == before
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_masked_attention_is_not_trained_with_cudnn(documents):
+    model, stage = with_dropout("gpt2"), Stage("finetune", "task", steps=1)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with prepared(Job(LanguageModeling(None, [], documents=documents)), model, stage):
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (before and not documents)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("length", [64, 192])
+def test_gradients_of_masked_attention_are_finite_where_scores_are_far_below_zero(length):
+    size = 64
+    q, k, v = torch.randn(3, 1, 1, length, size, device="cuda", dtype=torch.bfloat16, requires_grad=True).unbind()
+    low = torch.zeros_like(q)
+    low[..., 0] = 31.0  # scores of about -120
+    mask = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()[None, None]
+    with sound_gradients():
+        attend = torch.nn.functional.scaled_dot_product_attention
+        out = attend(0.1 * q + low, 0.1 * k - low, v, attn_mask=mask)
+    gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert all(gradient.isfinite().all() for gradient in gradients)

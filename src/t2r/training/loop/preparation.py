@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from t2r.surgery.adapters import family_of
 from t2r.tasks import Task
 from t2r.training.loop.trainer import captures
 from t2r.training.recipes.recipe import Stage
+from t2r.training.steps.arithmetic import sound_gradients
 from t2r.training.steps.job import Job
 
 
@@ -40,7 +41,8 @@ def prepared(job: Job, model: PreTrainedModel, stage: Stage) -> Iterator[None]:
         if captures(model, settings) and needs_no_mask(model, task):
             for part in fused:
                 compat.set_attention_implementation(part, UNMASKED)
-        yield
+        with nullcontext() if task.uniform else sound_gradients():
+            yield
     finally:
         for part, name in zip(fused, attention, strict=True):
             compile_layers(part, undo=True)

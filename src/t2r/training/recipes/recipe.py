@@ -119,6 +119,11 @@ def parse_yaml(text: str, what: str) -> Any:
         raise T2RError(f"{what} is not valid YAML: {error or type(error).__name__}") from error
 
 
+def default_recipe(translates: bool) -> str:
+    """Return the name of the recipe that converts a model, if no other is given."""
+    return "distill-mt" if translates else "distill-lm"
+
+
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Load a shipped recipe by name, or a YAML file by path, with `stage.field=value` overrides."""
     return make_recipe(read_yaml("recipe", name), name, overrides)

@@ -1,4 +1,4 @@
-"""Numerical settings for training: TF32, denormals and bfloat16 weights."""
+"""Numerical settings for training: TF32, denormals, kernels of masked attention, and bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ def without_denormals() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(flushed)
+
+
+@contextmanager
+def sound_gradients() -> Iterator[None]:
+    """Do not use cuDNN's softmax attention. With a mask, and lengths such as 64 or 192, its gradients are NaN if all
+    scores of a query are far below zero (torch 2.11 to 2.13 on H100 and H200, pytorch/pytorch#196678)."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def halve(model: PreTrainedModel) -> None:
