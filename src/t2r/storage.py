@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,9 @@ except ImportError:  # not on Windows, where there is no lock
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
+
+YOUNG = 10.0
+"""Age in seconds up to which a partial folder is not taken for a leftover."""
 
 
 def kind_of(path: str | Path) -> str | None:
@@ -171,8 +176,10 @@ def whole_folder(out: str, *, overwrite: bool = False) -> Iterator[Path]:
     folder, old = (final.with_name(f".{final.name}.{unique}.{word}") for word in ("partial", "old"))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(final)
         folder.mkdir()
-        yield folder
+        with locked_folder(folder):
+            yield folder
         check_destination(final, overwrite)
         try:
             if overwrite and final.exists():
@@ -191,6 +198,36 @@ def whole_folder(out: str, *, overwrite: bool = False) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(final: Path) -> None:
+    """Remove partial folders of processes that were killed while they wrote this folder. A living one holds a lock."""
+    for folder in final.parent.glob(f".{glob.escape(final.name)}.*.partial"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < YOUNG:  # it may not be locked yet
+                continue
+            with locked_folder(folder) as alone:
+                if alone:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[bool]:
+    """Lock a folder. Yields whether it could be locked: not if another process has done so, nor where the system or the
+    file system has no such locks."""
+    if fcntl is None:
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except OSError:
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)
 
 
 def of_tokenizers(error: Exception) -> bool:

@@ -33,7 +33,7 @@ def recorded(name: str) -> dict[str, Any] | None:
 def joined(experiment: Experiment, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the record of finished steps. Steps made elsewhere or on another day than the newest say so themselves."""
     nowhere: dict[str, Any] = {"date": None, "machine": {}, "versions": {}, "commit": None}
-    newest = max(reversed(parts), key=lambda part: str(part.get("date") or ""), default={})
+    newest: Mapping[str, Any] = max(reversed(parts), key=lambda part: str(part.get("date") or ""), default={})
     common = nowhere | {key: newest[key] for key in PROVENANCE if key in newest}
     head: dict[str, Any] = {"experiment": experiment.name}
     if experiment.scale is not None:
