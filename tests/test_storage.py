@@ -4,6 +4,8 @@ import errno
 import logging
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -232,28 +234,32 @@ def test_only_a_full_disk_needs_space(tmp_path, error, says):
     assert str(raised.value).endswith(says)
 
 
-def write_until_killed(out, ready):
-    with whole_folder(out) as folder:
-        (folder / "weights").write_text("some")
-        ready.set()
-        time.sleep(60)
+WRITER = """
+import sys, time
+from t2r.storage import whole_folder
+
+with whole_folder(sys.argv[1]) as folder:
+    (folder / "weights").write_text("some")
+    print("ready", flush=True)
+    time.sleep(60)
+"""
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there are no locks of folders here")
 def test_partial_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("t2r.storage.YOUNG", 0.0)
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    writer = context.Process(target=write_until_killed, args=(str(tmp_path / "out"), ready))
-    writer.start()
-    assert ready.wait(60)
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "out")]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
     (left,) = tmp_path.iterdir()
     for other in ("out", "out.2"):  # the writer lives, and another folder has a similar name
         with pytest.raises(ZeroDivisionError), whole_folder(str(tmp_path / other)):
             raise ZeroDivisionError
         assert list(tmp_path.iterdir()) == [left]
     writer.kill()
-    writer.join()
+    writer.wait()
+    writer.stdout.close()
     with pytest.raises(ZeroDivisionError), whole_folder(str(tmp_path / "out.2")):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == [left]
