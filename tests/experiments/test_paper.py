@@ -10,9 +10,10 @@ from t2r.cli import app
 from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
 from t2r.experiments.cells import cells_of_record
 from t2r.experiments.charts import draw, drawn, lines, names
-from t2r.experiments.claims import CLAIMS, claims_list, judged
+from t2r.experiments.claims import CLAIMS, claims_list, claims_of, judged
 from t2r.experiments.command import Ended
 from t2r.experiments.comparison import grid_table
+from t2r.experiments.record import recorded
 from t2r.experiments.tables import of_record, page, provenance, record_tables
 from t2r.training.planning.budget import steps_of
 from t2r.training.recipes.preset import load_preset
@@ -436,3 +437,10 @@ def test_claims_about_speed(monkeypatch):
     monkeypatch.setattr("t2r.experiments.claims.recorded", lambda name: record_of("x", part))
     assert claims_list("small").count("holds") == 2  # and those that other records would show
     assert "- **holds**: T2R has 70 % less memory for attention than ELU. 75 % less" in claims_list("small")
+
+
+def test_the_claims_that_a_record_is_about():
+    found = claims_of(recorded("figure-entropy-small"))
+    assert [line.partition(":")[0] for line in found] == ["does not hold", "does not hold"]
+    assert "Pearson's correlation over 8 models is" in found[1]
+    assert claims_of(recorded("ops-gpu")) == []

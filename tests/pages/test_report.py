@@ -111,6 +111,9 @@ def test_the_folder_of_a_grid(grid):
     # The figures of the experiment, with a line for each label, come before those that every grid has.
     assert "Distance to the teacher's attention by feature size" in shipped
     assert shipped.index("finetuned") < shipped.index("Perplexity of each model")
+    assert "finetuned, 64" in shipped  # the title of a bar, made from the labels of its cell
+    assert "holds: Attention is closer to the transformer's with larger feature sizes. 8: 0.125, 64: 0.016." in shipped
+    assert "Claims of the paper" not in mine
     assert "Distance to" not in mine
     for part in (shipped, mine):
         assert part.count("Attention by distance") == 1

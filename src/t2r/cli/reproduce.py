@@ -66,6 +66,7 @@ def reproduce(
     """
     from t2r.experiments import listing
     from t2r.experiments import reproduce as run
+    from t2r.experiments.claims import claims_of
     from t2r.experiments.tables import record_tables
 
     if list_:
@@ -93,6 +94,8 @@ def reproduce(
     else:
         for table in record_tables(made):
             print(f"\n{table}", end="")
+        if claims := claims_of(made):
+            print("\nClaims of the paper in this record:", *claims, sep="\n- ")
 
 
 def _pairs(option: str, form: str, given: list[str] | None) -> dict[str, list[str]]:

@@ -64,9 +64,20 @@ def claims_list(scale: str) -> str:
             call = f"t2r reproduce {claim.experiment} --scale {scale}"
             lines.append(f"- **not measured yet**: {claim.text} (`{call}`)\n")
         else:
-            holds, numbers = verdict
-            lines.append(f"- **{'holds' if holds else 'does not hold'}**: {claim.text}. {numbers}.\n")
+            lines.append(f"- **{in_a_word(verdict)}**: {claim.text}. {verdict[1]}.\n")
     return "".join(lines)
+
+
+def claims_of(record: Mapping[str, Any]) -> list[str]:
+    """Return the claims that a record is about, as lines of text: whether each holds in it, and the numbers."""
+    if "scale" not in record:
+        return []
+    found = [(claim, judged(claim, record)) for claim in CLAIMS if claim.experiment == record["experiment"]]
+    return [f"{in_a_word(verdict)}: {claim.text}. {verdict[1]}." for claim, verdict in found if verdict is not None]
+
+
+def in_a_word(verdict: Verdict) -> str:
+    return "holds" if verdict[0] else "does not hold"
 
 
 def judged(claim: Claim, record: Mapping[str, Any]) -> Verdict | None:

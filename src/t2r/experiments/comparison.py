@@ -27,8 +27,7 @@ PAPER = {"tokenized_bleu": "tokenized BLEU"}
 def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
     """Return the table of a grid. Rows are the models that were made, in the order of the experiment."""
     cells = cells_of_record(record)
-    axes = list(dict.fromkeys(axis for cell in cells.values() for axis in cell.labels))
-    axes = [axis for axis in axes if len({cell.labels.get(axis) for cell in cells.values()}) > 1]
+    axes = varied_axes(cells)
     measures = [measure for measure in MEASURES if any(measure in cell.values for cell in cells.values())]
     header = [*(axes or ["model"])]
     for measure in measures:
@@ -49,6 +48,23 @@ def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
         row += [count(cell.tokens), duration(cell), *with_pretraining(cells, cell), number(paper.get("hours"), 0)]
         rows.append([*row, parameters(cells, cell), kept(cell)])
     return markdown(header, rows)
+
+
+def varied_axes(cells: Mapping[str, Cell]) -> list[str]:
+    """Return the axes on which cells differ."""
+    axes = dict.fromkeys(axis for cell in cells.values() for axis in cell.labels)
+    return [axis for axis in axes if len({cell.labels.get(axis) for cell in cells.values()}) > 1]
+
+
+def cell_titles(experiment: Experiment, record: Mapping[str, Any]) -> dict[str, str]:
+    """Return a title for each cell of a record, by name, made from its labels. Equal ones are left out."""
+    cells = cells_of_record(record)
+    axes = varied_axes(cells)
+    found = {}
+    for name, cell in cells.items():
+        labels = [titled(experiment, cell.labels[axis]) for axis in axes if axis in cell.labels]
+        found[name] = ", ".join(labels)
+    return {name: title for name, title in found.items() if title and list(found.values()).count(title) == 1}
 
 
 def titled(experiment: Experiment, label: str) -> str:

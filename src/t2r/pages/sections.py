@@ -16,6 +16,8 @@ from t2r.bench.figures import add_decoding
 from t2r.config import OPTIONS
 from t2r.errors import T2RError
 from t2r.experiments import charts
+from t2r.experiments.claims import claims_of
+from t2r.experiments.comparison import cell_titles
 from t2r.experiments.tables import commands, of_record, provenance, record_tables
 from t2r.reporting.page import COLORS, Page, bars, lines
 from t2r.storage import kind_of
@@ -162,10 +164,14 @@ def experiment(page: Page, record: Mapping[str, Any], path: Path) -> None:
     drawn_later = [step for step in record["steps"] if _is_decoding(step.get("result"))]  # with their own tables
     for table in record_tables({**record, "steps": [step for step in record["steps"] if step not in drawn_later]}):
         page.table(*_cells(table))
+    if claims := claims_of(record):
+        page.subheading("Claims of the paper")
+        page.show(claims)
     shipped = of_record(f"{record['experiment']}-{record['scale']}") if "scale" in record else None
     drawn = {} if shipped is None else charts.drawn(shipped, record)
     if any("cell" in step for step in record["steps"]):
-        drawn |= _grid_figures(record["steps"], drawn)
+        titles = {} if shipped is None else cell_titles(shipped, record)
+        drawn |= _grid_figures(record["steps"], titles, drawn)
     else:
         drawn |= {f"{step['name']}: {name}": svg for step in record["steps"] for name, svg in _drawn(step).items()}
     if drawn:
@@ -212,8 +218,11 @@ def _drawn(step: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _grid_figures(steps: Sequence[Mapping[str, Any]], known: Container[str] = ()) -> dict[str, str]:
-    """Return figures over all cells of a grid: perplexity or BLEU, and attention by distance unless it is known."""
+def _grid_figures(
+    steps: Sequence[Mapping[str, Any]], named: Mapping[str, str], known: Container[str] = ()
+) -> dict[str, str]:
+    """Return figures over all cells of a grid: perplexity or BLEU, and attention by distance unless it is known.
+    `named` has titles of the cells."""
     scores: dict[str, dict[str, float]] = {"perplexity": {}, "bleu": {}}
     attention: dict[str, tuple[list[float], list[float]]] = {}
     for step in steps:
@@ -221,12 +230,13 @@ def _grid_figures(steps: Sequence[Mapping[str, Any]], known: Container[str] = ()
         for row in result if isinstance(result, list) else ():
             for measure, found in scores.items():
                 if isinstance(row, Mapping) and row.get(measure) is not None:
-                    found.setdefault(row.get("model", step["name"]), row[measure])
+                    model = row.get("model", step["name"])
+                    found.setdefault(named.get(model, model), row[measure])
         if isinstance(result, Mapping) and result.get("by_distance"):
             for name, key in ((result["model"], "model"), (result.get("teacher"), "teacher")):
                 points = [(1 + (r["first"] + r["last"]) / 2, r[key]) for r in result["by_distance"] if r.get(key)]
                 if name and points and len(attention) < len(COLORS):
-                    attention.setdefault(name, tuple(map(list, zip(*points, strict=True))))  # type: ignore[arg-type]
+                    attention.setdefault(named.get(name, name), tuple(map(list, zip(*points, strict=True))))  # type: ignore[arg-type]
     titles = {"perplexity": "Perplexity of each model", "bleu": "BLEU of each model"}
     drawn = {
         titles[measure]: bars(found, measure, colors=COLORS[1:2]) for measure, found in scores.items() if len(found) > 1
