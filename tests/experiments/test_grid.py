@@ -212,6 +212,7 @@ def test_a_failed_cell_does_not_stop_the_others(grid):
         T2RError, match=r"step pretrained-elu failed: it does not work.*quality-elu failed: requires pre"
     ):
         reproduce(str(grid / "grid.yaml"), scale="one", out=grid / "a")
+    assert (grid / "a" / "steps" / "pretrained-elu.failed").read_text() == "it does not work"
     done = json.loads((grid / "a" / "grid-one.json").read_text())
     assert [part["name"] for part in done["steps"]] == ["teacher", "pretrained-t2r", "random-elu", "quality-t2r"]
 
@@ -226,12 +227,37 @@ def test_waiting_for_another_process_is_said_once(grid, monkeypatch, capfd):
         if len(looks) == 3:
             lock.close()
 
-    monkeypatch.setattr(run, "time", SimpleNamespace(sleep=sleep, strftime=time.strftime))
+    monkeypatch.setattr(run, "time", SimpleNamespace(sleep=sleep, strftime=time.strftime, time=time.time))
     reproduce(str(grid / "grid.yaml"), scale="one", out=grid / "out", where={"map": "t2r"})
     assert looks == [run.POLL] * 3
     said = capfd.readouterr().err
     assert said.count("waiting for other processes: teacher\n") == 1
     assert said.index("waiting") < said.index("teacher: t2r pretrain")
+
+
+def test_a_step_that_fails_in_another_process_is_not_tried_here_too(grid, monkeypatch):
+    steps = grid / "out" / "steps"
+    steps.mkdir(parents=True)
+    lock = take_lock(steps / "teacher.lock")
+
+    def sleep(seconds):
+        later = time.time() + 1
+        (steps / "teacher.failed").write_text("it does not work")
+        os.utime(steps / "teacher.failed", (later, later))
+        lock.close()
+
+    given = {"scale": "one", "out": grid / "out", "where": {"map": "t2r"}}
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "time", SimpleNamespace(sleep=sleep, strftime=time.strftime, time=time.time))
+        with pytest.raises(
+            T2RError, match="step teacher failed: in another process: it does not work; step pretrained-t2r"
+        ):
+            reproduce(str(grid / "grid.yaml"), **given)
+    assert not (grid / "log").read_text()
+    earlier = time.time() - 60
+    os.utime(steps / "teacher.failed", (earlier, earlier))
+    reproduce(str(grid / "grid.yaml"), **given)  # a new call tries again
+    assert not (steps / "teacher.failed").exists()
 
 
 def test_processes_share_a_grid_and_lose_nothing_when_one_is_killed(grid):

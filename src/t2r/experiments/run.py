@@ -12,6 +12,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -99,8 +100,8 @@ def read_record(name: str | Path) -> dict[str, Any]:
 class Grid:
     """The steps of an experiment in a working folder.
 
-    `steps/NAME.json` is the result of a finished step, `NAME.seconds` the time of an unfinished one, and `NAME.lock` is
-    locked while a process runs it."""
+    `steps/NAME.json` is the result of a finished step, `NAME.seconds` the time of an unfinished one, `NAME.failed` the
+    error of one that failed, and `NAME.lock` is locked while a process runs it."""
 
     def __init__(self, experiment: Experiment, places: Places) -> None:
         self.experiment, self.places = experiment, places
@@ -109,7 +110,8 @@ class Grid:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.steps = {step.name: step for step in experiment.steps}
         self.failed: dict[str, str] = {}
-        """The errors of steps that failed in this process."""
+        """The errors of steps that failed since this process began."""
+        self.began = time.time()
 
     # --- Results --------------------------------------------------------------------------------------------
 
@@ -185,7 +187,11 @@ class Grid:
                 with lock:
                     needed = any(step.name in other.inputs for other in waiting)
                     if not self.is_done(step, needed=needed):  # another process may have finished it meanwhile
-                        self.run_step(step, lock)
+                        if (why := self.failed_meanwhile(step)) is None:
+                            self.run_step(step, lock)
+                        else:
+                            self.failed[step.name] = f"in another process: {why}"
+                            say(f"{step.name}: failed in another process: {why}")
                         self.write_record()
                 break
             else:  # no step can be run now
@@ -200,6 +206,14 @@ class Grid:
             f"step {name} failed: {why}" for name, why in self.failed.items() if not self.steps[name].optional
         ]:
             raise T2RError("; ".join(errors))
+
+    def failed_meanwhile(self, step: Step) -> str | None:
+        """Return the error of a step that failed in another process after this one began. A later call tries again."""
+        file = self.folder / f"{step.name}.failed"
+        with suppress(FileNotFoundError):
+            if file.stat().st_mtime > self.began:
+                return file.read_text(encoding="utf-8")
+        return None
 
     def unfinished(self, wanted: Sequence[Step]) -> list[Step]:
         """Return the steps that are not finished, and those whose output folders they require, in order."""
@@ -238,8 +252,11 @@ class Grid:
                 ended = Ended(0, before, "", "")
             else:
                 ended = call(step.name, words, before, clock, lock)
+        mark = self.folder / f"{step.name}.failed"
         if ended.code:
             self.fail(step, ended.last.removeprefix("t2r: ") or f"exit code {ended.code}", ended.seconds)
+            with writing(mark):
+                write_text(mark, self.failed[step.name])
             return
         text = ended.output if (made := self.made(step)) is None else made.read_text(encoding="utf-8")
         kept = record.summary(step.command[0], json.loads(text))
@@ -247,7 +264,8 @@ class Grid:
         if step.name in self.places.replaced:
             part |= {"seconds": None, "given": True}
         self.save(step, part)
-        clock.unlink(missing_ok=True)
+        for file in (clock, mark):
+            file.unlink(missing_ok=True)
         say(f"{step.name}: {ended.seconds:.0f} s")
 
     def fail(self, step: Step, why: str, seconds: float) -> None:
