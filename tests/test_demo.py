@@ -127,6 +127,7 @@ def test_the_page_has_the_numbers_that_were_printed_and_needs_no_network(demo):
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
 def test_a_finished_conversion_is_reused_and_another_is_replaced(demo, monkeypatch):
     interrupted = demo.module.decoding.run
 

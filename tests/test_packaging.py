@@ -119,6 +119,7 @@ def test_the_source_distribution_is_the_repository_without_the_teacher(source):
     assert max((source / name).stat().st_size for name in files) < 500_000
 
 
+@pytest.mark.slow
 def test_tests_run_from_the_source_distribution(source):
     """Tests that require the teacher are skipped with a reason."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_teacher.py"]

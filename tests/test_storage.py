@@ -248,22 +248,26 @@ with whole_folder(sys.argv[1]) as folder:
 @pytest.mark.skipif(os.name != "posix", reason="there are no locks of folders here")
 def test_partial_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("t2r.storage.YOUNG", 0.0)
-    command = [sys.executable, "-c", WRITER, str(tmp_path / "out")]
+    script = tmp_path / "scripts" / "t2r"  # a name by which the package knows the command line, and imports no torch
+    script.parent.mkdir()
+    script.write_text(WRITER)
+    folder = tmp_path / "models"
+    command = [sys.executable, str(script), str(folder / "out")]
     writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     assert writer.stdout.readline() == "ready\n"
-    (left,) = tmp_path.iterdir()
+    (left,) = folder.iterdir()
     for other in ("out", "out.2"):  # the writer lives, and another folder has a similar name
-        with pytest.raises(ZeroDivisionError), whole_folder(str(tmp_path / other)):
+        with pytest.raises(ZeroDivisionError), whole_folder(str(folder / other)):
             raise ZeroDivisionError
-        assert list(tmp_path.iterdir()) == [left]
+        assert list(folder.iterdir()) == [left]
     writer.kill()
     writer.wait()
     writer.stdout.close()
-    with pytest.raises(ZeroDivisionError), whole_folder(str(tmp_path / "out.2")):
+    with pytest.raises(ZeroDivisionError), whole_folder(str(folder / "out.2")):
         raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == [left]
-    with whole_folder(str(tmp_path / "out")) as folder:
+    assert list(folder.iterdir()) == [left]
+    with whole_folder(str(folder / "out")) as made:
         assert not left.exists()
-        (folder / "weights").write_text("all")
-    assert files(tmp_path) == {"out/weights": "all"}
+        (made / "weights").write_text("all")
+    assert files(folder) == {"out/weights": "all"}

@@ -77,8 +77,14 @@ def test_a_step_does_not_wait_for_the_device(model_type, kind):
     assert cache.lengths.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("kind", ["decay", "kept"])
-@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [
+        ("gpt2", "decay"),
+        ("llama", "kept"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("gpt2", "kept"), ("llama", "decay"))),
+    ],
+)
 @torch.no_grad()
 def test_a_step_compiles_once_to_one_graph(model_type, kind):
     torch._dynamo.reset()

@@ -317,7 +317,12 @@ LOADS = """
 
 
 @pytest.mark.parametrize(
-    "first", ["import t2r", "import transformers.models.auto.modeling_auto, t2r", "options = remote"]
+    "first",
+    [
+        "import t2r",
+        pytest.param("import transformers.models.auto.modeling_auto, t2r", marks=pytest.mark.slow),
+        "options = remote",
+    ],
 )
 def test_a_new_process_loads_it(first, tmp_path):
     """With `import t2r` before or after transformers, or with the code in the folder."""

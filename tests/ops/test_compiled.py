@@ -46,6 +46,7 @@ SMOLLM2 = {
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.slow
 def test_the_decoding_step_loads_wide_words_before_it_computes():
     """A thread of 128 loads 64 values of the state and of each map, in words of 16 bytes: scalar loads are 200."""
     grouped = {**SMOLLM2, "GROUPED": True, "BLOCKS": 2, "HAS_MASK": True, "HAS_Z_ABS": True, "MAPPED": False}

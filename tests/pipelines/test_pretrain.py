@@ -242,6 +242,7 @@ def test_weights_depend_on_the_seed_alone():
     assert all(torch.equal(x, swapped[name]) for name, x in first.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_to_the_same_result(world, tmp_path):
     """Bitwise equal, with dropout, layer dropout, and a loss computed by the model."""
     overrides = (*SHORT[:2], "steps=20", "warmup_steps=100")

@@ -530,12 +530,17 @@ def test_a_peft_adapter_attaches(model_type):
 # --- Compilation --------------------------------------------------------------------------------------------
 
 
+compiles_or_slow = pytest.mark.parametrize(
+    "model_type", [pytest.param(f, marks=() if f in ("llama", "marian") else pytest.mark.slow) for f in FAMILIES]
+)
+
+
 def compiled_layers(model_type):
     """Return how many layers are compiled, which takes the time: in two families, the first layer differs."""
     return 2 if model_type in ("gemma2", "t5") else 1
 
 
-@family_or_slow
+@compiles_or_slow
 def test_the_forward_compiles_to_one_graph(model_type):
     torch._dynamo.reset()
     model = swapped(model_type, torch.float32, layers=compiled_layers(model_type))
@@ -550,7 +555,7 @@ def test_the_forward_compiles_to_one_graph(model_type):
     assert torch.allclose(actual, expected, atol=1e-4)
 
 
-@family_or_slow
+@compiles_or_slow
 def test_the_decoding_step_compiles_to_one_graph(model_type):
     torch._dynamo.reset()
     model = swapped(model_type, torch.float32, layers=compiled_layers(model_type))
