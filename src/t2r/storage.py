@@ -178,19 +178,19 @@ def whole_folder(out: str, *, overwrite: bool = False) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(final)
         folder.mkdir()
-        with locked_folder(folder):
+        with locked_folder(folder):  # also while it is renamed
             yield folder
-        check_destination(final, overwrite)
-        try:
-            if overwrite and final.exists():
-                final.rename(old)
-            elif final.exists():
-                final.rmdir()  # fails if it is no longer empty
-            folder.rename(final)
-        except BaseException:
-            if old.exists() and not final.exists():
-                old.rename(final)
-            raise
+            check_destination(final, overwrite)
+            try:
+                if overwrite and final.exists():
+                    final.rename(old)
+                elif final.exists():
+                    final.rmdir()  # fails if it is no longer empty
+                folder.rename(final)
+            except BaseException:
+                if old.exists() and not final.exists():
+                    old.rename(final)
+                raise
     except Exception as error:
         if not isinstance(error, OSError | SafetensorError) and not of_tokenizers(error):
             raise

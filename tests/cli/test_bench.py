@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import t2r
 from families import tiny
 from t2r.cli import app
+from t2r.errors import T2RError
 from t2r.experiments.results import steps_table
 
 
@@ -80,3 +81,10 @@ def test_train_encoder_decoders_on_pairs(recipe):
     stages = ["finetune"] if recipe else ["transfer", "distill", "finetuned"]
     assert [row["step"] for row in report["rows"]][1:] == [f"converted, {stage}" for stage in stages]
     assert all(row["milliseconds"] > 0 for row in report["rows"])
+
+
+def test_train_refuses_pairs_beyond_the_positions():
+    long = ["--batch-tokens", "2048", "--block-size", "2048", "--device", "cpu"]
+    run = CliRunner().invoke(app, ["bench", "train", "random:tiny-mt", *long])
+    assert isinstance(run.exception, T2RError)
+    assert "block_size=2048 is beyond the 128 positions of the model" in str(run.exception)

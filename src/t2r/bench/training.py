@@ -20,10 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from t2r.bench.models import with_positions
+from t2r.data.parallel.corpus import Pair
 from t2r.errors import T2RError
 from t2r.hub import synchronize
 from t2r.model.swap import swap
 from t2r.tasks import LanguageModeling, Task
+from t2r.tasks.base import max_positions
 from t2r.tasks.translation import Translation, shift_of
 from t2r.training.planning.plan import over
 from t2r.training.planning.timing import stage_step
@@ -88,7 +90,7 @@ class RandomText(LanguageModeling):
 
 
 class RandomPairs(Translation):
-    """A task with random pairs. Every second source ends with padding, as in a batch of lines."""
+    """A task with random pairs. Every second source is shorter by one token, so that there is padding."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(None, [], [])  # type: ignore[arg-type]
@@ -98,16 +100,8 @@ class RandomPairs(Translation):
 
     def example(self, rows: int, length: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
-        source, labels = (torch.randint(size, (rows, length), generator=generator) for size in self.words)
-        mask = torch.ones_like(source)
-        mask[1::2, -1] = 0
-        source = source.masked_fill(mask == 0, self.pad)
-        return {
-            "input_ids": source,
-            "attention_mask": mask,
-            "decoder_input_ids": self.shift(labels),
-            "labels": labels,
-        }
+        sides = [torch.randint(size, (rows, length), generator=generator).numpy() for size in self.words]
+        return self.collate([[Pair(s[: length - i % 2], t) for i, (s, t) in enumerate(zip(*sides, strict=True))]])
 
 
 def run(
@@ -136,7 +130,11 @@ def run(
     block_size = block_size or (PAIR if translates else BLOCK)
     if batch_tokens < block_size or batch_tokens % block_size:
         raise T2RError(f"batch_tokens={batch_tokens} must be a multiple of block_size={block_size}")
-    if (longer := with_positions(model, block_size)) is not model:
+    if translates:
+        most = max_positions(model)
+        if most is not None and block_size > most:
+            raise T2RError(f"block_size={block_size} is beyond the {most} positions of the model: give a smaller one")
+    elif (longer := with_positions(model, block_size)) is not model:
         logger.warning(
             "the model has fewer than %s positions. They are repeated: only time and memory count", block_size
         )
