@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from t2r.attention.cache import adopt
-from t2r.attention.masks import make_mask
+from t2r.attention.masks import given_mask, make_mask
 from t2r.attention.merged import Affine, Mergeable
 from t2r.attention.observation import observe_softmax
 from t2r.attention.recurrence import Inputs, Mode, Recurrence, mode_of
@@ -28,6 +28,9 @@ NAME = "t2r"
 UNMASKED = "t2r_unmasked"
 """The attention implementation for inputs without padding or packed documents. transformers creates no mask for it, so
 that a call captured as a CUDA graph does not inspect the mask. Models that are not swapped can use it too."""
+PADDED = "t2r_padded"
+"""The same for inputs with padding, but without packed documents. The mask is the given one, even if nothing is padded:
+a captured call cannot know, and layers that are compiled before must not be compiled again during the capture."""
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 """Names of the normalization of queries and keys in stock modules."""
 
@@ -207,3 +210,5 @@ def rotation_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)
 AttentionInterface.register(UNMASKED, attention_forward)
+AttentionInterface.register(PADDED, attention_forward)
+AttentionMaskInterface.register(PADDED, given_mask)

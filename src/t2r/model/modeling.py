@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from t2r import architectures, compat
 from t2r.attention.cache import T2RCache, T2REncoderDecoderCache, load_state
-from t2r.attention.interface import NAME, UNMASKED
+from t2r.attention.interface import NAME, PADDED, UNMASKED
 from t2r.attention.layers import RecurrentLayer
 from t2r.attention.masks import Padding, refuse_full_mask
 from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, StaticSourceLayer, StaticT2RCache
@@ -75,7 +75,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
         wanted = inputs.get("output_attentions")
         if self.config.output_attentions if wanted is None else wanted:
             raise T2RError("output_attentions is not supported: recurrent layers do not compute attention weights")
-        if compat.attention_implementation(cast(Any, self)) not in (NAME, UNMASKED):
+        if compat.attention_implementation(cast(Any, self)) not in (NAME, UNMASKED, PADDED):
             refuse_other_attention(compat.attention_implementation(cast(Any, self)))
         cache = inputs.get("past_key_values")
         if isinstance(cache, tuple | list):

@@ -170,7 +170,7 @@ def report(model: Any, swapped: bool) -> Inspection:
         dtype=str(model.dtype).removeprefix("torch."),
         options={name: getattr(config, name) for name in OPTIONS},
         sites=sites,
-        encoder_layers=encoder_layers(model),
+        encoder_layers=len(kin.encoder_layers(model)),
         parameters=parameters,
         parameters_added=added,
         share=added / parameters,
@@ -212,13 +212,6 @@ def site_report(
         state_bytes=0 if feature_map is None else state_bytes(feature_map, shape.head_dim, dtype),
         kv_bytes={n: kv_bytes(layer, shape, n, dtype) for n in LENGTHS},
     )
-
-
-def encoder_layers(model: Any) -> int:
-    if not model.config.is_encoder_decoder:
-        return 0
-    encoder = model.get_encoder()
-    return len(encoder.block if hasattr(encoder, "block") else encoder.layers)  # T5's name
 
 
 def state_bytes(feature_map: FeatureMap, value_size: int, dtype: torch.dtype) -> int:

@@ -30,6 +30,9 @@ class Task(ABC):
     measured_in: ClassVar[str] = "windows"
     """Unit of `windows`, in the printed plan."""
 
+    packed: bool = True
+    """Whether an item may contain several documents."""
+
     uniform: bool = False
     """Whether all items have the same length, without padding and packed documents."""
 

@@ -77,6 +77,10 @@ class LanguageModeling(Task):
     # --- Data -----------------------------------------------------------------------------------------------
 
     @property
+    def packed(self) -> bool:  # type: ignore[override]
+        return self.documents
+
+    @property
     def uniform(self) -> bool:  # type: ignore[override]
         return not self.documents
 

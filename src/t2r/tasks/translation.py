@@ -65,6 +65,7 @@ class Translation(Task):
     pipeline_tag = "translation"
     measured_in = "lines"
     one_shape = False
+    packed = False
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import torch
 from families import FAMILIES, batch, named, real_positions
 from t2r import swap
 from t2r.tasks.language_modeling import LanguageModeling
-from t2r.training.loop.preparation import disable_dropout, prepared
+from t2r.training.loop.preparation import compile_layers, disable_dropout, many_compilations, prepared, restore_layers
 from t2r.training.recipes.stage import Stage
 from t2r.training.steps.arithmetic import sound_gradients
 from t2r.training.steps.job import Job
@@ -64,6 +64,41 @@ def test_dropout_is_restored_after_an_error(model_type):
     with pytest.raises(ZeroDivisionError):
         fail()
     assert probabilities() == before
+
+
+@pytest.mark.parametrize("model_type", [name for name, row in FAMILIES.items() if row.seq2seq])
+def test_layers_are_compiled_once_for_all_shapes(monkeypatch, model_type):
+    """For the first shape, then for all; those with softmax and with recurrent attention, and those of the encoder."""
+    model_class, config_class, fields = FAMILIES[model_type][:3]
+    torch.manual_seed(0)
+    model = swap(named(model_class)(named(config_class)(**fields)).double().eval(), softmax_layers=[0])
+    shapes = [(4, 9), (3, 12), (6, 7), (2, 16)]
+
+    def results(shape):
+        torch.manual_seed(0)
+        inputs = {name: torch.randint(3, 90, shape) for name in ("input_ids", "decoder_input_ids")}
+        inputs["attention_mask"] = (torch.arange(shape[1]) < torch.arange(3, 3 + shape[0])[:, None]).long()
+        logits = model(**inputs, use_cache=False).logits
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return logits, *torch.autograd.grad(logits.square().sum(), trained, allow_unused=True)
+
+    expected = [results(shape) for shape in shapes]
+    graphs, compiled, backend = [], torch.nn.Module.compile, torch._dynamo.lookup_backend("aot_eager")
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return backend(graph, inputs)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: compiled(layer, backend=count, **how))
+    torch.compiler.reset()
+    with many_compilations():
+        compile_layers(model, one_shape=False)
+        for shape, values in zip(shapes, expected, strict=True):
+            torch.testing.assert_close(results(shape), values)
+        restore_layers(model)
+    torch.compiler.reset()
+    assert len(graphs) <= 2 * 4  # the first layers of T5 and FSMT differ from the others
+    assert all(module._compiled_call_impl is None for module in model.modules())
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -9,15 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 import t2r
-from families import VOCABULARY, tiny
+from families import FAMILIES, VOCABULARY, batch, tiny
 from t2r import compat
 from t2r.attention import masks
-from t2r.attention.interface import UNMASKED
+from t2r.attention.interface import PADDED, UNMASKED
 from t2r.tasks import LanguageModeling, Translation
-from t2r.training.loop import trainer
+from t2r.training.loop import preparation, trainer
+from t2r.training.planning import timing
 from t2r.training.recipes.recipe import Stage
 from t2r.training.sessions.run import Run
 from t2r.training.sessions.run_stage import run_stage
+from t2r.training.steps import objectives
 from t2r.training.steps.capture import WARM_UP, CapturedStep, Graph
 from t2r.training.steps.job import Job, Settings
 from t2r.training.steps.learner import Learner
@@ -83,6 +85,61 @@ def test_logits_without_masks_are_the_same(model_type):
         torch.testing.assert_close(model(ids).logits, expected)
     with t2r.exact_attention(swapped):
         torch.testing.assert_close(swapped(ids).logits, stock(ids).logits)
+
+
+@pytest.mark.parametrize("model_type", [name for name, row in FAMILIES.items() if row.seq2seq])
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_logits_with_given_masks_are_the_same(model_type, padded):
+    """In unmodified models, in softmax layers and with exact attention; also if the mask hides nothing."""
+    inputs = batch(model_type)
+    inputs.pop("decoder_attention_mask", None)  # a captured batch has none
+    if not padded:
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    stock = tiny(model_type, torch.float64)
+    swapped = t2r.swap(copy.deepcopy(stock), softmax_layers=[1])
+    for model in (stock, swapped):
+        expected = model(**inputs).logits
+        compat.set_attention_implementation(model, PADDED)
+        torch.testing.assert_close(model(**inputs).logits, expected)
+    if model_type != "fsmt":  # whose own causal mask overflows in float64
+        with t2r.exact_attention(swapped):
+            torch.testing.assert_close(swapped(**inputs).logits, stock(**inputs).logits)
+
+
+@pytest.mark.parametrize("objective", ["distill", pytest.param("task", marks=pytest.mark.slow)])
+def test_nothing_is_compiled_during_a_capture(tmp_path, monkeypatch, objective):
+    """It would fail. A captured call cannot know whether a mask hides anything, so layers get one in any case."""
+    task, base, model = translation(tmp_path, monkeypatch)
+    during, captured, capturing, compiled = [], [], [], torch.nn.Module.compile
+
+    def note(graph, inputs):
+        during.append(bool(capturing))
+        return graph
+
+    def capture(self, inputs, key):
+        capturing.append(key)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr(masking_utils, "is_tracing", lambda *_: True)
+            self.work(dict(inputs))
+        captured.append(capturing.pop())
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: compiled(layer, backend=note, **how))
+    monkeypatch.setattr(objectives, "fused", lambda function: function)
+    monkeypatch.setattr(CapturedStep, "capture", capture)
+    for module in (trainer, preparation, timing):
+        monkeypatch.setattr(module, "captures", lambda *_: True)
+    monkeypatch.setattr(preparation, "COMPILES_SHAPES", True)
+    torch.compiler.reset()
+    job, stage = Job(task, base, Settings(progress=False, compiled=True)), translation_stage(objective, 12)
+    timing.time_stage(job, model, stage)
+    run_stage(Run(tmp_path / "run", {}), job, model, stage)
+    torch.compiler.reset()
+    assert len(captured) > 3
+    assert during
+    assert not any(during)
 
 
 def test_layers_do_not_synchronize_during_capture():
@@ -244,3 +301,27 @@ def test_captured_training_matches_eager_training(tmp_path, monkeypatch, caplog,
     for name, expected in weights[False].items():  # sums in another order, through 16 steps of Adam
         difference = (weights[True][name] - expected).norm() / expected.norm().clamp_min(1e-3)
         assert difference < 2e-2, name
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_training_goes_on_after_a_failed_capture():
+    """With dropout: random numbers are still drawn, in eager steps and in replays of graphs from before."""
+    weight = torch.nn.Parameter(torch.ones(64, device="cuda"))
+
+    def work(inputs):
+        x = torch.nn.functional.dropout(inputs["x"] * weight, 0.5)
+        if len(x) == 3:
+            x.sum().item()  # synchronizes, which a capture does not allow
+        x.sum().backward()
+        return {"sum": x.detach().sum()}
+
+    step = CapturedStep(work, [weight])
+    rows = {count: {"x": torch.ones(count, 64, device="cuda")} for count in (2, 3)}
+    for _ in range(WARM_UP + 1):
+        step(rows[2])
+    assert len(step.graphs) == 1
+    for _ in range(2):
+        step(rows[3])
+    assert not step.possible
+    assert len({step(rows[count])["sum"].item() for count in (2, 3) for _ in range(4)}) > 2

@@ -74,6 +74,14 @@ class Family:
         assert isinstance(layers, nn.ModuleList)
         return layers
 
+    def encoder_layers(self, model: Any) -> Sequence[nn.Module]:
+        """Return the layers of the encoder; none for a language model."""
+        if not model.config.is_encoder_decoder:
+            return []
+        encoder = model.get_encoder()
+        layers: nn.ModuleList = encoder.block if hasattr(encoder, "block") else encoder.layers  # T5's name
+        return list(layers)
+
     def shape(self, module: Any) -> Shape:
         heads = getattr(module, "num_heads", None) or module.config.num_attention_heads
         return Shape(heads, heads // getattr(module, "num_key_value_groups", 1), module.head_dim)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from t2r import compat
-from t2r.attention.interface import UNMASKED
+from t2r.attention.interface import PADDED, UNMASKED
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
@@ -20,6 +20,12 @@ from t2r.training.loop.trainer import captures
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.arithmetic import sound_gradients
 from t2r.training.steps.job import Job
+
+COMPILATIONS = 64
+"""Compilations of layers in a stage. Layers of further kinds would run without."""
+COMPILES_SHAPES = False
+"""Whether layers are compiled if batches have several shapes. On a CPU this gives the same values and gradients, and
+nothing is compiled while a step is captured; its speed and correctness on a GPU are not measured yet."""
 
 
 @contextmanager
@@ -35,17 +41,20 @@ def prepared(job: Job, model: PreTrainedModel, stage: Stage) -> Iterator[None]:
         if recomputes:
             check_checkpointing(model)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if settings.compiled and task.one_shape and stage.objective != "transfer":
+        if settings.compiled and (task.one_shape or COMPILES_SHAPES) and stage.objective != "transfer":
             for part in fused:
-                compile_layers(part)
-        if captures(model, settings) and needs_no_mask(model, task):
+                compile_layers(part, one_shape=task.one_shape)
+        if captures(model, settings) and (name := implementation(model, task)) is not None:
             for part in fused:
-                compat.set_attention_implementation(part, UNMASKED)
-        with nullcontext() if task.uniform else sound_gradients():
+                compat.set_attention_implementation(part, name)
+        with (
+            many_compilations() if settings.compiled else nullcontext(),
+            nullcontext() if task.uniform else sound_gradients(),
+        ):
             yield
     finally:
         for part, name in zip(fused, attention, strict=True):
-            compile_layers(part, undo=True)
+            restore_layers(part)
             compat.set_attention_implementation(part, name)
         if recomputes:
             model.gradient_checkpointing_disable()
@@ -70,10 +79,14 @@ def disable_dropout(model: nn.Module) -> list[tuple[Any, str, float]]:
     return before
 
 
-def needs_no_mask(model: PreTrainedModel, task: Task) -> bool:
-    """Return whether attention needs no mask: batches have no padding or packed documents, and every attention module
-    uses transformers' attention interface."""
-    return task.uniform and compat.on_attention_interface(model)
+def implementation(model: PreTrainedModel, task: Task) -> str | None:
+    """Return the attention implementation that does not inspect masks, for batches of the task. None if there is none:
+    documents are packed, or the attention modules do not use transformers' attention interface."""
+    if task.packed:
+        return None
+    if task.uniform:
+        return UNMASKED if compat.on_attention_interface(model) else None
+    return PADDED if layers_of(model) else None  # attention of known families accepts the masks of t2r
 
 
 def check_checkpointing(model: PreTrainedModel) -> None:
@@ -82,16 +95,30 @@ def check_checkpointing(model: PreTrainedModel) -> None:
         raise T2RError(f"{model.config.model_type} does not support gradient checkpointing: train without it")
 
 
-def compile_layers(model: PreTrainedModel, undo: bool = False) -> None:
+def compile_layers(model: PreTrainedModel, *, one_shape: bool) -> None:
+    """Compile the layers of the model: for the shape of all batches or, if they have several, for the first shape and
+    then once for all. Models of an unknown family are not compiled."""
+    for layer in layers_of(model):
+        layer.compile(dynamic=False if one_shape else None)
+
+
+def restore_layers(model: PreTrainedModel) -> None:
+    for layer in layers_of(model):
+        layer._compiled_call_impl = None
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     try:
-        layers = family_of(model).decoder_layers(model)
-    except T2RError:  # models of an unknown family are not compiled
-        return
-    for layer in layers:
-        if undo:
-            layer._compiled_call_impl = None
-        else:
-            layer.compile(dynamic=False)
+        family = family_of(model)
+    except T2RError:
+        return []
+    return [*family.encoder_layers(model), *family.decoder_layers(model)]
+
+
+def many_compilations() -> Any:
+    """Return a context that allows more compilations than torch does by default: of layers with softmax and with
+    recurrent attention, of the student and the teacher, for one shape and for all."""
+    return torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
 
 
 def with_lora(model: PreTrainedModel, stage: Stage, seed: int) -> Any:

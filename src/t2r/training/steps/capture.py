@@ -80,6 +80,8 @@ class CapturedStep:
     def capture(self, inputs: Mapping[str, Tensor], key: Any) -> None:
         """Capture the work. Nothing is computed, and existing gradients are kept."""
         device = next(iter(inputs.values())).device
+        generator = torch.cuda.default_generators[device.index or 0]
+        random = generator.clone_state()
         before = [p.grad for p in self.parameters]
         graph = torch.cuda.CUDAGraph()
         try:
@@ -100,6 +102,7 @@ class CapturedStep:
         except RuntimeError as error:  # includes out of memory
             self.possible = False
             torch.cuda.synchronize(device)
+            generator.graphsafe_set_state(random)  # the state of a failed capture gives no random numbers any more
             cause = error.__context__ or error  # the error at the end of a failed capture hides the cause
             first = next(iter(str(cause).splitlines()), type(cause).__name__)
             logger.warning("training steps are not captured as a CUDA graph, which is slower: %s", first)
