@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     M2M100Config,
@@ -17,12 +18,14 @@ from transformers import (
 )
 
 import t2r
-from families import SEQ2SEQ
+from families import SEQ2SEQ, TOKENS
 from t2r import cli
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
+from t2r.pipelines.pretrain import make_model as from_shape
 from t2r.pipelines.pretrain import pretrain, summary
 from t2r.training.loop.trainer import StageTrainer
+from t2r.training.recipes.preset import load_preset
 from t2r.training.recipes.recipe import load_recipe
 from t2r.training.sessions import session as sessions
 from translating import make_model, make_tokenizer, sentences, write_pairs
@@ -55,6 +58,31 @@ def run(world, out, config="marian-tiny", **options):
         "progress": False,
     }
     return pretrain(str(config), str(out), **(given | options))
+
+
+@pytest.mark.parametrize("options", [{}, {"feature_size": 4, "cross_feature_size": 8}])
+@pytest.mark.parametrize("model_type", ["marian", "fsmt"])
+def test_random_weights_are_those_of_fairseq(model_type, options):
+    """Xavier's, with a smaller gain for queries, keys and values. Embeddings have 1 / sqrt(d_model)."""
+    preset = load_preset("marian-tiny")
+    fields = {name: x for name, x in preset.model.items() if name != "model_type"} | TOKENS | {"vocab_size": 512}
+    if model_type == "fsmt":
+        fields |= {"src_vocab_size": 512, "tgt_vocab_size": 512}
+    shape = AutoConfig.for_model(model_type, **fields)
+    model = from_shape(shape, options, 0, load_preset("marian-large-paper").init)
+    found = {name: p.std().item() * 64**0.5 for name, p in model.named_parameters() if p.dim() == 2 and p.shape[0] > 4}
+    expected = {"q_proj": 0.5**0.5, "k_proj": 0.5**0.5, "v_proj": 0.5**0.5, "out_proj": 1, "fc1": 2 / 3**0.5 / 2**0.5}
+    expected["fc2"] = expected["fc1"]
+    checked = {name.split(".")[-2] for name in found} & expected.keys()
+    assert checked == expected.keys()
+    for name, deviation in found.items():
+        kind = name.split(".")[-2]
+        if kind in expected:
+            assert deviation == pytest.approx(expected[kind], rel=0.05), name
+        elif "embed_tokens" in name or "shared" in name:
+            assert deviation == pytest.approx(1, rel=0.05), name
+    again = from_shape(shape, options, 0, "xavier").state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in model.state_dict().items())
 
 
 def test_the_whole_way(world, tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 from rich.table import Table
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r import __version__
@@ -39,6 +40,7 @@ from t2r.training.recipes.recipe import Recipe
 from t2r.training.sessions.session import Session, as_table, as_yaml, caching, table_of
 from t2r.training.steps.arithmetic import without_denormals
 from t2r.training.steps.job import Settings
+from t2r.training.steps.optimizers import embeddings
 
 SOFTMAX = "softmax"
 """As a feature map: no swap, the model keeps its softmax attention."""
@@ -165,10 +167,12 @@ def pretrain(
     if continued:
         model = load_model(config, dtype="float32", device="cpu")
     else:
-        model = make_model(shape, chosen, seed)
+        model = make_model(shape, chosen, seed, preset.init)
     if texts.translates:
         set_languages(model, tokens, source_language, target_language)
     facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
+    if preset.init:
+        facts["init"] = preset.init
     if continued:
         facts["weights"] = of_model(model)
     plan = texts.fitted(plan, model)
@@ -279,15 +283,29 @@ def make_tokenizer(
     return train_tokenizer(sources, **wanted, progress=progress)
 
 
-def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int) -> PreTrainedModel:
-    """Make a model with random weights, drawn on the CPU: they depend only on the seed."""
+def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int, init: str = "") -> PreTrainedModel:
+    """Make a model with random weights, drawn on the CPU: they depend only on the seed. `init` is that of a preset."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model: PreTrainedModel = auto_class(shape).from_config(shape, dtype=torch.float32)
+            if init == "xavier":
+                initialize_as_fairseq(model)
         except (ValueError, RuntimeError) as error:
             raise T2RError(f"this configuration of {shape.model_type} is not valid: {error}") from error
     return swap(model, T2RConfig(**options)) if options else model
+
+
+def initialize_as_fairseq(model: PreTrainedModel) -> None:
+    """Give linear layers the random weights of fairseq's transformer, by the names of its attention modules.
+
+    With one standard deviation of 1 / sqrt(d_model) for all matrices, the output of a feed-forward layer would have six
+    times the variance of fairseq's."""
+    tables = embeddings(model)  # tied to the output layer
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in tables:
+            narrow = name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj")
+            nn.init.xavier_uniform_(module.weight, gain=2**-0.5 if narrow else 1.0)
 
 
 # --- Results ------------------------------------------------------------------------------------------------

@@ -481,6 +481,7 @@ def test_the_papers_translation_model_is_the_paper():
     assert config.decoder_start_token_id == tokenizer.pad_token_id
     assert config.forced_eos_token_id == tokenizer.eos_token_id
     assert preset.plan() == load_recipe("paper-mt-scratch")
+    assert preset.init == "xavier"
     assert not preset.separate
     assert load_preset("marian-large-paper", ["share_encoder_decoder_embeddings=false"]).separate
     with pytest.raises(T2RError, match="the tokenizer has one vocabulary and the model two"):

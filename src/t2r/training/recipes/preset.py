@@ -23,6 +23,7 @@ from t2r.training.recipes.recipe import Recipe, check_swap, load_recipe, make_re
 
 RECIPE, TRANSLATION_RECIPE = "scratch-lm", "scratch-mt"
 """The recipes of configurations that have none, of language models and of encoder-decoders."""
+INITS = ("", "xavier")
 MULTIPLE = 8
 """The vocabulary size is rounded up to a multiple of this, as in fairseq."""
 EXPONENT = re.compile(r"[-+]?[\d.]+e[-+]?\d+", re.IGNORECASE)
@@ -44,6 +45,8 @@ class Preset:
             encoder-decoder with `share_encoder_decoder_embeddings: false` has two vocabularies.
         recipe: the name of a recipe, or its contents. Empty: `scratch-lm`, or `scratch-mt` for an encoder-decoder.
         swap: options of the swap. Empty: softmax attention.
+        init: `xavier`: linear layers get the random weights of fairseq, which depend on the shape of a matrix. Empty:
+            the model's own, such as one standard deviation for all weights.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Preset:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     recipe: str | dict[str, Any] = ""
     swap: dict[str, Any] = field(default_factory=dict)
+    init: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -168,6 +172,8 @@ def make_preset(plan: Any, name: str | Path) -> Preset:
         if size is not None and type(size) is not int:
             raise T2RError(f"{where}: vocab_size must be an integer; got {size!r}")
         check_tokenizer(tokenizer["kind"], size)
+    if (init := plan.get("init", "")) not in INITS:
+        raise T2RError(f"{where}: `init` must be xavier, or left out; got {init!r}")
     recipe = plan.get("recipe", "")
     if not isinstance(recipe, str | dict):
         raise T2RError(f"{where}: `recipe` must be the name of a recipe or its contents; got {recipe!r}")
@@ -178,6 +184,7 @@ def make_preset(plan: Any, name: str | Path) -> Preset:
         tokenizer,
         recipe,
         check_swap(plan.get("swap"), where),
+        init,
     )
 
 
