@@ -2,7 +2,7 @@
 
 import pytest
 
-from t2r.words import counted
+from t2r.words import counted, duration
 
 
 @pytest.mark.parametrize(
@@ -10,3 +10,18 @@ from t2r.words import counted
 )
 def test_one_is_singular(number, words):
     assert counted(number, "step") == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.2, "1 second"),
+        (2, "2 seconds"),
+        (119, "119 seconds"),
+        (150, "2.5 minutes"),
+        (7200, "2.0 hours"),
+        (2e5, "2.3 days"),
+    ],
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words

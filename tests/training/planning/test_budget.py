@@ -294,4 +294,3 @@ def test_the_plan_of_one_step_is_singular():
     assert ": 1 step of 64 tokens, 64 in total" in lines[1]
     assert lines[2] == "plan: 2 evaluations on 1 window of 16 tokens"
     assert Recipe("toy", (stage,)).told()[1].startswith("only: task, trains all, 1 step in batches of 64 tokens")
-    assert (budget.duration(1), budget.duration(2)) == ("1 second", "2 seconds")

@@ -34,6 +34,7 @@ from t2r.training.loop import processes
 from t2r.training.loop.averaging import Average, averaging_points
 from t2r.training.loop.checkpoints import last_checkpoint, seal
 from t2r.training.loop.deadline import FASTER, Deadline
+from t2r.training.loop.progress import Bar, Notes
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.capture import CapturedStep
 from t2r.training.steps.job import Job, Settings
@@ -108,8 +109,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
     def replace_callbacks(self, logs: Path | None) -> None:
         """Remove what prints logs to stdout, where the results go, and write log files to `logs`."""
         self.remove_callback(PrinterCallback)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(Bar(self.deadline))
+        shown = self.pop_callback(ProgressCallback) is not None
+        self.add_callback(Bar(self.deadline) if shown else Notes(self.stage.name, self.deadline))
         for callback in self.callback_handler.callbacks:  # its default is the checkpoint folder, which is removed
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and logs is not None:
                 callback.logging_dir = str(logs)
@@ -257,23 +258,6 @@ def make_average(
     epoch = float(epoch_items(order.items)) * stage.block_size / stage.batch_tokens
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return Average(weights, averaging_points(steps, stage.average, epoch), reached)
-
-
-class Bar(ProgressCallback):
-    """A progress bar on stderr with the loss. With a time budget, its total is the estimated number of steps."""
-
-    def __init__(self, deadline: Deadline | None = None) -> None:
-        super().__init__()
-        self.deadline = deadline
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.training_bar is not None and self.deadline is not None and self.deadline.done:
-            self.training_bar.total = round(state.global_step / self.deadline.done)
-        super().on_step_end(args, state, control, **kwargs)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and "loss" in (logs or {}):
-            self.training_bar.set_postfix(loss=f"{logs['loss']:.4g}")
 
 
 class Clock(TrainerCallback):

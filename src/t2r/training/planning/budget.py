@@ -16,7 +16,7 @@ from t2r.errors import T2RError
 from t2r.training.loop import processes
 from t2r.training.planning.timing import Speeds
 from t2r.training.recipes.recipe import Recipe, Stage
-from t2r.words import counted
+from t2r.words import counted, in_minutes
 
 WRITING, MEASURING, SCANNING, SAVING = 0.25, 0.2, 0.15, 0.02
 """Maximum shares of a budget for the teacher's generation, for evaluation, for the scan and for saving."""
@@ -214,16 +214,3 @@ def with_batch(stage: Stage, batch_tokens: int) -> Stage:
     rates = ("learning_rate", "map_learning_rate", "min_learning_rate", "warmup_init")
     scaled = {name: scale * rate for name in rates if (rate := getattr(stage, name)) is not None}
     return dataclasses.replace(stage, batch_tokens=batch_tokens, **scaled)
-
-
-def in_minutes(seconds: float) -> str:
-    number = f"{seconds / 60:.2g}" if seconds < 600 else f"{round(seconds / 60):,}"
-    return f"{number} minute{'' if number == '1' else 's'}"
-
-
-def duration(seconds: float) -> str:
-    """Format an approximate time."""
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return counted(max(1, round(seconds)), "second")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from t2r.training.planning.budget import Timetable, Work, duration, in_minutes, steps_of
+from t2r.training.planning.budget import Timetable, Work, steps_of
 from t2r.training.planning.memory import states_of, weight_bytes
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.job import Job
 from t2r.training.steps.optimizers import trained_by
-from t2r.words import counted
+from t2r.words import counted, duration, in_minutes
 
 
 def plan_lines(

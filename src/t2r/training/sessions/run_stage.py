@@ -13,7 +13,7 @@ from t2r.training.loop.checkpoints import last_checkpoint
 from t2r.training.loop.preparation import prepared, with_lora
 from t2r.training.loop.threads import Threads
 from t2r.training.loop.trainer import StageTrainer
-from t2r.training.planning.budget import duration, plan_stage, smaller_batch, steps_of, with_batch
+from t2r.training.planning.budget import plan_stage, smaller_batch, steps_of, with_batch
 from t2r.training.planning.memory import held_bytes
 from t2r.training.planning.timing import Speeds, time_stage
 from t2r.training.recipes.recipe import Stage
@@ -21,7 +21,7 @@ from t2r.training.sessions.run import Run
 from t2r.training.steps.job import Job
 from t2r.training.steps.optimizers import choose_trained
 from t2r.training.steps.order import epoch_items
-from t2r.words import counted
+from t2r.words import counted, duration
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from t2r.tasks.language_modeling import LanguageModeling
 from t2r.training.loop import processes
 from t2r.training.loop.preparation import check_checkpointing
 from t2r.training.loop.threads import can_choose
-from t2r.training.planning.budget import Timetable, Work, decide, duration, in_minutes, steps_of
+from t2r.training.planning.budget import Timetable, Work, decide, steps_of
 from t2r.training.planning.plan_log import plan_lines
 from t2r.training.planning.timing import Speeds, choose_threads, scanned_layers, time_all
 from t2r.training.recipes.recipe import Recipe, Stage
@@ -34,6 +34,7 @@ from t2r.training.sessions.run_stage import Limits, run_stage
 from t2r.training.sessions.sensitivity import BLOCKS, most_sensitive
 from t2r.training.steps.arithmetic import fast_sums
 from t2r.training.steps.job import Job, Settings
+from t2r.words import duration, in_minutes
 
 logger = logging.getLogger(__name__)
 
