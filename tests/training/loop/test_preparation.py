@@ -66,6 +66,7 @@ def test_dropout_is_restored_after_an_error(model_type):
     assert probabilities() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name, row in FAMILIES.items() if row.seq2seq])
 def test_layers_are_compiled_once_for_all_shapes(monkeypatch, model_type):
     """For the first shape, then for all; those with softmax and with recurrent attention, and those of the encoder."""
