@@ -29,8 +29,8 @@ UNMASKED = "t2r_unmasked"
 """The attention implementation for inputs without padding or packed documents. transformers creates no mask for it, so
 that a call captured as a CUDA graph does not inspect the mask. Models that are not swapped can use it too."""
 PADDED = "t2r_padded"
-"""The same for inputs with padding, but without packed documents. The mask is the given one, even if nothing is padded:
-a captured call cannot know, and layers that are compiled before must not be compiled again during the capture."""
+"""The same for inputs with padding, but without packed documents. Layers get the given mask even if nothing is padded:
+a captured call cannot know, and it must pass the same arguments as the calls before, in which layers were compiled."""
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 """Names of the normalization of queries and keys in stock modules."""
 

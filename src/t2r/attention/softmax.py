@@ -49,8 +49,8 @@ def softmax_attention(
     gqa = q.shape[1] != k.shape[1]
     windows = sliding_window is not None or window is not None
     if mask is None and not windows and softcap is None and position_bias is None and queries == keys:
-        # Fused kernels support plain causal attention without a mask. Compiled for several lengths, a comparison has no
-        # value that they accept, so the flag is the other operand.
+        # Fused kernels support plain causal attention without a mask. While layers are compiled for several lengths, a
+        # comparison of lengths is not a bool, so `causal` must be the second operand: it is the result.
         return scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=queries > 1 and causal, scale=scaling, enable_gqa=gqa
         )

@@ -82,11 +82,10 @@ def disable_dropout(model: nn.Module) -> list[tuple[Any, str, float]]:
 def implementation(model: PreTrainedModel, task: Task) -> str | None:
     """Return the attention implementation that does not inspect masks, for batches of the task. None if there is none:
     documents are packed, or the attention modules do not use transformers' attention interface."""
-    if task.packed:
-        return None
     if task.uniform:
         return UNMASKED if compat.on_attention_interface(model) else None
-    return PADDED if layers_of(model) else None  # attention of known families accepts the masks of t2r
+    # The attention modules of known families accept the masks of t2r.
+    return PADDED if not task.packed and layers_of(model) else None
 
 
 def check_checkpointing(model: PreTrainedModel) -> None:

@@ -172,7 +172,7 @@ def make_preset(plan: Any, name: str | Path) -> Preset:
         if size is not None and type(size) is not int:
             raise T2RError(f"{where}: vocab_size must be an integer; got {size!r}")
         check_tokenizer(tokenizer["kind"], size)
-    if (init := plan.get("init", "")) not in INITS:
+    if (init := plan.get("init") or "") not in INITS:
         raise T2RError(f"{where}: `init` must be xavier, or left out; got {init!r}")
     recipe = plan.get("recipe", "")
     if not isinstance(recipe, str | dict):
