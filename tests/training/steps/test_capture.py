@@ -131,7 +131,6 @@ def test_nothing_is_compiled_during_a_capture(tmp_path, monkeypatch, objective):
     monkeypatch.setattr(CapturedStep, "capture", capture)
     for module in (trainer, preparation, timing):
         monkeypatch.setattr(module, "captures", lambda *_: True)
-    monkeypatch.setattr(preparation, "COMPILES_SHAPES", True)
     torch.compiler.reset()
     job, stage = Job(task, base, Settings(progress=False, compiled=True)), translation_stage(objective, 12)
     timing.time_stage(job, model, stage)
@@ -306,7 +305,7 @@ def test_captured_training_matches_eager_training(tmp_path, monkeypatch, caplog,
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_training_goes_on_after_a_failed_capture():
-    """With dropout: random numbers are still drawn, in eager steps and in replays of graphs from before."""
+    """With dropout: random numbers are still drawn, also for shapes that were captured before."""
     weight = torch.nn.Parameter(torch.ones(64, device="cuda"))
 
     def work(inputs):

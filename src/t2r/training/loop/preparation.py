@@ -23,9 +23,6 @@ from t2r.training.steps.job import Job
 
 COMPILATIONS = 64
 """Compilations of layers in a stage. Layers of further kinds would run without."""
-COMPILES_SHAPES = False
-"""Whether layers are compiled if batches have several shapes. On a CPU this gives the same values and gradients, and
-nothing is compiled while a step is captured; its speed and correctness on a GPU are not measured yet."""
 
 
 @contextmanager
@@ -41,7 +38,7 @@ def prepared(job: Job, model: PreTrainedModel, stage: Stage) -> Iterator[None]:
         if recomputes:
             check_checkpointing(model)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if settings.compiled and (task.one_shape or COMPILES_SHAPES) and stage.objective != "transfer":
+        if settings.compiled and stage.objective != "transfer":
             for part in fused:
                 compile_layers(part, one_shape=task.one_shape)
         if captures(model, settings) and (name := implementation(model, task)) is not None:

@@ -102,7 +102,9 @@ class CapturedStep:
         except RuntimeError as error:  # includes out of memory
             self.possible = False
             torch.cuda.synchronize(device)
-            generator.graphsafe_set_state(random)  # the state of a failed capture gives no random numbers any more
+            # The state of a failed capture gives no random numbers any more, and earlier graphs would draw from it.
+            generator.graphsafe_set_state(random)
+            self.graphs.clear()
             cause = error.__context__ or error  # the error at the end of a failed capture hides the cause
             first = next(iter(str(cause).splitlines()), type(cause).__name__)
             logger.warning("training steps are not captured as a CUDA graph, which is slower: %s", first)

@@ -19,8 +19,7 @@ class Settings:
     Args:
         seed: seed of the data order, of dropout and of token noise.
         bf16: train with bfloat16 autocast; weights stay in float32.
-        compiled: compile losses and, if all batches have the same shape, layers, and on a GPU replay steps as CUDA
-            graphs.
+        compiled: compile losses and layers, and on a GPU replay steps as CUDA graphs.
         gradient_checkpointing: recompute the activations of a layer in the backward pass, to save memory.
         save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
         report_to: `none`, or an experiment tracker of transformers.
