@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import MarianConfig, MarianMTModel
 
+from t2r import swap
 from t2r.errors import T2RError
 from t2r.feature_maps import (
     FEATURE_MAPS,
@@ -533,6 +535,30 @@ def test_rfa_heads_draw_independently_in_training() -> None:
     assert first.max() > 200
     assert first.max() < 400
     assert (first != second).float().mean() > 0.9
+
+
+def test_gradients_of_rfa_are_as_large_as_those_of_softmax() -> None:
+    """With the paper's feature sizes for translation, two random vectors in causal attention, weights often cancel."""
+    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+    both = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
+    tokens = {"vocab_size": 100, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    config = MarianConfig(d_model=64, max_position_embeddings=32, **both, **tokens)
+    torch.manual_seed(0)
+    model = MarianMTModel(config)
+
+    def median_norm(model: nn.Module) -> float:
+        norms = []
+        for seed in range(9):
+            torch.manual_seed(seed)
+            source, target = torch.randint(2, 99, (2, 16, 24))
+            model.zero_grad()
+            model(input_ids=source, labels=target).loss.backward()
+            norms.append(torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None))
+        return torch.stack(norms).median().item()
+
+    expected = median_norm(model.train())
+    recurrent = swap(model, feature_map="rfa", feature_size=4, cross_feature_size=32)
+    assert median_norm(recurrent.train()) == pytest.approx(expected, rel=0.2)
 
 
 def test_rfa_survives_gradient_checkpointing() -> None:
