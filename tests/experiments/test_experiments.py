@@ -386,7 +386,7 @@ def test_a_change_of_a_record_changes_the_page(tmp_path, monkeypatch):
     }
     monkeypatch.setattr("t2r.experiments.tables.recorded", lambda name: record)
     made = page(text)
-    assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes in total" in made
+    assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes over all steps" in made
     assert "    t2r convert a b    # 90 s" in made
     assert "| after distill | 22.00 (+10.0 %) | 0.100 |" in made
     assert "could not be run: no data" in made

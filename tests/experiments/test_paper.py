@@ -259,6 +259,18 @@ def test_the_table_of_translation_has_a_column_for_each_test_set():
     assert (column["BLEU"], column["BLEU, Tatoeba"]) == ("20.00", "30.00")
 
 
+def test_the_table_of_translation_groups_its_rows_by_language_pair():
+    parts = [
+        made(f"{system}-{pair}", {"pair": pair, "system": system}, f"t2r pretrain x {system}-{pair}", 60.0, 1_000)
+        for system in ("teacher", "elu")
+        for pair in ("en-de", "zh-en")
+    ]
+    _, _, *rows = grid_table(of_record("table2-small"), record_of("table2", *parts)).splitlines()
+    assert [row.strip("| ").split(" | ")[:2] for row in rows] == [
+        ["EN-DE", "Transformer"], ["EN-DE", "ELU"], ["ZH-EN", "Transformer"], ["ZH-EN", "ELU"]
+    ]  # fmt: skip
+
+
 def test_an_axis_without_labels_at_a_scale_has_no_cells():
     small, paper = ({step.name for step in load_experiment("table2", scale).steps} for scale in ("small", "paper"))
     assert "tatoeba-teacher-en-de" in small

@@ -22,11 +22,15 @@ MEASURES = {
 """Measures in the order of the columns, and their titles."""
 PAPER = {"tokenized_bleu": "tokenized BLEU"}
 """Titles of the columns with the paper's numbers, where they differ from the name of the measure."""
+GROUPS = "pair"
+"""Cells with the same label on this axis, a language pair, are together in the table."""
 
 
 def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
-    """Return the table of a grid. Rows are the models that were made, in the order of the experiment."""
+    """Return the table of a grid. Rows are the models that were made, by pair, in the order of the experiment."""
     cells = cells_of_record(record)
+    groups = list(dict.fromkeys(cell.labels.get(GROUPS) for cell in cells.values()))
+    cells = dict(sorted(cells.items(), key=lambda item: groups.index(item[1].labels.get(GROUPS))))
     axes = varied_axes(cells)
     measures = [measure for measure in MEASURES if any(measure in cell.values for cell in cells.values())]
     header = [*(axes or ["model"])]

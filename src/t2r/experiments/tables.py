@@ -94,7 +94,7 @@ def provenance(record: Mapping[str, Any]) -> str:
     device = _device(record["machine"]) or "CPU"
     versions = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
     seconds = [part["seconds"] for part in record["steps"] if part.get("seconds") is not None]
-    took = [f"{sum(seconds) / 60:.1f} minutes in total"] if seconds else []
+    took = [f"{sum(seconds) / 60:.1f} minutes over all steps"] if seconds else []
     known = [record["date"], device, versions, f"commit {record['commit']}" if record.get("commit") else "", *took]
     scale = f" --scale {record['scale']}" if "scale" in record else ""
     line = f"`t2r reproduce {record['experiment']}{scale}`: " + "; ".join(word for word in known if word) + "."
