@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ops.cases import assert_same, cases, make_case, outputs_and_gradients
 from t2r import ops
-from t2r.ops import State, chunked
+from t2r.ops import State, chunked, common
 from t2r.ops.common import safe_denominator
 
 
@@ -108,3 +108,28 @@ def test_a_cpu_computes_small_chunks_as_one_batch():
     assert chunked.as_one_batch(q, v, 128) == 5
     assert chunked.as_one_batch(q.expand(8, -1, -1, -1), v, 128) == 1
     assert chunked.as_one_batch(q[:, :1, :0], v, 128) == chunked.MANY_CHUNKS
+
+
+class Products(TorchDispatchMode):
+    """Notes whether the second factor of each batched product is transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.transposed = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.bmm.default:
+            self.transposed.append(args[1].stride(-1) != 1)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("decay", [False, True])
+def test_no_second_factor_is_transposed_on_arm(monkeypatch, signed, decay):
+    """Such products are slow there."""
+    monkeypatch.setattr(common, "ON_ARM", True)
+    case = make_case(time=20, feature=3, value=2, signed=signed, state=True, decay=decay)
+    with Products() as products:
+        outputs_and_gradients(chunked.linear_attention, case, chunk_size=4, chunks_at_once=2)
+    assert len(products.transposed) > 8
+    assert not any(products.transposed)

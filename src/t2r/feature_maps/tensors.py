@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from t2r.ops.common import transposed
+
 # --- Tensors ----------------------------------------------------------------------------------------------
 
 
@@ -24,7 +26,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if time == 1 and not torch.is_grad_enabled():
         return TokenAffine.of(weight, bias, heads)(x)
     x = x.reshape(batch, groups, heads // groups, time, dim)
-    y = torch.einsum("bnxtd,nwrd->bnxwtr", x, weight.reshape(groups, maps // groups, rows, dim))
+    y = torch.einsum("bnxtd,nwdr->bnxwtr", x, transposed(weight.reshape(groups, maps // groups, rows, dim)))
     if bias is not None:
         # Under autocast, y is half precision and the bias is not. The cast matches nn.Linear.
         y = y + bias.to(y.dtype).reshape(groups, 1, maps // groups, 1, rows)
@@ -45,7 +47,7 @@ class TokenAffine(NamedTuple):
         """Arrange weight `[maps, rows, dim]` and bias `[maps, rows]` for inputs with this number of heads."""
         (maps, rows, dim), groups = weight.shape, min(heads, weight.shape[0])
         outputs = maps // groups * rows
-        by = weight.reshape(groups, outputs, dim).mT
+        by = transposed(weight.reshape(groups, outputs, dim))
         return cls(by, None if bias is None else bias.reshape(groups, 1, outputs), rows)
 
     def __call__(self, x: Tensor) -> Tensor:

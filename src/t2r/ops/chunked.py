@@ -22,6 +22,7 @@ from t2r.ops.common import (
     normalize,
     read,
     safe_denominator,
+    transposed,
 )
 from t2r.ops.reference import absorb, look
 
@@ -183,12 +184,12 @@ def _backward(
             read_by = State(seen.mT @ g_num, (seen * g_den[..., None]).sum(-2))
         after, gradient = _scan_back(chunk, read_by, gradient, stretch.chunks)
 
-        d_weights = chunk.hide((g_num @ chunk.v.mT).add_(g_den[..., None]))
+        d_weights = chunk.hide((g_num @ transposed(chunk.v)).add_(g_den[..., None]))
         dq_chunk, dk_chunk, dv_chunk = d_weights @ chunk.k, d_weights.mT @ chunk.q, weights.mT @ g_num
         if before is not None:
-            dq_chunk += chunk.from_state(g_num @ before.s.mT + g_den[..., None] * before.z[:, :, None])
+            dq_chunk += chunk.from_state(g_num @ transposed(before.s) + g_den[..., None] * before.z[:, :, None])
         if after is not None:
-            dk_chunk += chunk.to_state(chunk.v @ after.s.mT + after.z[:, :, None])
+            dk_chunk += chunk.to_state(chunk.v @ transposed(after.s) + after.z[:, :, None])
             dv_chunk += chunk.to_state(chunk.k @ after.s)
         if frame is not None and d_decay is not None:
             # Queries shrink and keys grow with their offset. The state decays by half a chunk on entry and on exit.
@@ -285,9 +286,9 @@ def _dot(state: State, gradient: State) -> Tensor:
 
 def _attend(chunk: Chunk, state: State | None, signed: bool) -> tuple[Sums, Tensor]:
     """Compute the sums of the queries of a chunk, and the attention weights within the chunk."""
-    weights = chunk.hide(chunk.q @ chunk.k.mT)
+    weights = chunk.hide(chunk.q @ transposed(chunk.k))
     num, den = weights @ chunk.v, weights.sum(-1)
-    total = chunk.hide(chunk.q.abs() @ chunk.k.abs().mT).sum(-1) if signed else None
+    total = chunk.hide(chunk.q.abs() @ transposed(chunk.k.abs())).sum(-1) if signed else None
     if state is not None:
         past_num, past_den, past_total = read(chunk.q, state)
         num, den = num + chunk.from_state(past_num), den + chunk.from_state(past_den)

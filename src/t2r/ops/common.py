@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ FASTEST_DECAY = 1.0
 the exponents that appear when a chunk of tokens is computed at once."""
 
 
+ON_ARM = platform.machine() in ("aarch64", "arm64")
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes in which a state may be stored between steps."""
 
@@ -89,6 +91,14 @@ class Sums(NamedTuple):
     denominator: Tensor  # [batch, heads, time]
     magnitude: Tensor | None = None
     """`[batch, heads, time]`: sum of absolute weights, for signed features only. It has no gradient."""
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Return `x.mT`, to be the second factor of a matrix product.
+
+    On ARM, torch passes float32 products with a transposed second factor to oneDNN, where each takes half a millisecond
+    longer (pytorch/pytorch#195629). They are avoided by a copy."""
+    return x.mT.contiguous() if ON_ARM and x.device.type == "cpu" else x.mT
 
 
 def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
