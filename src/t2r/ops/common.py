@@ -23,9 +23,10 @@ FASTEST_DECAY = 1.0
 the exponents that appear when a chunk of tokens is computed at once."""
 
 
-ON_ARM = platform.machine() in ("aarch64", "arm64")
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes in which a state may be stored between steps."""
+
+ON_ARM = platform.machine() in ("aarch64", "arm64")
 
 LARGEST_LOG_WEIGHT = 8.0
 """Key weights are limited to the range exp(-8) to exp(8), which float16 can represent."""
@@ -96,8 +97,8 @@ class Sums(NamedTuple):
 def transposed(x: Tensor) -> Tensor:
     """Return `x.mT`, to be the second factor of a matrix product.
 
-    On ARM, torch passes float32 products with a transposed second factor to oneDNN, where each takes half a millisecond
-    longer (pytorch/pytorch#195629). They are avoided by a copy."""
+    On ARM, torch passes float32 products with a transposed second factor to oneDNN, which is slow for small matrices
+    and uses one thread (pytorch/pytorch#195629). A copy avoids this."""
     return x.mT.contiguous() if ON_ARM and x.device.type == "cpu" else x.mT
 
 
