@@ -114,6 +114,13 @@ TEXTS |= {
     **parallel("zh-en", "more/softdocs-po", "documentation of Python, Django and others, 99K pairs"),
     **parallel("zh-en", "more/kubernetes", "documentation of Kubernetes, 43K pairs"),
     **parallel("zh-en", "more/mdn", "web documentation of MDN, 23K pairs"),
+    **parallel(
+        "zh-en",
+        "news-commentary",
+        "News Commentary (data.statmt.org/news-commentary), the first lines",
+        10_000,
+        "commentary-10k",
+    ),
     "zh-en/news1998.zh": Text(
         ("mt/zh-en/news1998.zh",),
         "the People's Daily of January 1998, 43K sentences: 199801.txt of the corpus of Peking University, which the "

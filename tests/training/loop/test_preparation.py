@@ -9,7 +9,7 @@ from t2r.tasks.language_modeling import LanguageModeling
 from t2r.training.loop.preparation import compile_layers, disable_dropout, many_compilations, prepared, restore_layers
 from t2r.training.recipes.stage import Stage
 from t2r.training.steps.arithmetic import sound_gradients
-from t2r.training.steps.job import Job
+from t2r.training.steps.job import Job, Settings
 
 
 def with_dropout(model_type: str):
@@ -99,6 +99,19 @@ def test_layers_are_compiled_once_for_all_shapes(monkeypatch, model_type):
         restore_layers(model)
     torch.compiler.reset()
     assert len(graphs) <= 2 * 4  # the first layers of T5 and FSMT differ from the others
+    assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("budget", "one_shape", "expected"),
+    [({"steps": 10}, True, True), ({"steps": 10}, False, False), ({"tokens": 10**9}, False, True)]
+    + [({"minutes": 1}, False, False), ({"minutes": 60}, False, True), ({"epochs": 1}, False, False)],
+)
+def test_layers_are_compiled_for_several_shapes_only_in_long_stages(monkeypatch, budget, one_shape, expected):
+    monkeypatch.setattr(LanguageModeling, "one_shape", one_shape)
+    model, stage = with_dropout("gpt2"), Stage("finetune", "task", **budget)
+    with prepared(Job(LanguageModeling(None, []), settings=Settings(compiled=True)), model, stage):
+        assert any(module._compiled_call_impl is not None for module in model.modules()) == expected
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 

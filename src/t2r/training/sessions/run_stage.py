@@ -51,9 +51,9 @@ def run_stage(
 ) -> PreTrainedModel:
     """Train a stage, or load its result if it is finished. Returns the trained model, with LoRA adapters merged.
 
-    With `compiled` in the settings, the loss is compiled with torch.compile and, if all batches have the same shape,
-    each layer; in a transfer, the error of each site. Layers of a kind share the compiled code, so this takes half a
-    minute. On a GPU a step becomes more than twice as fast."""
+    With `compiled` in the settings, the loss is compiled with torch.compile; each layer, if all batches have the same
+    shape or the stage is long; and in a transfer, the error of each site. Layers of a kind share the compiled code, so
+    this takes half a minute, or one to three for several shapes. On a GPU a step becomes up to twice as fast."""
     if run.restore(stage.name, model):
         return model
     stage, steps, seconds = budgeted(run, job, model, stage, limits)
