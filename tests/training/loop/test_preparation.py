@@ -104,8 +104,14 @@ def test_layers_are_compiled_once_for_all_shapes(monkeypatch, model_type):
 
 @pytest.mark.parametrize(
     ("budget", "one_shape", "expected"),
-    [({"steps": 10}, True, True), ({"steps": 10}, False, False), ({"tokens": 10**9}, False, True)]
-    + [({"minutes": 1}, False, False), ({"minutes": 60}, False, True), ({"epochs": 1}, False, False)],
+    [
+        ({"steps": 10}, True, True),
+        ({"steps": 10}, False, False),
+        ({"tokens": 10**9}, False, True),
+        ({"minutes": 1}, False, False),
+        ({"minutes": 60}, False, True),
+        ({"epochs": 1}, False, False),
+    ],
 )
 def test_layers_are_compiled_for_several_shapes_only_in_long_stages(monkeypatch, budget, one_shape, expected):
     monkeypatch.setattr(LanguageModeling, "one_shape", one_shape)
