@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from t2r.ops.chunks import Chunk, Stretch, by_chunk, stack, stretches, take
+from t2r.ops.chunks import Chunk, Stretch, Totals, by_chunk, stack, stretches, take
 from t2r.ops.common import (
     State,
     Sums,
@@ -20,16 +20,14 @@ from t2r.ops.common import (
     cast_output,
     fold_groups,
     normalize,
-    read,
     safe_denominator,
     transposed,
 )
 from t2r.ops.reference import absorb, look
 
-CHUNK_SIZE = 128
-"""Tokens per chunk. The cost is quadratic within a chunk, and each chunk updates a k x d state. Near 128 the two costs
-balance at the sizes used in the paper. With the fastest decay, scale factors reach exp(64) at the ends of a chunk,
-which float32 can represent."""
+CHUNK_SIZE = 64
+"""Tokens per chunk. The cost is quadratic within a chunk, and each chunk updates a k x d state. With the fastest decay,
+scale factors reach exp(32) at the ends of a chunk, which float32 can represent."""
 MANY_CHUNKS = 16
 """The number of chunks computed as one batch, except for their states, which are computed in sequence."""
 IN_CACHE = 1 << 22
@@ -106,7 +104,7 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, s, z, z_abs, decay, mask, starts)
         ctx.size, ctx.signed, ctx.normalized = size, signed, normalized
         ctx.set_materialize_grads(False)
-        state = None if s is None or z is None else State(s, z, z_abs)
+        state = None if s is None or z is None else Totals.of(State(s, z, z_abs))
         dtype = accumulator_dtype(q, k, v)
         out = v.new_empty(*q.shape[:3], v.shape[-1], dtype=v.dtype if normalized else dtype)
         den_out = total_out = None
@@ -128,8 +126,9 @@ class _Chunked(torch.autograd.Function):
                 if total_out is not None and total is not None:
                     stretch.put(total_out[..., None], total[..., None])
         assert state is not None
-        ctx.mark_non_differentiable(*(x for x in (total_out, state.z_abs) if x is not None))
-        return out, den_out, total_out, state.s, state.z, state.z_abs
+        new = state.state()
+        ctx.mark_non_differentiable(*(x for x in (total_out, new.z_abs) if x is not None))
+        return out, den_out, total_out, *new
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -159,7 +158,7 @@ def _backward(
     d_decay = None if decay is None else torch.zeros_like(decay)
 
     all_of_it = stretches(k.shape[2], *size)
-    states = [None if s is None or z is None else State(s, z, z_abs)]
+    states = [None if s is None or z is None else Totals.of(State(s, z, z_abs))]
     for stretch in all_of_it[:-1]:
         chunk = take(q, k, v, decay, mask, document, stretch)
         states.append(_scan(chunk, states[-1], stretch.chunks, signed)[1])
@@ -177,19 +176,17 @@ def _backward(
             g_num, g_den = g_out, torch.zeros_like(sums.denominator)
         else:
             g_num, g_den = g_out, _folded(g_denominator[..., None], stretch, k)[..., 0]
+        g_sums = torch.cat([g_num, g_den[..., None]], -1)
 
-        read_by = None
-        if before is not None:
-            seen = chunk.from_state(chunk.q)
-            read_by = State(seen.mT @ g_num, (seen * g_den[..., None]).sum(-2))
+        read_by = None if before is None else Totals(chunk.from_state(chunk.q).mT @ g_sums)
         after, gradient = _scan_back(chunk, read_by, gradient, stretch.chunks)
 
-        d_weights = chunk.hide((g_num @ transposed(chunk.v)).add_(g_den[..., None]))
-        dq_chunk, dk_chunk, dv_chunk = d_weights @ chunk.k, d_weights.mT @ chunk.q, weights.mT @ g_num
+        d_weights = chunk.hide(g_sums @ transposed(chunk.v))
+        dq_chunk, dk_chunk, dv_chunk = d_weights @ chunk.k, d_weights.mT @ chunk.q, weights.mT @ g_sums
         if before is not None:
-            dq_chunk += chunk.from_state(g_num @ transposed(before.s) + g_den[..., None] * before.z[:, :, None])
+            dq_chunk += chunk.from_state(g_sums @ transposed(before.s))
         if after is not None:
-            dk_chunk += chunk.to_state(chunk.v @ transposed(after.s) + after.z[:, :, None])
+            dk_chunk += chunk.to_state(chunk.v @ transposed(after.s))
             dv_chunk += chunk.to_state(chunk.k @ after.s)
         if frame is not None and d_decay is not None:
             # Queries shrink and keys grow with their offset. The state decays by half a chunk on entry and on exit.
@@ -206,10 +203,11 @@ def _backward(
             dk_chunk, dv_chunk = dk_chunk.masked_fill_(hidden, 0), dv_chunk.masked_fill_(hidden, 0)
         stretch.put(dq, dq_chunk)
         stretch.put(dk, dk_chunk)
-        stretch.put(dv, dv_chunk)
+        stretch.put(dv, dv_chunk[..., :-1])
     if s is None or gradient is None:
         return dq, dk, dv, None, None, d_decay
-    return dq, dk, dv, gradient.s, gradient.z, d_decay
+    ds, dz, _ = gradient.state()
+    return dq, dk, dv, ds, dz, d_decay
 
 
 def _folded(g: Tensor, stretch: Stretch, k: Tensor) -> Tensor:
@@ -224,21 +222,20 @@ def _through_division(g: Tensor, sums: Sums) -> tuple[Tensor, Tensor]:
     return g_num, ((g_num * sums.numerator).sum(-1) / safe).neg_().masked_fill_(bounded, 0)
 
 
-def _gradient(k: Tensor, v: Tensor, ds: Tensor | None, dz: Tensor | None) -> State:
-    """Return the gradient of a state as a `State`, with zeros for missing parts."""
+def _gradient(k: Tensor, v: Tensor, ds: Tensor | None, dz: Tensor | None) -> Totals:
+    """Return the gradient of a state, with zeros for missing parts."""
     zeros = State.zeros(k, v)
-    return State(zeros.s if ds is None else ds, zeros.z if dz is None else dz)
+    return Totals.of(State(zeros.s if ds is None else ds, zeros.z if dz is None else dz))
 
 
 def _scan(
-    chunk: Chunk, state: State | None, chunks: int, signed: bool, onward: bool = True
-) -> tuple[State | None, State | None]:
+    chunk: Chunk, state: Totals | None, chunks: int, signed: bool, onward: bool = True
+) -> tuple[Totals | None, Totals | None]:
     """Compute the state before each chunk, decayed to its middle, and, with `onward`, the state after the last one."""
     if chunks == 1:
         before = None if state is None else chunk.framed(state)
         return before, chunk.framed(_advance(chunk, before, signed)) if onward else None
-    own = _advance(chunk, None, signed)
-    parts = [State(*part) for part in zip(*(_unbound(x, chunks) for x in own), strict=True)]
+    parts = _each(_advance(chunk, None, signed), chunks)
     state = parts[0].map(torch.zeros_like) if state is None else state
     found = []
     for one, part in zip(chunk.split(chunks), parts, strict=True):
@@ -247,13 +244,15 @@ def _scan(
     return stack(found), state
 
 
-def _unbound(x: Tensor | None, chunks: int) -> tuple[Tensor | None, ...]:
-    return (None,) * chunks if x is None else by_chunk(x, chunks).unbind(1)
+def _each(totals: Totals, chunks: int) -> list[Totals]:
+    """Split the states of several chunks."""
+    parts = ((None,) * chunks if x is None else by_chunk(x, chunks).unbind(1) for x in totals)
+    return [Totals(*part) for part in zip(*parts, strict=True)]  # type: ignore[arg-type]
 
 
 def _scan_back(
-    chunk: Chunk, read_by: State | None, gradient: State | None, chunks: int
-) -> tuple[State | None, State | None]:
+    chunk: Chunk, read_by: Totals | None, gradient: Totals | None, chunks: int
+) -> tuple[Totals | None, Totals | None]:
     """Propagate state gradients backward through the chunks.
 
     `read_by` holds the gradients that the queries of each chunk give to the state before it, and `gradient` is that of
@@ -263,49 +262,44 @@ def _scan_back(
         after = None if gradient is None else chunk.framed(gradient)
         if read_by is None:
             return after, None
-        carried = read_by if after is None else _sum(after.map(chunk.carried), read_by)
+        carried = read_by if after is None else Totals(chunk.carried(after.s) + read_by.s)
         return after, chunk.framed(carried)
     assert read_by is not None
-    parts = [State(*part) for part in zip(*(_unbound(x, chunks) for x in read_by), strict=True)]
+    parts = _each(read_by, chunks)
     gradient = parts[0].map(torch.zeros_like) if gradient is None else gradient
     found = []
     for one, part in zip(reversed(chunk.split(chunks)), reversed(parts), strict=True):
         found.append(one.framed(gradient))
-        gradient = one.framed(_sum(found[-1].map(one.carried), part))
+        gradient = one.framed(Totals(one.carried(found[-1].s) + part.s))
     return stack(found[::-1]), gradient
 
 
-def _sum(a: State, b: State) -> State:
-    return State(a.s + b.s, a.z + b.z)
-
-
-def _dot(state: State, gradient: State) -> Tensor:
+def _dot(state: Totals, gradient: Totals) -> Tensor:
     """Sum the product of a state and its gradient over each row: `[batch, key_heads, feature]`."""
-    return (state.s * gradient.s).sum(-1) + state.z * gradient.z
+    return (state.s * gradient.s).sum(-1)
 
 
-def _attend(chunk: Chunk, state: State | None, signed: bool) -> tuple[Sums, Tensor]:
+def _attend(chunk: Chunk, state: Totals | None, signed: bool) -> tuple[Sums, Tensor]:
     """Compute the sums of the queries of a chunk, and the attention weights within the chunk."""
     weights = chunk.hide(chunk.q @ transposed(chunk.k))
-    num, den = weights @ chunk.v, weights.sum(-1)
+    sums = weights @ chunk.v
     total = chunk.hide(chunk.q.abs() @ transposed(chunk.k.abs())).sum(-1) if signed else None
     if state is not None:
-        past_num, past_den, past_total = read(chunk.q, state)
-        num, den = num + chunk.from_state(past_num), den + chunk.from_state(past_den)
-        if total is not None and past_total is not None:
-            total = total + chunk.from_state(past_total)
-    return Sums(num, den, total), weights
+        sums += chunk.from_state(chunk.q @ state.s)
+        if total is not None and state.z_abs is not None:
+            total += chunk.from_state((chunk.q.abs() @ state.z_abs[..., None])[..., 0])
+    return Sums(sums[..., :-1], sums[..., -1], total), weights
 
 
-def _advance(chunk: Chunk, state: State | None, signed: bool) -> State:
+def _advance(chunk: Chunk, state: Totals | None, signed: bool) -> Totals:
     """Compute the state after the chunk."""
     k = chunk.to_state(chunk.k)
-    return _add(chunk, state, State(k.mT @ chunk.v, k.sum(-2), k.abs().sum(-2) if signed else None))
+    return _add(chunk, state, Totals(k.mT @ chunk.v, k.abs().sum(-2) if signed else None))
 
 
-def _add(chunk: Chunk, state: State | None, own: State) -> State:
+def _add(chunk: Chunk, state: Totals | None, own: Totals) -> Totals:
     """Add the contribution of a chunk to the state, which is reset where a document starts in the chunk."""
     if state is None:
         return own
     z_abs = None if own.z_abs is None or state.z_abs is None else chunk.carried(state.z_abs) + own.z_abs
-    return State(chunk.carried(state.s) + own.s, chunk.carried(state.z) + own.z, z_abs)
+    return Totals(chunk.carried(state.s) + own.s, z_abs)

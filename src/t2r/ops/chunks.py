@@ -7,12 +7,36 @@ and state are scaled this way, a chunk is computed as if there were no decay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from t2r.ops.common import State, accumulator_dtype, clock, fade, fold_groups
+
+
+class Totals(NamedTuple):
+    """A state whose normalizer is a further column, because every value has a 1 at its end: one matrix product then
+    computes numerator and denominator."""
+
+    s: Tensor  # [batch, key_heads, feature, value + 1]
+    z_abs: Tensor | None = None
+
+    @classmethod
+    def of(cls, state: State) -> Totals:
+        return cls(torch.cat([state.s, state.z[..., None]], -1), state.z_abs)
+
+    def state(self) -> State:
+        return State(self.s[..., :-1].contiguous(), self.s[..., -1].contiguous(), self.z_abs)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Totals:
+        """Apply a function to each tensor."""
+        return Totals(function(self.s), None if self.z_abs is None else function(self.z_abs))
+
+    def faded(self, left: Tensor) -> Totals:
+        """Multiply each row by the factor `left [batch or 1, key_heads, feature]`."""
+        return Totals(self.s * left[..., None], None if self.z_abs is None else self.z_abs * left.detach())
 
 
 class Stretch(NamedTuple):
@@ -66,8 +90,8 @@ class Frame(NamedTuple):
 
     def age(self, x: Tensor) -> Tensor:
         """Sum `x [batch, key_heads, group * time, feature]` over positions, weighted by their offset."""
-        by_group: Tensor = x.unflatten(2, (-1, self.offset.shape[1]))
-        return (by_group.sum(2) * self.offset[:, None, :, None]).sum((0, 2))
+        offsets = self.offset.repeat(1, x.shape[2] // self.offset.shape[1])
+        return (offsets[:, None, None] @ x)[:, :, 0].sum(0)
 
     def halfway(self, x: Tensor) -> Tensor:
         """Sum `x [batch, key_heads, feature]` over the batch, weighted by half the length."""
@@ -81,7 +105,7 @@ class Chunk(NamedTuple):
 
     q: Tensor  # [batch, key_heads, group * time, feature]
     k: Tensor  # [batch, key_heads, time, feature], masked keys are zero
-    v: Tensor
+    v: Tensor  # [batch, key_heads, time, value + 1]: the last column is 1, or 0 if masked
     same: Tensor | None  # [batch, 1, 1, time, time]: query and key belong to the same document
     fresh: Tensor | None  # [batch, 1, group * time]: the query belongs to the document of the previous state
     keep: Tensor | None  # [batch, 1, time, 1]: the key belongs to the last document of the chunk
@@ -111,7 +135,7 @@ class Chunk(NamedTuple):
         carry = self.fresh[:, :, -1]
         return x * carry.view(-1, *[1] * (x.dim() - 1))
 
-    def framed(self, state: State) -> State:
+    def framed(self, state: Totals) -> Totals:
         """Decay a state by half a chunk: from its start to its middle, or from its middle to its end."""
         return state if self.frame is None else state.faded(self.frame.state)
 
@@ -136,11 +160,11 @@ def _each(frame: Frame, chunks: int) -> list[Frame]:
     return [Frame(*part) for part in zip(*parts, strict=True)]
 
 
-def stack(states: list[State]) -> State:
+def stack(states: list[Totals]) -> Totals:
     """Stack the states of several chunks along the batch dimension."""
     if len(states) == 1:
         return states[0]
-    return State(*(None if xs[0] is None else torch.stack(xs, 1).flatten(0, 1) for xs in zip(*states, strict=True)))  # type: ignore[arg-type]
+    return Totals(*(None if xs[0] is None else torch.stack(xs, 1).flatten(0, 1) for xs in zip(*states, strict=True)))  # type: ignore[arg-type]
 
 
 def take(
@@ -152,9 +176,11 @@ def take(
     document: Tensor | None,
     stretch: Stretch,
 ) -> Chunk:
-    """Cut out the chunks of a stretch, set masked keys and values to zero, and scale for decay."""
+    """Cut out the chunks of a stretch, append a 1 to values, set masked keys and values to zero, and scale for decay."""
     dtype, heads = accumulator_dtype(q, k, v), k.shape[1]
-    q, k, v = (stretch.cut(x).to(dtype) for x in (q, k, v))
+    # Contiguous, because every product would copy a transposed factor again.
+    q, k = (stretch.cut(x).to(dtype).contiguous() for x in (q, k))
+    v = nn.functional.pad(stretch.cut(v).to(dtype), (0, 1), value=1.0)
     q, mask = fold_groups(q, heads), None if mask is None else stretch.cut(mask)
     if mask is not None:
         hidden = ~mask[:, None, :, None]
