@@ -21,6 +21,7 @@ from t2r.attention.recurrence import recurrent_sites
 from t2r.feature_maps import ACTIVATIONS
 from t2r.model import merge as merging
 from t2r.model.merge import TOLERANCE, difference, merge_cost
+from t2r.ops.constants import constant_weights
 from t2r.surgery.adapters import family as registered
 
 MERGES = [name for name in FAMILIES if registered(name).merges]
@@ -128,6 +129,25 @@ def test_the_tokens_are_the_same_in_float32(model_type, feature_map, kept):
         generation |= {"max_new_tokens": 5, "do_sample": False}
         inputs = prompts(model_type)
         assert torch.equal(folded.generate(**inputs, **generation), model.generate(**inputs, **generation))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bart", "t5"])
+@pytest.mark.parametrize("shared", [True, False])
+@torch.no_grad()
+def test_one_product_projects_a_token_while_weights_are_constant(model_type, shared):
+    site = recurrent_sites(merged(swapped(model_type, shared=shared, key_weights=not shared)))[0]
+    size = site.merged.q.in_features
+    token, two = torch.randn(3, 1, size, dtype=torch.float64), torch.randn(3, 2, size, dtype=torch.float64)
+    expected = [site.project_merged(x, site.merged, site.feature_map) for x in (token, two)]
+    calls = []
+    with constant_weights(known := {}):
+        found = [site.project_merged(x, site.merged, site.feature_map) for x in (token, two)]
+    torch.testing.assert_close(found, expected)
+    assert [name for _, name in known] == ["joint"]
+    with constant_weights({}):  # a hook must see the call of its layer
+        site.merged.k.register_forward_hook(lambda *call: calls.append(call))
+        torch.testing.assert_close(site.project_merged(token, site.merged, site.feature_map), expected[0])
+    assert len(calls) == 1
 
 
 @family

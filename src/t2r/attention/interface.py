@@ -105,8 +105,12 @@ class InterfaceAttention(Mergeable):
     def drop_query_key_projections(self) -> None:
         del self.q_proj, self.k_proj
 
-    def values(self, hidden_states: Tensor) -> Tensor:
-        return split_heads(self.v_proj(hidden_states), self.head_dim)
+    @property
+    def value_projection(self) -> nn.Module:
+        return self.v_proj
+
+    def heads(self, x: Tensor) -> Tensor:
+        return split_heads(x, self.head_dim)
 
     def forward_directly(
         self,

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from t2r.attention.joint import Joint, joinable
 from t2r.attention.recurrence import Recurrence
 from t2r.feature_maps import AffineMap, FeatureMap, split_heads
+from t2r.ops.constants import kept
 
 
 class Affine(NamedTuple):
@@ -56,9 +58,18 @@ class Mergeable(Recurrence):
         merged: Any = self._modules.get("merged_projections")
         return merged
 
+    @property
+    def value_projection(self) -> nn.Module:
+        """The layer that computes nothing but values, after a merge."""
+        raise NotImplementedError
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Split `[batch, time, heads * head_dim]` into `[batch, heads, time, head_dim]`."""
+        raise NotImplementedError
+
     def values(self, hidden_states: Tensor) -> Tensor:
         """Compute the values only, `[batch, heads, time, head_dim]`. Used after a merge."""
-        raise NotImplementedError
+        return self.heads(self.value_projection(hidden_states))
 
     def query_key_projections(self) -> tuple[Affine, Affine]:
         """Return weight `[heads * head_dim, hidden]` and bias of the query projection and of the key projection."""
@@ -71,11 +82,24 @@ class Mergeable(Recurrence):
     def attend_merged(self, x: Tensor, mask: Tensor | None, layer: Any) -> Tensor:
         """Compute causal self attention from merged projections, `[batch, heads, time, head_dim]`."""
         assert self.merged is not None and isinstance(self.feature_map, AffineMap)
-        q, k = self.merged.project_queries(x, self.feature_map), self.merged.project_keys(x, self.feature_map)
-        v = self.values(x)
+        q, k, v = self.project_merged(x, self.merged, self.feature_map)
         if (features := self.fused(q, v, mask, layer)) is None:
             q, k = self.feature_map.activate(q), self.feature_map.activate_keys(k)
         return self.advance(q, k, v, mask, layer, features)
+
+    def project_merged(
+        self, x: Tensor, merged: MergedProjections, feature_map: AffineMap
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the inputs of the activation, and values. In `generate` and the engine, one token has one product."""
+        joint = kept(self, "joint", lambda: self.joined(merged)) if x.shape[1] == 1 else None
+        if joint is None:
+            return merged.project_queries(x, feature_map), merged.project_keys(x, feature_map), self.values(x)
+        q, k, v = joint.outputs(x)
+        return split_heads(q, feature_map.rows), split_heads(k, feature_map.key_rows), self.heads(v)
+
+    def joined(self, merged: MergedProjections) -> Joint | None:
+        layers = [merged.q, merged.k, self.value_projection]
+        return Joint.of(layers) if joinable(layers) else None
 
     def become_merged(self) -> None:
         """Replace the projections of queries and keys, and the affine part of the map, by new merged projections."""

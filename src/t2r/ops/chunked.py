@@ -247,7 +247,7 @@ def _scan(
 def _each(totals: Totals, chunks: int) -> list[Totals]:
     """Split the states of several chunks."""
     parts = ((None,) * chunks if x is None else by_chunk(x, chunks).unbind(1) for x in totals)
-    return [Totals(*part) for part in zip(*parts, strict=True)]  # type: ignore[arg-type]
+    return [Totals(*part) for part in zip(*parts, strict=True)]
 
 
 def _scan_back(

@@ -176,7 +176,7 @@ def take(
     document: Tensor | None,
     stretch: Stretch,
 ) -> Chunk:
-    """Cut out the chunks of a stretch, append a 1 to values, set masked keys and values to zero, and scale for decay."""
+    """Cut out the chunks of a stretch. Append a 1 to values, set masked keys and values to 0, and scale for decay."""
     dtype, heads = accumulator_dtype(q, k, v), k.shape[1]
     # Contiguous, because every product would copy a transposed factor again.
     q, k = (stretch.cut(x).to(dtype).contiguous() for x in (q, k))

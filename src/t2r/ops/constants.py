@@ -38,3 +38,10 @@ def derived(owner: object, name: Hashable, compute: Callable[[], T]) -> T:
         kept[key] = owner, compute()  # the reference to the owner keeps its id unique
     value: T = kept[key][1]
     return value
+
+
+def kept(owner: object, name: Hashable, compute: Callable[[], T]) -> T | None:
+    """Return a `derived` value where it is computed once, and None elsewhere: for values that serve speed alone."""
+    if getattr(_thread, "kept", None) is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    return derived(owner, name, compute)

@@ -28,8 +28,9 @@ class BartRecurrence(ProjectionAttention):
     def keys_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         return self.heads(self.k_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
 
-    def values(self, hidden_states: Tensor) -> Tensor:
-        return self.heads(self.v_proj(hidden_states))
+    @property
+    def value_projection(self) -> Any:
+        return self.v_proj
 
     def query_key_projections(self) -> tuple[Affine, Affine]:
         return Affine(self.q_proj.weight, self.q_proj.bias), Affine(self.k_proj.weight, self.k_proj.bias)

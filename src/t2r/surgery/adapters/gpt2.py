@@ -38,8 +38,9 @@ class GPT2Recurrence(ProjectionAttention):
         q, k, v = self.c_attn(hidden_states).split(self.split_size, dim=-1)
         return self.heads(q), self.heads(k), self.heads(v)
 
-    def values(self, hidden_states: Tensor) -> Tensor:
-        return self.heads(self.c_attn(hidden_states))
+    @property
+    def value_projection(self) -> Any:
+        return self.c_attn
 
     def query_key_projections(self) -> tuple[Affine, Affine]:
         # The weight of a Conv1D has shape [in, out].

@@ -32,8 +32,9 @@ class T5Projections(ProjectionAttention):
     def keys_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         return self.heads(self.k(hidden_states)), self.heads(self.v(hidden_states))
 
-    def values(self, hidden_states: Tensor) -> Tensor:
-        return self.heads(self.v(hidden_states))
+    @property
+    def value_projection(self) -> Any:
+        return self.v
 
     def query_key_projections(self) -> tuple[Affine, Affine]:
         return Affine(self.q.weight, None), Affine(self.k.weight, None)

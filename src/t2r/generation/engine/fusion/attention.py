@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from t2r.attention.joint import affine, is_linear
 from t2r.attention.static import StaticSoftmaxLayer, StaticT2RCache
 from t2r.generation.engine.fusion.layers import near
-from t2r.generation.engine.fusion.products import affine, is_linear
 from t2r.generation.engine.fusion.replacing import Replacing, parts, sample
 
 logger = logging.getLogger(__name__)

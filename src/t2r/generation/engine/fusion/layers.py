@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, silu
 from transformers.activations import NewGELUActivation
 
-from t2r.generation.engine.fusion.products import affine, is_linear
-from t2r.generation.engine.fusion.replacing import ROUNDING, Replacing, can_be_bypassed, parts, reproduces, sample
+from t2r.attention.joint import affine, can_be_bypassed, is_linear
+from t2r.generation.engine.fusion.replacing import ROUNDING, Replacing, parts, reproduces, sample
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from t2r.generation.engine.fusion.replacing import Replacing, is_ordinary, reproduces, sample
+from t2r.attention.joint import is_ordinary
+from t2r.generation.engine.fusion.replacing import Replacing, reproduces, sample
 from t2r.generation.engine.fusion.sums import DeferredSums, Sum
 
 KINDS: tuple[dict[str, bool], ...] = (

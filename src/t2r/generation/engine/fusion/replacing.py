@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+
+from t2r.attention.joint import has_stock_forward, stock_forward
 
 ROUNDING = 2e-6
 """The relative difference between two orders of summation in float32."""
@@ -63,25 +64,6 @@ class Replacement:
 
     def __reduce__(self) -> Any:
         return stock_forward, (self.module,)  # for copies by another thread
-
-
-def stock_forward(module: nn.Module) -> MethodType:
-    return MethodType(type(module).forward, module)
-
-
-def has_stock_forward(module: nn.Module) -> bool:
-    """Return whether the forward of a module is that of its class, and not one of the instance, as of accelerate."""
-    return vars(module).get("forward", stock_forward(module)) == stock_forward(module)
-
-
-def can_be_bypassed(module: nn.Module) -> bool:
-    """Return whether calling a module computes its forward and nothing else, so that no call of it is required."""
-    return has_stock_forward(module) and not (module._forward_hooks or module._forward_pre_hooks)
-
-
-def is_ordinary(*tensors: Tensor | None) -> bool:
-    """Return whether weights are numbers in memory, and not quantized or distributed."""
-    return all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
 
 
 def parts(module: nn.Module) -> dict[str, Any]:
