@@ -129,6 +129,7 @@ def test_nothing_is_compiled_during_a_capture(tmp_path, monkeypatch, objective):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: compiled(layer, backend=note, **how))
     monkeypatch.setattr(objectives, "fused", lambda function: function)
     monkeypatch.setattr(CapturedStep, "capture", capture)
+    monkeypatch.setattr(preparation, "LONG", 1)
     for module in (trainer, preparation, timing):
         monkeypatch.setattr(module, "captures", lambda *_: True)
     torch.compiler.reset()
