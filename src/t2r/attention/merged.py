@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from t2r.attention.joint import Joint, joinable
 from t2r.attention.recurrence import Recurrence
 from t2r.feature_maps import AffineMap, FeatureMap, split_heads
-from t2r.ops.constants import kept
+from t2r.ops.constants import derived_once
 
 
 class Affine(NamedTuple):
@@ -91,7 +91,7 @@ class Mergeable(Recurrence):
         self, x: Tensor, merged: MergedProjections, feature_map: AffineMap
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the inputs of the activation, and values. In `generate` and the engine, one token has one product."""
-        joint = kept(self, "joint", lambda: self.joined(merged)) if x.shape[1] == 1 else None
+        joint = derived_once(self, "joint", lambda: self.joined(merged)) if x.shape[1] == 1 else None
         if joint is None:
             return merged.project_queries(x, feature_map), merged.project_keys(x, feature_map), self.values(x)
         q, k, v = joint.outputs(x)

@@ -117,7 +117,7 @@ TEXTS |= {
     **parallel(
         "zh-en",
         "news-commentary",
-        "News Commentary (data.statmt.org/news-commentary), the first lines",
+        "the first lines of News Commentary (data.statmt.org/news-commentary), with single spaces between words",
         10_000,
         "commentary-10k",
     ),

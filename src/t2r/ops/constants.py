@@ -40,7 +40,7 @@ def derived(owner: object, name: Hashable, compute: Callable[[], T]) -> T:
     return value
 
 
-def kept(owner: object, name: Hashable, compute: Callable[[], T]) -> T | None:
+def derived_once(owner: object, name: Hashable, compute: Callable[[], T]) -> T | None:
     """Return a `derived` value where it is computed once, and None elsewhere: for values that serve speed alone."""
     if getattr(_thread, "kept", None) is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
