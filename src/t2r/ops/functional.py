@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, overload
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from t2r.errors import T2RError
 from t2r.ops import reference
 from t2r.ops.common import HALF, Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
-from t2r.ops.contract import Request
+from t2r.ops.contract import Backend, Request
 from t2r.ops.registry import PREFERENCE, prefer, select
 
 LARGEST_MAPPED = 256
@@ -191,10 +192,12 @@ def step(
     if features is not None:
         if state is None:
             raise T2RError("step with features requires a state: pass one, for example of FeatureMap.empty_state")
-        request = _request("step", q, k, v, state, decay, signed=signed)
-        chosen = select(request._replace(feature=features.size, features=True), backend)
+        known = _computing_backend(q, v, features.size) if backend == "auto" and not torch.is_grad_enabled() else None
+        if known is None:
+            request = _request("step", q, k, v, state, decay, signed=signed)
+            known = select(request._replace(feature=features.size, features=True), backend)
         with no_autocast(q.device.type):
-            return chosen.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace, features=features)
+            return known.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace, features=features)
     half = inplace and state is not None and state.s.dtype in HALF
     _check(q, k, v, state, mask, None, True, signed, half=half)
     decay = None if decay is None else _checked_decay(decay, k, True)
@@ -215,13 +218,23 @@ def computes_features(q: Tensor, v: Tensor, size: int) -> bool:
     """Return whether the backend that `auto` selects for a step can compute `size` features per head itself.
 
     A compiled step computes them outside, where the compiler fuses them with other operations."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[3] > LARGEST_MAPPED:
+        return False
+    return _computing_backend(q, v, size) is not None
+
+
+def _computing_backend(q: Tensor, v: Tensor, size: int) -> Backend | None:
     device = q.device.type
-    if device not in PREFERENCE or torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    if q.shape[3] > LARGEST_MAPPED:
-        return False
-    request = Request("step", device, (q.dtype, v.dtype), size, v.shape[3], state=True, features=True)
-    return prefer(request) is not None
+    preference = PREFERENCE.get(device)
+    return None if preference is None else _find_computing(preference, device, (q.dtype, v.dtype), size, v.shape[3])
+
+
+@functools.cache  # every layer asks for every token
+def _find_computing(
+    preference: tuple[str, ...], device: str, dtypes: tuple[torch.dtype, ...], size: int, value: int
+) -> Backend | None:
+    """Return the preferred backend that computes features in a step. It depends on nothing but the arguments."""
+    return prefer(Request("step", device, dtypes, size, value, state=True, features=True), preference)
 
 
 def no_autocast(device: str) -> AbstractContextManager[object]:

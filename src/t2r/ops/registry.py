@@ -51,9 +51,9 @@ def select(request: Request, name: str = "auto") -> Backend:
     return BACKENDS[name]
 
 
-def prefer(request: Request) -> Backend | None:
-    """Return the preferred backend of the device that supports the request, or None."""
-    for name in PREFERENCE.get(request.device, ()):
+def prefer(request: Request, preference: tuple[str, ...] | None = None) -> Backend | None:
+    """Return the first backend of `preference` (default: that of the device) that supports the request, or None."""
+    for name in PREFERENCE.get(request.device, ()) if preference is None else preference:
         backend = BACKENDS[name]
         if backend.abilities.lacks(request) is None and backend.missing() is None:
             return backend

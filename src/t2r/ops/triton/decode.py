@@ -8,6 +8,9 @@ from torch import Tensor
 from t2r.ops.common import Features, State
 from t2r.ops.triton.blocks import block, inner, on_device
 from t2r.ops.triton.decode_kernel import decode, read
+from t2r.ops.triton.launch import Numbers, Repeated
+
+_decode, _read = Repeated(decode), Repeated(read)
 
 
 def _launch(
@@ -27,26 +30,43 @@ def _launch(
     out = torch.empty(batch, heads, 1, value, dtype=v.dtype, device=v.device)
     flags = None if mask is None else mask.view(torch.uint8)
     rates = None if decay is None else inner(decay)
-    group, rows = heads // key_heads, block(feature, 256)
-    columns = block(value, max(16, 8192 // rows))
     how = Features(feature, "") if features is None else features
     mapped, dim = how.q_weight is not None, 0 if how.q_weight is None else how.q_weight.shape[2]
-    with on_device(q):
-        decode[(batch * key_heads,)](
-            q, k, v, s, z, z if z_abs is None else z_abs, q if flags is None else flags, q if rates is None else rates,
-            out, *(q if x is None else x for x in how[3:]),
+
+    def numbers() -> Numbers:
+        group, rows = heads // key_heads, block(feature, 256)
+        columns = block(value, max(16, 8192 // rows))
+        integers = (
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1),
             0 if z_abs is None else z_abs.stride(0), 0 if z_abs is None else z_abs.stride(1),
             out.stride(0), out.stride(1),
             0 if flags is None else flags.stride(0), 0 if rates is None else rates.stride(0),
             key_heads, group, key_heads // k.shape[1], key_heads // v.shape[1],
+        )  # fmt: skip
+        constants = dict(
             FEATURE=feature, VALUE=value, DIM=dim,
             HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None,
             GROUPED=group > 1, MAPPED=mapped, HAS_BIAS=how.q_bias is not None, ACTIVATION=how.activation,
-            WEIGHS=how.weighs_keys, BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256), num_warps=4,
+            WEIGHS=how.weighs_keys, BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256),
         )  # fmt: skip
+        return integers, constants
+
+    states = (s, z) if z_abs is None else (s, z, z_abs)
+    given = (q, k, v, *states, *(x for x in (flags, rates, *how[3:]) if x is not None))
+    tensors = (
+        q, k, v, s, z, z if z_abs is None else z_abs, q if flags is None else flags, q if rates is None else rates, out,
+        *(q if x is None else x for x in how[3:]),
+    )  # fmt: skip
+    # Which of the optional tensors are given follows from the flags and from `how`.
+    layout = (flags is None, rates is None, how[:3], how.q_bias is None, q.get_device(), *map(_layout, given))
+    with on_device(q):
+        _decode.launch((batch * key_heads,), tensors, layout, numbers)
     return out
+
+
+def _layout(x: Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.dtype
 
 
 @torch.library.custom_op("t2r::step", mutates_args=("s", "z", "z_abs"))
@@ -100,12 +120,21 @@ def look(q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
     out = torch.empty(batch, heads, 1, value, dtype=dtype, device=q.device)
     rows = block(feature, 256)
     columns = block(value, max(16, 8192 // rows))
-    strides = (0, 0) if z_abs is None else z_abs.stride()[:2]
-    with on_device(q):
-        read[(batch * heads, -(-value // columns))](
-            q, s, z, z if z_abs is None else z_abs, out,
+
+    def numbers() -> Numbers:
+        strides = (0, 0) if z_abs is None else z_abs.stride()[:2]
+        integers = (
             q.stride(0), q.stride(1), s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1), *strides,
-            heads, heads // key_heads, FEATURE=feature, VALUE=value,
-            HAS_Z_ABS=z_abs is not None, BF=rows, BV=columns, num_warps=4,
+            heads, heads // key_heads,
         )  # fmt: skip
+        return integers, dict(FEATURE=feature, VALUE=value, HAS_Z_ABS=z_abs is not None, BF=rows, BV=columns)
+
+    given = (q, s, z) if z_abs is None else (q, s, z, z_abs)
+    with on_device(q):
+        _read.launch(
+            (batch * heads, -(-value // columns)),
+            (q, s, z, z if z_abs is None else z_abs, out),
+            (dtype, q.get_device(), *map(_layout, given)),
+            numbers,
+        )
     return out
