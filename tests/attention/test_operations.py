@@ -109,7 +109,7 @@ AROUND = {("llama", False): -21, ("llama", True): -21, ("gpt2", False): -5, ("gp
 def test_around_the_kernel_of_a_step(model_type, merged, padded, monkeypatch):
     """On a GPU, one launch computes a step. These are the operations around it, and the launch."""
     monkeypatch.setitem(registry.PREFERENCE, "cpu", ("triton",))
-    monkeypatch.setattr("t2r.ops.triton.decode.decode", Nothing())
+    monkeypatch.setattr("t2r.ops.triton.decode._decode.kernel", Nothing())
     monkeypatch.setattr(registry.BACKENDS["triton"], "parallel", registry.BACKENDS["chunked"].parallel, raising=False)
     teacher = per_layer(lambda layers: build(model_type, layers), 2, padded)
     assert 1 + per_layer(recurrent(model_type, merged), 2, padded) - teacher <= AROUND[model_type, merged]

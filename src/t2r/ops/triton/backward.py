@@ -153,13 +153,14 @@ def feature_gradients(
         for start in range(0, value, BV):
             d = start + tl.arange(0, BV)
             d_ok = d < value
-            g_num = tile(g + b * g_b + head * g_h, g_t, t, there, d, d_ok) * inv[:, None]
+            # Not divided here: the quotient would be rounded for the products, whose difference to g_den can be small.
+            given = tile(g + b * g_b + head * g_h, g_t, t, there, d, d_ok)
             values = tile(v + b * v_b + h * v_h, v_t, t, real, d, d_ok)
             s = tile(before, value, f, f_ok, d, d_ok) * half[:, None]
-            d_weights += dot(g_num, tl.trans(values), HOW)
-            dq_state += dot(g_num, tl.trans(s), HOW)
-        d_weights = tl.where(seen, d_weights + g_den[:, None], 0.0)
-        dq_state += g_den[:, None] * (z * half)[None, :]
+            d_weights += dot(given, tl.trans(values), HOW)
+            dq_state += dot(given, tl.trans(s), HOW)
+        d_weights = tl.where(seen, d_weights * inv[:, None] + g_den[:, None], 0.0)
+        dq_state = dq_state * inv[:, None] + g_den[:, None] * (z * half)[None, :]
         if PACKED:
             dq_state = tl.where(fresh[:, None], dq_state, 0.0)
         queries = tile(q + b * q_b + head * q_h, q_t, t, there, f, f_ok)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from t2r.ops.triton.math import SIZES, chunk, divide, dot, saturate, tile, visible
+from t2r.ops.triton.math import SIZES, chunk, divide, dot, rounded, saturate, tile, visible
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def outputs(
         num = tl.where(fresh[:, None], num, 0.0)
         den = tl.where(fresh, den, 0.0)
         total = tl.where(fresh, total, 0.0)
-    weights = tl.where(seen, weights, 0.0)
+    weights = rounded(tl.where(seen, weights, 0.0), HOW)  # numerator and denominator have the same weights
     values = tile(v + b * v_b + h * v_h, v_t, t, real, d, d_ok)
     num += dot(weights, values, HOW)
     den += tl.sum(weights, 1)

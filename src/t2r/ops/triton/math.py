@@ -27,6 +27,14 @@ def dot(a, b, HOW: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, HOW: tl.constexpr):
+    """Round to what `dot` multiplies, so that a sum of these numbers agrees with a product of them."""
+    if HOW == "bf16" or HOW == "bf16 emulated":
+        x = x.to(tl.bfloat16).to(tl.float32)
+    return x
+
+
+@triton.jit
 def bounds(den, total, HAS_TOTAL: tl.constexpr):
     """Compute `safe_denominator`: the safe denominator, where it was bounded, and where all weights are zero."""
     if HAS_TOTAL:
