@@ -23,8 +23,8 @@ from t2r.training.steps.job import Job
 
 COMPILATIONS = 64
 """Compilations of layers in a stage. Layers of further kinds would run without."""
-LONG, LONG_MINUTES = 5_000, 10
-"""Steps, or minutes, from which on layers are compiled for batches of several shapes: this takes one to three minutes
+LONG, LONG_MINUTES = 20_000, 30
+"""Steps, or minutes, from which on layers are compiled for batches of several shapes: this takes one to five minutes
 and saves about 15 ms per step."""
 
 
