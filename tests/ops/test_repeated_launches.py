@@ -44,14 +44,20 @@ def test_only_a_known_layout_of_aligned_tensors_is_launched_directly():
     memory = torch.zeros(64)
     x, shifted = memory[:8], memory[1:9]
 
-    def launch(tensor, layout):
-        repeated.launch((3,), (tensor,), layout, lambda: ((5, 7), {"SIZE": 8}))
+    def launch(tensor, kind):
+        repeated.launch((tensor, None), kind, lambda: ((3,), (5, 7), {"SIZE": 8}))
         return kernel.launches[-1][0]
 
     assert launch(shifted, "a") == "prepared"
     assert launch(x, "a") == "prepared", "the kernel for tensors that are not aligned is another one"
     assert launch(x, "a") == "direct"
-    assert kernel.launches[-1][1:] == ((3, 1, 1), (x, 5, 7, 8))
+    assert kernel.launches[-1][1] == (3, 1, 1)
+    assert kernel.launches[-1][2][:2] == (x, x), "the first tensor stands for one that is not given"
+    assert kernel.launches[-1][2][2:] == (5, 7, 8)
+    assert launch(memory[:4], "a") == "prepared", "another shape"
+    assert launch(memory[:16:2], "a") == "prepared", "other strides"
+    assert launch(x.int(), "a") == "prepared", "another dtype"
+    assert launch(x, "a") == "direct"
     assert launch(shifted, "a") == "prepared"
     assert launch(x, "b") == "prepared"
     for i in range(2 * MOST):

@@ -3,7 +3,6 @@
 `generate()` launches the kernel of a decoding step once per layer and token, always with tensors of the same layout. A
 `Repeated` kernel is compiled and inspected for a layout once. After that, the compiled kernel is launched directly.
 """
-# mypy: ignore-errors
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ ALIGNMENT = 16
 MOST = 1024
 """Layouts that are remembered. A program has few: they are forgotten only if something makes new ones all the time."""
 
-Numbers = tuple[tuple[int, ...], dict[str, Any]]
+Arguments = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]
+"""The grid, the integers, and the constants by name."""
 
 
 class Repeated:
@@ -27,27 +27,33 @@ class Repeated:
         self.kernel = kernel
         self.ready: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 
-    def launch(
-        self, grid: tuple[int, ...], tensors: tuple[Tensor, ...], layout: Hashable, numbers: Callable[[], Numbers]
-    ) -> None:
+    def launch(self, given: tuple[Tensor | None, ...], kind: Hashable, arguments: Callable[[], Arguments]) -> None:
         """Launch the kernel on the current device.
 
         Args:
-            layout: everything from which `grid` and `numbers` follow, and the dtypes of all tensors.
-            numbers: returns the integers, and the constants by name. Called for a new layout only.
+            given: the tensors. The first is also passed in place of each that is None, which the kernel does not read.
+            kind: what `arguments` depend on, beside the layout of the tensors.
+            arguments: returns the other arguments. Called for a new layout or kind only.
         """
-        together = 0
-        for x in tensors:
-            together |= x.data_ptr()
-        aligned = together % ALIGNMENT == 0
-        if aligned and (known := self.ready.get(layout)) is not None:
-            runner, rest = known
-            runner(*tensors, *rest)
+        first: Any = given[0]
+        key, tensors, addresses = [kind, first.get_device()], [], 0
+        for x in given:
+            if x is None:
+                key.append(None)
+                tensors.append(first)
+            else:
+                key += x.shape, x.stride(), x.dtype
+                tensors.append(x)
+                addresses |= x.data_ptr()
+        layout, aligned = tuple(key), addresses % ALIGNMENT == 0
+        known = self.ready.get(layout) if aligned else None
+        if known is not None:
+            run, rest = known
+            run(*tensors, *rest)
             return
-        integers, constants = numbers()
+        grid, integers, constants = arguments()
         compiled = self.kernel[grid](*tensors, *integers, **constants, num_warps=4)
         if aligned and compiled is not None:  # the interpreter compiles nothing
             if len(self.ready) >= MOST:
                 self.ready.clear()
-            blocks = (*grid, 1, 1)[:3]
-            self.ready[layout] = compiled[blocks], (*integers, *constants.values())
+            self.ready[layout] = compiled[(*grid, 1, 1)[:3]], (*integers, *constants.values())
