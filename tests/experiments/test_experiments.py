@@ -322,9 +322,26 @@ def test_the_list_names_models_and_texts():
         for scale in scales_of(name) or [None]:
             experiment = load_experiment(name, scale)
             assert f"{name}: {experiment.title}" in done.stdout
-            assert all(TEXTS[text].source in done.stdout for text in experiment.texts())
+            assert all(
+                re.search(rf"^    {TEXTS[text].files[0]}.*: .", done.stdout, re.M) for text in experiment.texts()
+            )
     listed = json.loads(CliRunner().invoke(app, ["reproduce", "--list", "--json"]).stdout)
     assert [entry["name"] for entry in listed] == shipped_experiments()
+
+
+def test_the_list_of_one_experiment():
+    """It names the steps, of which those in the shipped record have a time, and no other texts."""
+    experiment = load_experiment("table1", "small")
+    done = CliRunner().invoke(app, ["reproduce", "table1", "--scale", "small", "--list"])
+    assert done.exit_code == 0
+    assert f"{len(experiment.steps)} steps at scale small, " in done.stdout
+    assert all(re.search(rf"^    {step.name}( \(.+\))?$", done.stdout, re.M) for step in experiment.steps)
+    assert "teacher (2.6 minutes)" in done.stdout
+    assert "zh-en" not in done.stdout
+    listed = json.loads(CliRunner().invoke(app, ["reproduce", "ops-cpu", "--list", "--json"]).stdout)
+    assert (listed["name"], listed["texts"]) == ("ops-cpu", [])
+    assert "at scale smoke:" in CliRunner().invoke(app, ["reproduce", "table1", "--list"]).stdout
+    assert "nosuch" in str(CliRunner().invoke(app, ["reproduce", "nosuch", "--list"]).exception)
 
 
 def test_command_line_errors():

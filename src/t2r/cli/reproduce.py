@@ -43,13 +43,16 @@ def reproduce(
         list[str] | None,
         typer.Option(help="A record, or the name of a shipped one, whose steps are not run again. Repeatable."),
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the experiments, their models and their texts.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the experiments, or the steps of the named one, and their texts.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the commands behind a published table.
 
     \b
     t2r reproduce --list
+    t2r reproduce table1 --scale small --list                  its steps, and the texts it requires
     t2r reproduce smollm2-pure --data texts --model smollm2=models/smollm2
     t2r reproduce ops-cpu --json
     t2r reproduce table1 --scale smoke                         a table of the paper, at a scale for a CPU
@@ -67,13 +70,15 @@ def reproduce(
     from t2r.experiments import listing
     from t2r.experiments import reproduce as run
     from t2r.experiments.claims import claims_of
+    from t2r.experiments.experiment import load_experiment, scales_of
     from t2r.experiments.tables import record_tables
 
     if list_:
-        if as_json:
-            print_json(listing.as_dicts())
-        else:
-            print("\n".join(listing.lines()))
+        if name is None:
+            print_json(listing.as_dicts()) if as_json else print(*listing.lines(), sep="\n")
+            return
+        named = load_experiment(name, scale or next(iter(scales_of(name)), None), seeds)
+        print_json(listing.as_dict(named)) if as_json else print(*listing.lines_of(named), sep="\n")
         return
     if name is None:
         raise T2RError("no experiment given: see --list")
