@@ -126,9 +126,8 @@ class InterfaceAttention(Mergeable):
         if self.merged is not None:
             out = self.attend_merged(hidden_states, mask, layer)
         else:
-            size = self.head_dim
-            q, k = split_heads(self.q_proj(hidden_states), size), split_heads(self.k_proj(hidden_states), size)
-            out = self.attend(q, k, self.values(hidden_states), mask, layer, self.scaling)
+            q, k, v = map(self.heads, self.outputs(hidden_states, self.q_proj, self.k_proj, self.v_proj))
+            out = self.attend(q, k, v, mask, layer, self.scaling)
         return self.output_projection(join_heads(out)), None
 
 

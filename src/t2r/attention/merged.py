@@ -90,16 +90,17 @@ class Mergeable(Recurrence):
     def project_merged(
         self, x: Tensor, merged: MergedProjections, feature_map: AffineMap
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the inputs of the activation, and values. In `generate` and the engine, one token has one product."""
-        joint = derived_once(self, "joint", lambda: self.joined(merged)) if x.shape[1] == 1 else None
-        if joint is None:
-            return merged.project_queries(x, feature_map), merged.project_keys(x, feature_map), self.values(x)
-        q, k, v = joint.outputs(x)
+        """Compute the inputs of the activation, and values."""
+        q, k, v = self.outputs(x, merged.q, merged.k, self.value_projection)
         return split_heads(q, feature_map.rows), split_heads(k, feature_map.key_rows), self.heads(v)
 
-    def joined(self, merged: MergedProjections) -> Joint | None:
-        layers = [merged.q, merged.k, self.value_projection]
-        return Joint.of(layers) if joinable(layers) else None
+    def outputs(self, x: Tensor, *layers: nn.Module) -> list[Tensor]:
+        """Compute the outputs of projections of x. In `generate`, those of one token are one product."""
+        if x.shape[1] == 1:
+            joint = derived_once(self, "joint", lambda: Joint.of(layers) if joinable(layers) else None)
+            if joint is not None:
+                return joint.outputs(x)
+        return [layer(x) for layer in layers]
 
     def become_merged(self) -> None:
         """Replace the projections of queries and keys, and the affine part of the map, by new merged projections."""

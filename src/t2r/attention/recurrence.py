@@ -51,7 +51,7 @@ class Recurrence(nn.Module):
         """Compute causal attention of new tokens, from the state of the cache: `[batch, heads, time, head_dim]`."""
         if (features := self.fused(q, v, mask, layer, scaling)) is None:
             one = q.shape[2] == 1 and layer is not None and not torch.is_grad_enabled()
-            q, k = (self.feature_map.of_token if one else self.feature_map)(q * scaling, k)
+            q, k = self.feature_map.of_token(q, k, scaling) if one else self.feature_map(q * scaling, k)
         return self.advance(q, k, v, mask, layer, features)
 
     def fused(self, q: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float = 1.0) -> ops.Features | None:

@@ -132,9 +132,9 @@ class FeatureMap(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.queries(q), self.keys(k)
 
-    def of_token(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `forward` for a single token, without gradients."""
-        return self.forward(q, k)
+    def of_token(self, q: Tensor, k: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Compute `forward(q * scaling, k)` for a single token, without gradients."""
+        return self.forward(q * scaling, k)
 
     def step_features(self, scaling: float) -> Features | None:
         """Return how `ops.step` can compute the features itself, from queries without their scale. None: it cannot."""
@@ -289,13 +289,13 @@ class AffineMap(FeatureMap):
         y = self.key_map(k)
         return self.activate_keys(y if self.key_weight is None else torch.cat([y, self.key_weight(k)], dim=-1))
 
-    def of_token(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def of_token(self, q: Tensor, k: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
         def arrange() -> tuple[TokenAffine, TokenAffine]:
             queries = self.query_map or self.key_map
-            of_q = TokenAffine.of(queries.weight, queries.bias, self.num_heads)
+            of_q = TokenAffine.of(queries.weight * scaling, queries.bias, self.num_heads)
             return of_q, TokenAffine.of(*self.affine_k(), self.num_key_value_heads)
 
-        of_q, of_k = derived(self, "token", arrange)
+        of_q, of_k = derived(self, ("token", scaling), arrange)
         return self.activate(of_q(q)), self.activate_keys(of_k(k))
 
     def draw(self, generator: torch.Generator) -> None:
