@@ -51,7 +51,8 @@ def converted(layers: int):
 
 
 def test_a_recorded_step_has_fewer_operations(monkeypatch):
-    """Of a recurrent layer of a Llama: three projections are one product, a norm has four operations, and queries are not scaled."""
+    """Of a recurrent layer of a Llama: three projections are one product, a norm has four operations, and the scale of
+    queries is in their map."""
     counts, build = [], Recording.__init__
 
     def counting(self, *args):
