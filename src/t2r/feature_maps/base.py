@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from t2r.errors import T2RError
 from t2r.feature_maps.tensors import TokenAffine, affine, full_precision, like_linear
 from t2r.ops import FASTEST_DECAY, LARGEST_LOG_WEIGHT, Features, State
+from t2r.ops.common import HALF
 from t2r.ops.constants import derived
 
 # Catches typing errors. At 16 times the head size, the state is as large as the keys and values of 8 * head_dim tokens.
@@ -290,6 +291,9 @@ class AffineMap(FeatureMap):
         return self.activate_keys(y if self.key_weight is None else torch.cat([y, self.key_weight(k)], dim=-1))
 
     def of_token(self, q: Tensor, k: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+        if q.dtype in HALF:  # scaled weights would be rounded: keep the arithmetic of `forward`
+            q, scaling = q * scaling, 1.0
+
         def arrange() -> tuple[TokenAffine, TokenAffine]:
             queries = self.query_map or self.key_map
             of_q = TokenAffine.of(queries.weight * scaling, queries.bias, self.num_heads)
