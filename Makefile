@@ -48,13 +48,14 @@ clean:  ## Remove everything that make built, including the environments
 
 install: $(INSTALLED)  ## Set up the environment in .venv (all targets do this if needed)
 
-# The stamp is written last, so that an interrupted install is repeated.
+# The stamp is written last, so that an interrupted install is repeated. Modules are byte-compiled when they are first
+# imported: to compile all of them would take a minute or two.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "t2r requires Python 3.11 or newer, and '$(PYTHON)' is not: e.g. make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Setting up .venv (minutes the first time, then seconds)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
 # torch comes from .venv: it is large, and an older version may not be available as a CPU build.
@@ -62,5 +63,5 @@ $(OLDEST): $(INSTALLED) tests/oldest.py
 	@echo "Setting up .venv-oldest on top of .venv"
 	@$(BIN)/python -m venv .venv-oldest
 	@$(BIN)/python tests/oldest.py .venv-oldest
-	@.venv-oldest/bin/python -m pip install -qq --disable-pip-version-check -r .venv-oldest/oldest.txt
+	@.venv-oldest/bin/python -m pip install -qq --no-compile --disable-pip-version-check -r .venv-oldest/oldest.txt
 	@touch $@
