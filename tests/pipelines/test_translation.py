@@ -127,6 +127,28 @@ def test_resumed_is_as_if_it_had_not_been_stopped(world, tmp_path, monkeypatch):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_neighboring_lines_are_joined(world, tmp_path, monkeypatch):
+    """Both those with given targets and those that the teacher translates; a longer side counts as its tokens."""
+    made = []
+    real = translation.JoinedCorpus
+
+    def watched(*args):
+        made.append(real(*args))
+        return made[-1]
+
+    monkeypatch.setattr(translation, "JoinedCorpus", watched)
+    both = [str(world / "train.src"), str(world / "more.src")]
+    run(world, tmp_path / "out", source=both, target=[str(world / "train.tgt"), "teacher"], join=3)
+    given, taught = made[0], made[-1]
+    assert (len(given.corpus), len(taught.corpus)) == (60, 40)
+    assert len(given) < 60 / 1.5
+    assert len(taught) < 40 / 1.5
+    ends = [taught[i].target.tolist().count(2) for i in range(len(taught))]
+    assert set(ends) == {1}
+    with pytest.raises(t2r.T2RError, match="join must be at least 1"):
+        run(world, tmp_path / "other", join=0)
+
+
 def test_the_teacher_translates_the_sources(world, tmp_path, monkeypatch):
     out = tmp_path / "out"
     both = [str(world / "train.src"), f"{world / 'more.src'}:2"]

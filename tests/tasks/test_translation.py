@@ -429,7 +429,7 @@ def test_a_warning_if_longer_lines_are_measured_than_learned(tmp_path, tokenizer
     task = Translation(tokenizer, source, target, *map(str, long), progress=False)
     task.check(teacher, [64])
     task.prepare(None, 64)
-    assert ("add longer pairs" in caplog.text) == (times == 3)
+    assert ("join neighboring lines (--join 4)" in caplog.text) == (times == 3)
 
 
 def test_mistakes_of_the_caller(tmp_path, tokenizer, teacher):

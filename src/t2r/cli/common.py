@@ -84,6 +84,14 @@ TeacherBeams = Annotated[
         help="Beams of the search for --tgt teacher. 1: greedy, several times as fast.",
     ),
 ]
+Join = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Join neighboring pairs of lines: groups of 1, 2, ... up to this many, in turn, become one pair. For text "
+        "with shorter lines than those that will be translated.",
+    ),
+]
 ValidSrc = Annotated[str | None, typer.Option(help="Source sentences to measure BLEU on.")]
 ValidTgt = Annotated[str | None, typer.Option(help="References of --valid-src.")]
 Documents = Annotated[bool, typer.Option(help="Attention does not cross document boundaries inside a block.")]

@@ -12,6 +12,7 @@ from t2r.cli.common import (
     Device,
     Documents,
     GradientCheckpointing,
+    Join,
     Limit,
     Model,
     Overwrite,
@@ -66,6 +67,7 @@ def convert(
     source_language: SourceLanguage = None,
     target_language: TargetLanguage = None,
     teacher_beams: TeacherBeams = None,
+    join: Join = 1,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -129,6 +131,7 @@ def convert(
             source_language=source_language,
             target_language=target_language,
             teacher_beams=teacher_beams,
+            join=join,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_, recipe),
             minutes=minutes,

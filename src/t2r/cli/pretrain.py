@@ -12,6 +12,7 @@ from t2r.cli.common import (
     Device,
     Documents,
     GradientCheckpointing,
+    Join,
     Limit,
     Overwrite,
     Quiet,
@@ -80,6 +81,7 @@ def pretrain(
     source_language: SourceLanguage = None,
     target_language: TargetLanguage = None,
     teacher_beams: TeacherBeams = None,
+    join: Join = 1,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -149,6 +151,7 @@ def pretrain(
             source_language=source_language,
             target_language=target_language,
             teacher_beams=teacher_beams,
+            join=join,
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_),
             model_overrides=model_set or [],

@@ -73,13 +73,16 @@ class Texts:
         seed: int,
         progress: bool,
         teacher_beams: int | None = None,
+        join: int = 1,
         **of_text: Any,
     ) -> Task:
         """Return the training task. `of_text` are further arguments of `LanguageModeling`."""
         common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
         if self.translates:
             pairs = (self.source, self.target, self.valid_source, self.valid_target)
-            return Translation(tokenizer, *pairs, teacher_beams=teacher_beams, **common)
+            return Translation(tokenizer, *pairs, teacher_beams=teacher_beams, join=join, **common)
+        if join != 1:
+            raise T2RError("join is for parallel text: give --src and --tgt, or leave it out")
         return LanguageModeling(
             tokenizer, self.sources(plan), self.valid, documents=self.documents, **of_text, **common
         )

@@ -54,6 +54,7 @@ def convert(
     source_language: str | None = None,
     target_language: str | None = None,
     teacher_beams: int | None = None,
+    join: int = 1,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     minutes: float | None = None,
@@ -98,6 +99,8 @@ def convert(
             saved with the model.
         teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
             times as fast.
+        join: groups of 1, 2, ... up to this many neighboring pairs of lines, in turn, become one pair: for text with
+            shorter lines than those that will be translated.
         recipe: the name of a shipped recipe or a YAML file. `overrides` are `stage.field=value`. None: `distill-lm`, or
             `distill-mt` with `source`.
         minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
@@ -153,8 +156,8 @@ def convert(
         set_languages(base, tokens, source_language, target_language)
     elif source_language or target_language:
         raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
-    of_teacher = {"teacher_beams": teacher_beams, "teacher_tokens": teacher_tokens}
-    task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_teacher)
+    of_data: dict[str, Any] = {"teacher_beams": teacher_beams, "teacher_tokens": teacher_tokens, "join": join}
+    task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_data)
     plan = texts.fitted(plan, base)
     config = T2RConfig(**swap_options)
     check_auto(auto, plan, config, base)

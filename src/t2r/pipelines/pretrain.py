@@ -60,6 +60,7 @@ def pretrain(
     source_language: str | None = None,
     target_language: str | None = None,
     teacher_beams: int | None = None,
+    join: int = 1,
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     model_overrides: Sequence[str] = (),
@@ -101,6 +102,7 @@ def pretrain(
             saved with the model.
         teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
             times as fast.
+        join: groups of 1, 2, ... up to this many neighboring pairs of lines, in turn, become one pair.
         recipe: a shipped recipe or a YAML file, instead of the preset's. `overrides` are `stage.field=value`.
         model_overrides: `field=value` for the model configuration.
         minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
@@ -178,7 +180,7 @@ def pretrain(
     plan = texts.fitted(plan, model)
     sizes = [stage.block_size for stage in plan.stages]
     # The model is not trained on longer sequences, and so not measured on them.
-    of_data = {"teacher_beams": teacher_beams, "longest": max(sizes)}
+    of_data: dict[str, Any] = {"teacher_beams": teacher_beams, "join": join, "longest": max(sizes)}
     task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_data)
     task.check(model, sizes)
 

@@ -19,6 +19,7 @@ from t2r.data.fingerprint import of_tokenizer
 from t2r.data.mixture import Sources, exact, readings_of_shares, warn_of_shares
 from t2r.data.parallel.blocks import PairBlocks
 from t2r.data.parallel.corpus import Pair, ParallelCorpus, encode_sources, encode_targets, tokenize_pairs
+from t2r.data.parallel.joined import JoinedCorpus
 from t2r.data.parallel.lines import find_file, parse_pairs, read_pairs
 from t2r.data.pieces import warn_of_target_pieces
 from t2r.data.progress import progress_bar
@@ -55,6 +56,7 @@ class Translation(Task):
         beams: beams of the search, in evaluation and for the teacher's translations.
         teacher_beams: beams for the teacher's translations, if other than `beams`; 1: greedy search, which is faster.
         length_penalty: length penalty of the beam search.
+        join: groups of 1, 2, ... up to this many neighboring pairs, in turn, become one pair.
         limit: maximum number of lines to evaluate.
         seed: seed for grouping pairs of equal length into blocks.
         progress: whether to show progress bars.
@@ -78,6 +80,7 @@ class Translation(Task):
         beams: int = RunOptions.beams,
         teacher_beams: int | None = None,
         length_penalty: float = RunOptions.length_penalty,
+        join: int = 1,
         limit: int | None = None,
         seed: int = 0,
         progress: bool = True,
@@ -90,6 +93,9 @@ class Translation(Task):
         self.valid_source, self.valid_target = valid_source, valid_target
         self.beams, self.length_penalty, self.limit = beams, length_penalty, limit
         self.teacher_beams = beams if teacher_beams is None else teacher_beams
+        if join < 1:
+            raise T2RError(f"join must be at least 1; got {join}")
+        self.join = join
         self.seed, self.progress, self.caching = seed, progress, caching
         self.corpora: dict[int, ParallelCorpus] = {}
         """By the number of the pair."""
@@ -106,7 +112,8 @@ class Translation(Task):
     # --- Data -----------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        return {
+        joined = {} if self.join == 1 else {"join": self.join}
+        return joined | {
             "pairs": list(map(str, self.pairs)),
             "valid": None if self.valid_source is None else [self.valid_source, self.valid_target],
             "limit": self.limit,
@@ -160,11 +167,19 @@ class Translation(Task):
         with self.caching():
             for i, pair in enumerate(self.pairs):
                 if pair.target != TEACHER:
-                    self.corpora[i] = tokenize_pairs(
+                    corpus = tokenize_pairs(
                         pair.source, pair.target, self.tokenizer, progress=self.progress, tokenizer_key=key
                     )
+                    self.corpora[i] = self.joined(corpus)
         self.blocks.clear()
         self.asked = sum(about_tokens(pair.source, self.tokenizer) for pair in self.pairs if pair.target == TEACHER)
+
+    def joined(self, corpus: ParallelCorpus) -> ParallelCorpus:
+        """Return the pairs of a corpus, or those of neighboring lines."""
+        if self.join == 1:
+            return corpus
+        special = set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
+        return JoinedCorpus(corpus, self.join, special, self.positions)
 
     @property
     def asked_of_teacher(self) -> int:
@@ -190,9 +205,10 @@ class Translation(Task):
                     progress=self.progress,
                 )
                 name = f"{pair.source}, translated by the teacher"
-                self.corpora[i] = tokenize_pairs(
+                corpus = tokenize_pairs(
                     pair.source, str(written), self.tokenizer, name=name, as_tokens=True, progress=self.progress
                 )
+                self.corpora[i] = self.joined(corpus)
         self.blocks.clear()
         for corpus in self.corpora.values():
             for side, size in zip((corpus.source, corpus.target), self.vocabularies or (), strict=False):
@@ -208,7 +224,7 @@ class Translation(Task):
         if measured > LONGER * learned:
             logger.warning(
                 "pairs of the training text have %.0f tokens in the mean, and those of %s have %.0f: an RNN loses most "
-                "on lines that are longer than what it learned; add longer pairs, such as neighboring lines joined",
+                "on lines that are longer than what it learned; join neighboring lines (--join 4), or add longer ones",
                 learned,
                 self.valid_source,
                 measured,
