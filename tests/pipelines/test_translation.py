@@ -138,7 +138,9 @@ def test_neighboring_lines_are_joined(world, tmp_path, monkeypatch):
 
     monkeypatch.setattr(translation, "JoinedCorpus", watched)
     both = [str(world / "train.src"), str(world / "more.src")]
-    run(world, tmp_path / "out", source=both, target=[str(world / "train.tgt"), "teacher"], join=3)
+    results = run(world, tmp_path / "out", source=both, target=[str(world / "train.tgt"), "teacher"], join=3)
+    assert [entry["join"] for entry in results["mixture"]] == [3, 3]
+    assert "of up to 3 neighboring lines each" in (tmp_path / "out" / "README.md").read_text()
     given, taught = made[0], made[-1]
     assert (len(given.corpus), len(taught.corpus)) == (60, 40)
     assert len(given) < 60 / 1.5

@@ -279,7 +279,9 @@ class Translation(Task):
         for pair in self.pairs:
             target = "translations by the base model" if pair.target == TEACHER else f"`{Path(pair.target).name}`"
             names.append(f"`{Path(pair.source).name}` with {target}{pair.weighted.told}")
-        return f"{', '.join(names)}: {counted(sum(map(len, self.corpora.values())), 'pair')}, {self.tokens:,} tokens"
+        joined = "" if self.join == 1 else f", of up to {self.join} neighboring lines each"
+        pairs = counted(sum(map(len, self.corpora.values())), "pair")
+        return f"{', '.join(names)}: {pairs}{joined}, {self.tokens:,} tokens"
 
     def mixture(self, read: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
         total = sum(map(sum, read.values()))
@@ -289,6 +291,7 @@ class Translation(Task):
                 return []
             own = {stage: tokens[i] for stage, tokens in read.items()}
             size = {"pairs": len(self.corpora[i]), "tokens": int(self.corpora[i].lengths.sum())}
+            size |= {} if self.join == 1 else {"join": self.join}
             sources.append(pair.weighted.record(own, total) | {"target": pair.target} | size)
         return sources
 
