@@ -74,11 +74,11 @@ def reproduce(
     from t2r.experiments.tables import record_tables
 
     if list_:
-        if name is None:
-            print_json(listing.as_dicts()) if as_json else print(*listing.lines(), sep="\n")
-            return
-        named = load_experiment(name, scale or next(iter(scales_of(name)), None), seeds)
-        print_json(listing.as_dict(named)) if as_json else print(*listing.lines_of(named), sep="\n")
+        named = None if name is None else load_experiment(name, scale or next(iter(scales_of(name)), None), seeds)
+        if as_json:
+            print_json(listing.as_dicts() if named is None else listing.as_dict(named))
+        else:
+            print(*(listing.lines() if named is None else listing.lines_of(named)), sep="\n")
         return
     if name is None:
         raise T2RError("no experiment given: see --list")
