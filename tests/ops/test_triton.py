@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -39,14 +41,21 @@ def test_values_and_gradients(arguments):
     agree(arguments)
 
 
+SWEEPS = [(1, 256), (1 << 30, 1 << 30), (1 << 30, 4)]
+"""MANY and FILL of `sequence`: one segment, one chunk per segment, and several."""
+
+
 @needs_triton
-@pytest.mark.parametrize("arguments", [{**CASES[1], "batch": 2, "key_heads": 2, "group": 2}, CASES[2]], ids=str)
-def test_programs_that_go_through_time(arguments, monkeypatch):
-    """These kernels are used for many sequences and heads."""
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+@pytest.mark.parametrize("flags", [{}, {k: v for k, v in everything.items() if k != "signed"}], ids=str)
+def test_sweeps(sweep, flags, monkeypatch):
+    """Programs that go through several chunks, in bfloat16."""
     from t2r.ops.triton import sequence
 
-    monkeypatch.setattr(sequence, "MANY", 1)
-    agree(arguments)
+    for name, value in zip(("MANY", "FILL"), sweep, strict=True):
+        monkeypatch.setattr(sequence, name, value)
+    case = {"time": 70, "batch": 1, "key_heads": 2, "group": 1, "feature": 17, "value": 20, "dtype": torch.bfloat16}
+    agree(case | flags, factor=2.0 if flags else 1.0)  # see below
 
 
 def agree(arguments, factor=1.0):
@@ -62,18 +71,19 @@ def agree(arguments, factor=1.0):
     "flags", [{}, {"decay": True}, {k: v for k, v in everything.items() if k != "signed"}], ids=str
 )
 @pytest.mark.parametrize("size", [(64, 64), (128, 64), (32, 128), (100, 72)], ids=str)
-def test_both_ways_through_time_on_a_gpu(size, flags, dtype, monkeypatch):
+def test_all_ways_through_time_on_a_gpu(size, flags, dtype, monkeypatch):
     from t2r.ops.triton import sequence
 
     feature, value = size
     # In bfloat16, dq is a difference of two terms that are rounded separately, and it is small in documents of a few
     # tokens. One case is off by 1.9 % of the largest entry in the interpreter, and by 2.3 % on an H200.
     factor = 2.0 if dtype == torch.bfloat16 and "starts" in flags else 1.0
-    for many in (1, 1 << 30):
+    sizes = {"batch": 2, "key_heads": 3, "feature": feature, "value": value, "dtype": dtype}
+    for (many, fill), group in itertools.product(SWEEPS, (1, 2)):
         monkeypatch.setattr(sequence, "MANY", many)
-        for time in (1, 64, 200):
-            case = {"time": time, "batch": 2, "key_heads": 3, "feature": feature, "value": value, "dtype": dtype}
-            agree(case | flags, factor)
+        monkeypatch.setattr(sequence, "FILL", fill)
+        for time in (1, 64, 300):
+            agree(sizes | {"time": time, "group": group} | flags, factor)
 
 
 @needs_triton

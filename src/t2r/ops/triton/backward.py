@@ -1,6 +1,6 @@
-"""The backward pass: the division, the gradients that each chunk's queries give to the state before it, the reverse
+"""The backward pass: the division, the gradients that the queries of a segment give to the state before it, the reverse
 scan, and the gradients of each chunk. States are recomputed. Names are those of `forward`. `gradients` has the layout
-of `states` without z_abs, and slot c is the gradient of the state before chunk c.
+of `states` without z_abs, and slot i is the gradient of the state before segment i.
 """
 # mypy: ignore-errors
 
@@ -44,59 +44,51 @@ def division(
     tl.store(g_dens + row, tl.where(bounded, 0.0, -product * inv), mask=there)
 
 
-@triton.jit
-def asked(
-    q, g, inverse, g_dens, q_b, q_h, q_t, g_b, g_h, g_t, b, h, key_heads, group, time,
-    t, rows, f, f_ok, d, d_ok, rate, clock,
-    DECAY: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of s and z before a chunk from its queries, summed over the heads of a group."""
-    ds = tl.zeros([BF, BV], tl.float32)
-    dz = tl.zeros([BF], tl.float32)
-    for i in range(0, group):
-        head = h * group + i
-        row = (b * key_heads * group + head) * time + t
-        queries = tile(q + b * q_b + head * q_h, q_t, t, rows, f, f_ok)
-        if DECAY:
-            queries *= tl.exp(-clock[:, None] * rate[None, :])
-        g_num = tile(g + b * g_b + head * g_h, g_t, t, rows, d, d_ok)
-        if NORMALIZED:
-            g_num *= tl.load(inverse + row, mask=rows, other=0.0)[:, None]
-        g_den = tl.load(g_dens + row, mask=rows, other=0.0)
-        ds += dot(tl.trans(queries), g_num, HOW)
-        dz += tl.sum(queries * g_den[:, None], 0)
-    return ds, dz
-
-
-@triton.jit(do_not_specialize=SIZES)
-def chunk_gradients(
+@triton.jit(do_not_specialize=[*SIZES, "per"])
+def segment_gradients(
     q, g, inverse, g_dens, decay, mask, document, gradients,
     q_b, q_h, q_t, g_b, g_h, g_t,
-    key_heads, group, time, feature, value, chunks, slot,
+    key_heads, group, time, feature, value, chunks, per, slot,
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient that the queries of chunk c give to the state before it to slot c."""
+    """Write the gradient that the queries of segment i give to the state before it to slot i."""
     feature, value = feature * ALIGN, value * ALIGN
-    c = tl.program_id(2)
+    segment = tl.program_id(2)
     value_blocks = (value + BV - 1) // BV
-    f_block = tl.program_id(1) // value_blocks
     v_block = tl.program_id(1) % value_blocks
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
-    t, there, _, clock, _, _, fresh, _, _ = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
-    rows = there & fresh
-    f = f_block * BF + tl.arange(0, BF)
+    f = (tl.program_id(1) // value_blocks) * BF + tl.arange(0, BF)
     d = v_block * BV + tl.arange(0, BV)
     f_ok, d_ok = f < feature, d < value
     rate = tl.zeros([BF], tl.float32)
     if DECAY:
         rate = tl.load(decay + h * feature + f, mask=f_ok, other=0.0)
-    ds, dz = asked(
-        q, g, inverse, g_dens, q_b, q_h, q_t, g_b, g_h, g_t, b, h, key_heads, group, time,
-        t, rows, f, f_ok, d, d_ok, rate, clock, DECAY, NORMALIZED, HOW, BF, BV,
-    )  # fmt: skip
-    here = gradients + ((b * key_heads + h) * (chunks + 1) + c) * slot
+    ds = tl.zeros([BF, BV], tl.float32)
+    dz = tl.zeros([BF], tl.float32)
+    first = segment * per
+    end = tl.minimum(first + per, chunks)
+    for i in range(first, end):
+        c = end - 1 - (i - first)
+        t, there, _, clock, length, _, fresh, _, carried = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
+        rows = there & fresh
+        aged = tl.where(carried, tl.exp(-length * rate), 0.0)
+        ds *= aged[:, None]
+        dz *= aged
+        for j in range(0, group):
+            head = h * group + j
+            row = (b * key_heads * group + head) * time + t
+            queries = tile(q + b * q_b + head * q_h, q_t, t, rows, f, f_ok)
+            if DECAY:
+                queries *= tl.exp(-clock[:, None] * rate[None, :])
+            g_num = tile(g + b * g_b + head * g_h, g_t, t, rows, d, d_ok)
+            if NORMALIZED:
+                g_num *= tl.load(inverse + row, mask=rows, other=0.0)[:, None]
+            g_den = tl.load(g_dens + row, mask=rows, other=0.0)
+            ds += dot(tl.trans(queries), g_num, HOW)
+            dz += tl.sum(queries * g_den[:, None], 0)
+    here = gradients + ((b * key_heads + h) * (tl.num_programs(2) + 1) + segment) * slot
     tl.store(here + f[:, None] * value + d[None, :], ds, mask=f_ok[:, None] & d_ok[None, :])
     if v_block == 0:
         tl.store(here + feature * value + f, dz, mask=f_ok)

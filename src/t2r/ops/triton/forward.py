@@ -1,8 +1,9 @@
-"""The forward pass in three launches: the contribution of each chunk to the state, the scan over states, the outputs.
+"""The forward pass in three launches: the contribution of each segment to the state, the scan over states, the outputs.
 
-The first and the last run in parallel over chunks, so that a single long sequence fills a GPU. Only the scan is
-sequential, over states and not over tokens. A slot of `states [batch, key_heads, chunks + 1, slot]` holds s, z and,
-if signed, z_abs, concatenated. Slot c is the state before chunk c.
+The first and the last run in parallel over segments, so that a single long sequence fills a GPU. Only the scan is
+sequential, over states and not over tokens. A slot of `states [batch, key_heads, segments + 1, slot]` holds s, z and,
+if signed, z_abs, concatenated. Slot i is the state before segment i. Here a segment is one chunk; `sweep` has the
+outputs of segments of several chunks.
 """
 # Kernel arguments have no annotations except constexpr, because their types are internal to Triton.
 # mypy: ignore-errors
@@ -15,54 +16,57 @@ import triton.language as tl
 from t2r.ops.triton.math import SIZES, chunk, divide, dot, rounded, saturate, tile, visible
 
 
-@triton.jit
-def added(k, k_t, v, v_t, t, rows, f, f_ok, d, d_ok, rate, left, DECAY: tl.constexpr, HOW: tl.constexpr):
-    """Load the keys of a chunk, decayed by the `left` tokens that follow them, and compute their addition to s."""
-    keys = tile(k, k_t, t, rows, f, f_ok)
-    values = tile(v, v_t, t, rows, d, d_ok)
-    if DECAY:
-        keys *= tl.exp(-left[:, None] * rate[None, :])
-    return keys, dot(tl.trans(keys), values, HOW)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def chunk_states(
+@triton.jit(do_not_specialize=[*SIZES, "per"])
+def segment_states(
     k, v, decay, mask, document, states, elapsed,
     k_b, k_h, k_t, v_b, v_h, v_t,
-    key_heads, time, feature, value, chunks, slot,
+    key_heads, time, feature, value, chunks, per, slot,
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr, HOW: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Write the contribution of chunk c to the state, decayed to its end, to slot c + 1.
+    """Write the contribution of segment i, of `per` chunks, to the state, decayed to its end, to slot i + 1.
 
-    Also write its number of unmasked tokens, or -1 if a document starts in it, to `elapsed [batch, chunks]`."""
+    Also write its number of unmasked tokens, or -1 if a document starts in it, to `elapsed [batch, segments]`."""
     feature, value = feature * ALIGN, value * ALIGN
-    c = tl.program_id(2)
+    segment = tl.program_id(2)
+    segments = tl.num_programs(2)
     value_blocks = (value + BV - 1) // BV
-    f_block = tl.program_id(1) // value_blocks
     v_block = tl.program_id(1) % value_blocks
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
-    t, _, real, clock, length, _, _, keep, carried = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
-    f = f_block * BF + tl.arange(0, BF)
+    f = (tl.program_id(1) // value_blocks) * BF + tl.arange(0, BF)
     d = v_block * BV + tl.arange(0, BV)
     f_ok, d_ok = f < feature, d < value
     rate = tl.zeros([BF], tl.float32)
     if DECAY:
         rate = tl.load(decay + h * feature + f, mask=f_ok, other=0.0)
-    keys, own = added(
-        k + b * k_b + h * k_h, k_t, v + b * v_b + h * v_h, v_t, t, real & keep, f, f_ok, d, d_ok, rate,
-        length - clock, DECAY, HOW,
-    )  # fmt: skip
-    here = states + ((b * key_heads + h) * (chunks + 1) + c + 1) * slot
-    tl.store(here + f[:, None] * value + d[None, :], own, mask=f_ok[:, None] & d_ok[None, :])
-    if v_block == 0:
-        tl.store(here + feature * value + f, tl.sum(keys, 0), mask=f_ok)
+    s = tl.zeros([BF, BV], tl.float32)
+    z = tl.zeros([BF], tl.float32)
+    z_abs = tl.zeros([BF], tl.float32)
+    age = 0.0
+    whole = segment >= 0
+    for c in range(segment * per, tl.minimum(segment * per + per, chunks)):
+        t, _, real, clock, length, _, _, keep, carried = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
+        keys = tile(k + b * k_b + h * k_h, k_t, t, real & keep, f, f_ok)
+        values = tile(v + b * v_b + h * v_h, v_t, t, real & keep, d, d_ok)
+        if DECAY:
+            keys *= tl.exp(-(length - clock)[:, None] * rate[None, :])
+        aged = tl.where(carried, tl.exp(-length * rate), 0.0)
+        s = s * aged[:, None] + dot(tl.trans(keys), values, HOW)
+        z = z * aged + tl.sum(keys, 0)
         if SIGNED:
-            tl.store(here + feature * value + feature + f, tl.sum(tl.abs(keys), 0), mask=f_ok)
+            z_abs = z_abs * aged + tl.sum(tl.abs(keys), 0)
+        age += length
+        whole = whole & carried
+    here = states + ((b * key_heads + h) * (segments + 1) + segment + 1) * slot
+    tl.store(here + f[:, None] * value + d[None, :], s, mask=f_ok[:, None] & d_ok[None, :])
+    if v_block == 0:
+        tl.store(here + feature * value + f, z, mask=f_ok)
+        if SIGNED:
+            tl.store(here + feature * value + feature + f, z_abs, mask=f_ok)
     if DECAY or PACKED:  # noqa: SIM102 (this condition is a compile-time constant, the next is not)
         if (tl.program_id(1) == 0) & (h == 0):
-            tl.store(elapsed + b * chunks + c, tl.where(carried, length, -1.0))
+            tl.store(elapsed + b * segments + segment, tl.where(whole, age, -1.0))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -72,7 +76,7 @@ def scan(
     HAS_FIRST: tl.constexpr, SIGNED: tl.constexpr, AGES: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
     BC: tl.constexpr, BE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Turn the contributions of chunks into the states before each chunk, or in reverse into their gradients.
+    """Turn the contributions of `chunks` segments into the states before each, or in reverse into their gradients.
 
     Elements of a slot are independent: each thread has its own, and adds up one chunk after the other. `BC` chunks are
     loaded before the first of them is written, because a single load per step would be bound by latency."""

@@ -16,14 +16,14 @@ SIGNED = tl.constexpr(SIGNED_FLOOR)
 
 
 @triton.jit
-def dot(a, b, HOW: tl.constexpr):
-    """Compute a matrix product in the precision named by `blocks.precision`, accumulated in float32."""
+def dot(a, b, HOW: tl.constexpr, to=None):
+    """Compute a matrix product in the precision named by `blocks.precision`, in float32, added to `to`."""
     if HOW == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), to)
     elif HOW == "bf16 emulated":
-        return tl.dot(a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32), input_precision="ieee")
+        return tl.dot(a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32), to, input_precision="ieee")
     else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=HOW)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), to, input_precision=HOW)
 
 
 @triton.jit
@@ -32,6 +32,15 @@ def rounded(x, HOW: tl.constexpr):
     if HOW == "bf16" or HOW == "bf16 emulated":
         x = x.to(tl.bfloat16).to(tl.float32)
     return x
+
+
+@triton.jit
+def narrow(x, HOW: tl.constexpr):
+    """Convert to what `dot` multiplies, which takes half of the registers in bfloat16."""
+    if HOW == "bf16":
+        return x.to(tl.bfloat16)
+    else:
+        return rounded(x, HOW)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 from t2r.ops.common import State, Sums
 from t2r.ops.triton import backward as back
 from t2r.ops.triton import forward as fore
-from t2r.ops.triton import running
+from t2r.ops.triton import sweep
 from t2r.ops.triton.blocks import block, inner, on_device, precision
 from t2r.ops.triton.presence import INTERPRETED
 
@@ -25,7 +25,11 @@ SCANNED = 4 if INTERPRETED else 16
 SCAN_WIDTH = 128
 """Elements of a state in one program of the scan, one for each thread."""
 MANY = 128
-"""Number of programs that fill a GPU. With at least this many state tiles, each program iterates over time itself."""
+"""Sequences times heads that fill a GPU. With at least as many, a sweep goes through whole sequences."""
+FILL = 256
+"""Programs of a sweep over segments, if there are fewer sequences and heads."""
+SWEPT = 8192
+"""Elements of the largest state that a sweep keeps in registers."""
 
 
 class Plan(NamedTuple):
@@ -48,6 +52,24 @@ class Plan(NamedTuple):
     @property
     def chunks(self) -> int:
         return -(-self.time // self.size)
+
+    @property
+    def swept(self) -> bool:
+        """Whether programs go through segments of several chunks. Otherwise all chunks run in parallel."""
+        fits = max(self.feature, self.value) <= 128 and block(self.feature, 128) * block(self.value, 128) <= SWEPT
+        return fits and self.how.startswith("bf16") and self.group == 1 and self.time > 0
+
+    @property
+    def per(self) -> int:
+        """Chunks per segment."""
+        sequences = self.batch * self.key_heads
+        if not self.swept:
+            return 1
+        return self.chunks if sequences >= MANY else -(-self.chunks * sequences // FILL)
+
+    @property
+    def segments(self) -> int:
+        return -(-self.chunks // self.per)
 
     @property
     def size(self) -> int:
@@ -92,9 +114,14 @@ class Plan(NamedTuple):
         }
 
     @property
-    def running(self) -> bool:
-        """Whether one program per state tile iterates over all chunks. Otherwise chunks run in parallel."""
-        return self.batch * self.key_heads * self.row_blocks * self.column_blocks >= MANY
+    def whole(self) -> dict[str, Any]:
+        """Blocks of a sweep, whose state is one tile."""
+        # Measured on an H200. Decay takes many registers, and a second stage of loads would take more of them. With one
+        # segment there are few programs for each processor, and eight warps hide more of the time of loads.
+        rows, columns = block(self.feature, 128), block(self.value, 128)
+        warps = MANY_WARPS if self.segments == 1 and rows * columns > 4096 else WARPS
+        stages = 1 if self.flags["DECAY"] else 2
+        return self.blocks | {"BF": rows, "BV": columns, "num_warps": warps, "num_stages": stages}
 
     @property
     def row_blocks(self) -> int:
@@ -156,7 +183,7 @@ def _scan(
     begin = last if first is None else first.map(torch.Tensor.contiguous)
     fore.scan[(plan.batch * plan.key_heads, -(-slot // SCAN_WIDTH))](
         states, *_pointers(begin), *_pointers(last), shared.decay, elapsed,
-        plan.key_heads, *plan.units, plan.chunks, slot,
+        plan.key_heads, *plan.units, plan.segments, slot,
         HAS_FIRST=first is not None, SIGNED=signed, AGES=plan.flags["DECAY"] or plan.flags["PACKED"],
         DECAY=plan.flags["DECAY"], REVERSE=reverse, BC=SCANNED, BE=SCAN_WIDTH,
         ALIGN=plan.align, num_warps=4,
@@ -165,25 +192,43 @@ def _scan(
 
 
 def _states(plan: Plan, k: Tensor, v: Tensor, first: State | None, shared: _Shared) -> tuple[Tensor, Tensor, State]:
-    """Compute the states before each chunk and after the last, the elapsed tokens per chunk, and the final state."""
-    shape = (plan.batch, plan.key_heads, plan.chunks + 1, plan.state_slot)
+    """Compute the states before each segment and after the last, the tokens of each segment, and the final state."""
+    shape = (plan.batch, plan.key_heads, plan.segments + 1, plan.state_slot)
     states = torch.empty(shape, dtype=torch.float32, device=k.device)
-    elapsed = states.new_empty(plan.batch, plan.chunks)
-    if plan.running:
-        last = _empty_state(plan, states, plan.signed)
-        begin = last if first is None else first.map(torch.Tensor.contiguous)
-        running.states_before[(plan.batch * plan.key_heads, plan.row_blocks * plan.column_blocks)](
-            k, v, *shared, states, *_pointers(begin), *_pointers(last), *_strides(k, v),
-            plan.key_heads, plan.time, *plan.units, plan.chunks, plan.state_slot,
-            HAS_FIRST=first is not None, SIGNED=plan.signed, **plan.flags, **plan.blocks,
-        )  # fmt: skip
-        return states, elapsed, last
-    fore.chunk_states[(plan.batch * plan.key_heads, plan.row_blocks * plan.column_blocks, plan.chunks)](
+    elapsed = states.new_empty(plan.batch, plan.segments)
+    fore.segment_states[(plan.batch * plan.key_heads, plan.row_blocks * plan.column_blocks, plan.segments)](
         k, v, *shared, states, elapsed, *_strides(k, v),
-        plan.key_heads, plan.time, *plan.units, plan.chunks, plan.state_slot,
+        plan.key_heads, plan.time, *plan.units, plan.chunks, plan.per, plan.state_slot,
         SIGNED=plan.signed, **plan.flags, **plan.blocks,
     )  # fmt: skip
     return states, elapsed, _scan(plan, states, plan.state_slot, first, shared, elapsed, reverse=False)
+
+
+class _Begin(NamedTuple):
+    """Where a sweep finds the states, or gradients, with which its segments begin."""
+
+    s: Tensor
+    z: Tensor
+    slots: int
+    s_slot: int
+    z_slot: int
+    given: bool
+
+    @classmethod
+    def whole(cls, plan: Plan, state: State | None, otherwise: State) -> _Begin:
+        """Return that of a whole sequence: `state`, if given. Otherwise nothing is read."""
+        s, z, _ = otherwise if state is None else state.map(torch.Tensor.contiguous)
+        return cls(s, z, 1, plan.feature * plan.value, plan.feature, state is not None)
+
+    @classmethod
+    def segment(cls, plan: Plan, states: Tensor) -> _Begin:
+        """Return those of several segments: slots of `states`."""
+        z = states[..., plan.feature * plan.value :]
+        return cls(states, z, plan.segments + 1, plan.slot, plan.slot, True)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.slots, self.s_slot, self.z_slot
 
 
 def _forward(
@@ -197,14 +242,27 @@ def _forward(
     out = v.new_empty(plan.batch, plan.heads, plan.time, plan.value, dtype=v.dtype if normalized else torch.float32)
     dens = torch.empty(plan.batch, plan.heads, plan.time, dtype=torch.float32, device=v.device)
     totals = torch.empty_like(dens) if signed else dens.new_empty(0)
+    first = None if s is None or z is None else State(s, z, z_abs)
     with on_device(q):
-        first = None if s is None or z is None else State(s, z, z_abs)
-        states, _, last = _states(plan, k, v, first, shared)
-        fore.outputs[(plan.batch * plan.heads, plan.column_blocks, plan.chunks)](
-            q, k, v, *shared, states, out, dens, totals, *_strides(q, k, v, out),
-            plan.heads, plan.group, plan.time, *plan.units, plan.chunks, plan.state_slot,
-            SIGNED=signed, NORMALIZED=normalized, **plan.flags, **plan.blocks,
-        )  # fmt: skip
+        if plan.segments == 1 and plan.swept:
+            last = _empty_state(plan, dens, signed=False)
+            begin = _Begin.whole(plan, first, last)
+        else:
+            states, _, last = _states(plan, k, v, first, shared)
+            begin = _Begin.segment(plan, states)
+        if plan.swept:
+            sweep.outputs[(plan.batch * plan.heads, plan.segments)](
+                q, k, v, *shared, begin.s, begin.z, last.s, last.z, out, dens, *_strides(q, k, v, out),
+                plan.heads, plan.time, *plan.units, plan.chunks, plan.per, *begin.sizes,
+                HAS_FIRST=begin.given, LAST=plan.segments == 1, NORMALIZED=normalized,
+                **plan.flags, **plan.whole,
+            )  # fmt: skip
+        else:
+            fore.outputs[(plan.batch * plan.heads, plan.column_blocks, plan.chunks)](
+                q, k, v, *shared, states, out, dens, totals, *_strides(q, k, v, out),
+                plan.heads, plan.group, plan.time, *plan.units, plan.chunks, plan.state_slot,
+                SIGNED=signed, NORMALIZED=normalized, **plan.flags, **plan.blocks,
+            )  # fmt: skip
     return out, dens, totals, last.s, last.z, dens.new_empty(0) if last.z_abs is None else last.z_abs
 
 
@@ -232,34 +290,66 @@ def _backward(
             )  # fmt: skip
         g_den = torch.zeros_like(dens) if g_den is None else g_den.contiguous()
         first = None if s is None or z is None else State(s, z, z_abs)
-        states, elapsed, _ = _states(plan, k, v, first, shared)
-        gradients = states.new_empty(plan.batch, plan.key_heads, plan.chunks + 1, plan.slot)
         last = None
         if ds is not None or dz is not None:
             zeros = State.zeros(k, v)
             last = State(zeros.s if ds is None else ds, zeros.z if dz is None else dz)
-        if plan.running:
-            begin = _empty_state(plan, states, False)
-            final = begin if last is None else last.map(torch.Tensor.contiguous)
-            running.gradients_after[(plan.batch * plan.key_heads, rows * columns)](
-                q, g, inverse, g_den, *shared, gradients, final.s, final.z, begin.s, begin.z, *_strides(q, g),
-                *sizes, plan.slot, HAS_LAST=last is not None, **normal,
-            )  # fmt: skip
+        if plan.segments == 1 and plan.swept:
+            begin = _empty_state(plan, dens, signed=False)
+            before, after = _Begin.whole(plan, first, begin), _Begin.whole(plan, last, begin)
         else:
-            back.chunk_gradients[(plan.batch * plan.key_heads, rows * columns, plan.chunks)](
-                q, g, inverse, g_den, *shared, gradients, *_strides(q, g), *sizes, plan.slot, **normal
+            states, elapsed, _ = _states(plan, k, v, first, shared)
+            gradients = states.new_empty(plan.batch, plan.key_heads, plan.segments + 1, plan.slot)
+            back.segment_gradients[(plan.batch * plan.key_heads, rows * columns, plan.segments)](
+                q, g, inverse, g_den, *shared, gradients, *_strides(q, g), *sizes, plan.per, plan.slot, **normal
             )
             begin = _scan(plan, gradients, plan.slot, last, shared, elapsed, reverse=True)
-        shape = (plan.batch, plan.chunks, plan.key_heads, plan.feature) if decay is not None else (0,)
-        d_decay = states.new_empty(shape)
-        back.feature_gradients[(plan.batch * plan.key_heads, rows, plan.chunks)](
-            q, k, v, g, inverse, g_den, *shared, states, gradients, dq, dk, d_decay,
-            *_strides(q, k, v, g, dq, dk), *sizes, plan.state_slot, plan.slot, **{**normal, "num_warps": MANY_WARPS},
+            before, after = _Begin.segment(plan, states), _Begin.segment(plan, gradients[:, :, 1:])
+        if plan.swept:
+            d_decay = _sweep_back(
+                plan, q, k, v, g, inverse, g_den, shared, normalized, before, after, begin, dq, dk, dv
+            )
+        else:
+            shape = (plan.batch, plan.chunks, plan.key_heads, plan.feature) if decay is not None else (0,)
+            d_decay = dens.new_empty(shape)
+            back.feature_gradients[(plan.batch * plan.key_heads, rows, plan.chunks)](
+                q, k, v, g, inverse, g_den, *shared, states, gradients, dq, dk, d_decay,
+                *_strides(q, k, v, g, dq, dk), *sizes, plan.state_slot, plan.slot,
+                **{**normal, "num_warps": MANY_WARPS},
+            )  # fmt: skip
+            back.value_gradients[(plan.batch * plan.key_heads, columns, plan.chunks)](
+                q, k, g, inverse, *shared, gradients, dv, *_strides(q, k, g, dv), *sizes, plan.slot, **normal
+            )
+            d_decay = d_decay if decay is None else d_decay.sum((0, 1))
+    return dq, dk, dv, begin.s, begin.z, d_decay
+
+
+def _sweep_back(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor, inverse: Tensor, g_den: Tensor, shared: _Shared,
+    normalized: bool, before: _Begin, after: _Begin, begin: State, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> Tensor:  # fmt: skip
+    """Compute dq, dk, dv and the gradient of the first state, and return that of the decay rates."""
+    sizes = (plan.heads, plan.time, *plan.units, plan.chunks, plan.per)
+    decay = plan.flags["DECAY"]
+    # The second sweep reads the states before chunks for the gradient of the rates only.
+    count = plan.batch * plan.heads * plan.chunks if decay else 0
+    s_chunks = q.new_empty(count, plan.feature, plan.value, dtype=torch.bfloat16)
+    z_chunks = begin.z.new_empty(count, plan.feature)
+    d_queries, d_keys = begin.z.new_empty(2, plan.batch, plan.segments, plan.heads, plan.feature if decay else 0)
+    part = {**plan.flags, **plan.whole, "NORMALIZED": normalized, "num_warps": WARPS}
+    features = part | {"BF": plan.rows}
+    sweep.query_gradients[(plan.batch * plan.heads, plan.row_blocks, plan.segments)](
+        q, k, v, g, inverse, g_den, *shared, before.s, before.z, s_chunks, z_chunks, dq, d_queries,
+        *_strides(q, k, v, g, dq), *sizes, *before.sizes, HAS_FIRST=before.given, **features,
+    )  # fmt: skip
+    for keys, blocks, how in ((True, plan.row_blocks, features), (False, 1, part)):
+        sweep.key_or_value_gradients[(plan.batch * plan.heads, blocks, plan.segments)](
+            q, k, v, g, inverse, g_den, *shared, after.s, after.z, s_chunks, z_chunks, dk, dv, d_keys,
+            begin.s, begin.z, *_strides(q, k, v, g, dk, dv), *sizes, *after.sizes,
+            KEYS=keys, HAS_LAST=after.given, FIRST=plan.segments == 1, **how,
         )  # fmt: skip
-        back.value_gradients[(plan.batch * plan.key_heads, columns, plan.chunks)](
-            q, k, g, inverse, *shared, gradients, dv, *_strides(q, k, g, dv), *sizes, plan.slot, **normal
-        )
-    return dq, dk, dv, begin.s, begin.z, d_decay if decay is None else d_decay.sum((0, 1))
+    rates: Tensor = (d_queries + d_keys).sum((0, 1)) if decay else d_keys.new_empty(0)
+    return rates
 
 
 # torch.compile treats the launches as two custom operators. Eager calls skip their dispatch.
