@@ -282,7 +282,7 @@ def test_translation_is_compared_on_the_same_pairs_and_tokens():
 
     more = planned("more", "distill-mt")
     assert planned("finetuned", "scratch-mt") == planned("best", "distill-mt")
-    assert planned("best-larger", "distill-mt") == planned("best", "distill-mt")
+    assert planned("joined-larger", "distill-mt") == planned("joined", "distill-mt")
     for name in ("larger", "smaller", "causal", "cross", "attention"):
         assert planned(name, "distill-mt") == more
     rnn = planned("rnn", "distill-mt")
