@@ -42,7 +42,7 @@ def test_values_and_gradients(arguments):
 
 
 SWEEPS = [(1, 256), (1 << 30, 1 << 30), (1 << 30, 4)]
-"""MANY and FILL of `sequence`: one segment, one chunk per segment, and several."""
+"""MANY and FILL of `plan`: one segment, one chunk per segment, and several."""
 
 
 @needs_triton
@@ -50,10 +50,10 @@ SWEEPS = [(1, 256), (1 << 30, 1 << 30), (1 << 30, 4)]
 @pytest.mark.parametrize("flags", [{}, {k: v for k, v in everything.items() if k != "signed"}], ids=str)
 def test_sweeps(sweep, flags, monkeypatch):
     """Programs that go through several chunks, in bfloat16."""
-    from t2r.ops.triton import sequence
+    from t2r.ops.triton import plan
 
     for name, value in zip(("MANY", "FILL"), sweep, strict=True):
-        monkeypatch.setattr(sequence, name, value)
+        monkeypatch.setattr(plan, name, value)
     case = {"time": 70, "batch": 1, "key_heads": 2, "group": 1, "feature": 17, "value": 20, "dtype": torch.bfloat16}
     agree(case | flags, factor=2.0 if flags else 1.0)  # see below
 
@@ -72,7 +72,7 @@ def agree(arguments, factor=1.0):
 )
 @pytest.mark.parametrize("size", [(64, 64), (128, 64), (32, 128), (100, 72)], ids=str)
 def test_all_ways_through_time_on_a_gpu(size, flags, dtype, monkeypatch):
-    from t2r.ops.triton import sequence
+    from t2r.ops.triton import plan
 
     feature, value = size
     # In bfloat16, dq is a difference of two terms that are rounded separately, and it is small in documents of a few
@@ -80,8 +80,8 @@ def test_all_ways_through_time_on_a_gpu(size, flags, dtype, monkeypatch):
     factor = 2.0 if dtype == torch.bfloat16 and "starts" in flags else 1.0
     sizes = {"batch": 2, "key_heads": 3, "feature": feature, "value": value, "dtype": dtype}
     for (many, fill), group in itertools.product(SWEEPS, (1, 2)):
-        monkeypatch.setattr(sequence, "MANY", many)
-        monkeypatch.setattr(sequence, "FILL", fill)
+        monkeypatch.setattr(plan, "MANY", many)
+        monkeypatch.setattr(plan, "FILL", fill)
         for time in (1, 64, 300):
             agree(sizes | {"time": time, "group": group} | flags, factor)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,132 +11,14 @@ from t2r.ops.common import State, Sums
 from t2r.ops.triton import backward as back
 from t2r.ops.triton import forward as fore
 from t2r.ops.triton import sweep
-from t2r.ops.triton.blocks import block, inner, on_device, precision
+from t2r.ops.triton.blocks import inner, on_device
+from t2r.ops.triton.plan import MANY_WARPS, WARPS, Plan
 from t2r.ops.triton.presence import INTERPRETED
 
-CHUNK = 16 if INTERPRETED else 64
-"""Tokens per chunk, at most 128. With the fastest decay, scale factors then reach exp(64) at the ends of a chunk."""
-WARPS = 4
-MANY_WARPS = 8
-"""Warps of programs that hold many tiles. With fewer warps, registers spill. Chunks of 128 need 8 warps everywhere."""
 SCANNED = 4 if INTERPRETED else 16
 """Chunk states that the scan loads at once."""
 SCAN_WIDTH = 128
 """Elements of a state in one program of the scan, one for each thread."""
-MANY = 128
-"""Sequences times heads that fill a GPU. With at least as many, a sweep goes through whole sequences."""
-FILL = 256
-"""Programs of a sweep over segments, if there are fewer sequences and heads."""
-SWEPT = 8192
-"""Elements of the largest state that a sweep keeps in registers."""
-
-
-class Plan(NamedTuple):
-    """The sizes and flags of one call."""
-
-    batch: int
-    heads: int
-    key_heads: int
-    time: int
-    feature: int
-    value: int
-    signed: bool
-    how: str
-    flags: dict[str, Any]
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.key_heads
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.time // self.size)
-
-    @property
-    def swept(self) -> bool:
-        """Whether programs go through segments of several chunks. Otherwise all chunks run in parallel."""
-        fits = max(self.feature, self.value) <= 128 and block(self.feature, 128) * block(self.value, 128) <= SWEPT
-        return fits and self.how.startswith("bf16") and self.group == 1 and self.time > 0
-
-    @property
-    def per(self) -> int:
-        """Chunks per segment."""
-        sequences = self.batch * self.key_heads
-        if not self.swept:
-            return 1
-        return self.chunks if sequences >= MANY else -(-self.chunks * sequences // FILL)
-
-    @property
-    def segments(self) -> int:
-        return -(-self.chunks // self.per)
-
-    @property
-    def size(self) -> int:
-        return block(self.time, CHUNK)
-
-    @property
-    def rows(self) -> int:
-        return block(self.feature, 64)
-
-    @property
-    def columns(self) -> int:
-        return block(self.value, 64 if self.how == "tf32x3" else 128)
-
-    @property
-    def align(self) -> int:
-        """A common divisor of both sizes. Kernels receive sizes in this unit, which gives the alignment of loads."""
-        return math.gcd(self.feature, self.value, 16)
-
-    @property
-    def units(self) -> tuple[int, int]:
-        return self.feature // self.align, self.value // self.align
-
-    @property
-    def slot(self) -> int:
-        return self.feature * (self.value + 1)
-
-    @property
-    def state_slot(self) -> int:
-        return self.slot + (self.feature if self.signed else 0)
-
-    @property
-    def blocks(self) -> dict[str, Any]:
-        # One stage, because loops over blocks are short and more stages take shared memory from other programs.
-        return {
-            "HOW": self.how,
-            "BT": self.size,
-            "BF": self.rows,
-            "BV": self.columns,
-            "ALIGN": self.align,
-            "num_warps": MANY_WARPS if self.how == "tf32x3" else WARPS,
-            "num_stages": 1,
-        }
-
-    @property
-    def whole(self) -> dict[str, Any]:
-        """Blocks of a sweep, whose state is one tile."""
-        # Measured on an H200. Decay takes many registers, and a second stage of loads would take more of them. With one
-        # segment there are few programs for each processor, and eight warps hide more of the time of loads.
-        rows, columns = block(self.feature, 128), block(self.value, 128)
-        warps = MANY_WARPS if self.segments == 1 and rows * columns > 4096 else WARPS
-        stages = 1 if self.flags["DECAY"] else 2
-        return self.blocks | {"BF": rows, "BV": columns, "num_warps": warps, "num_stages": stages}
-
-    @property
-    def row_blocks(self) -> int:
-        return -(-self.feature // self.rows)
-
-    @property
-    def column_blocks(self) -> int:
-        return -(-self.value // self.columns)
-
-
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor | None, starts: Tensor | None, signed: bool
-) -> Plan:
-    flags = {"DECAY": decay is not None, "HAS_MASK": mask is not None, "PACKED": starts is not None}
-    shape = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3])
-    return Plan(*shape, signed, precision(q, k, v, signed=signed), flags)
 
 
 class _Shared(NamedTuple):
@@ -237,7 +118,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return output or numerator, denominator, magnitude, s, z, z_abs. Magnitude and z_abs are empty if not signed."""
     q, k, v = inner(q), inner(k), inner(v)
-    plan = _plan(q, k, v, decay, mask, starts, signed)
+    plan = Plan.of(q, k, v, decay, mask, starts, signed)
     shared = _shared(q, decay, mask, starts)
     out = v.new_empty(plan.batch, plan.heads, plan.time, plan.value, dtype=v.dtype if normalized else torch.float32)
     dens = torch.empty(plan.batch, plan.heads, plan.time, dtype=torch.float32, device=v.device)
@@ -274,7 +155,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, s, z and decay. The last is empty without decay."""
     q, k, v, g = inner(q), inner(k), inner(v), inner(g)
-    plan = _plan(q, k, v, decay, mask, starts, signed)
+    plan = Plan.of(q, k, v, decay, mask, starts, signed)
     shared = _shared(q, decay, mask, starts)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     rows, columns = plan.row_blocks, plan.column_blocks

@@ -2,7 +2,7 @@
 
 A sequence has one segment if there are enough sequences and heads to fill the GPU, and a few otherwise. States are
 written at the ends of segments only, so that most of the memory traffic is that of the inputs and outputs. A state must
-fit into the registers of one program: `sequence.Plan.swept`.
+fit into the registers of one program: `plan.Plan.swept`.
 """
 # mypy: ignore-errors
 
