@@ -51,6 +51,21 @@ def test_backends_side_by_side_with_decay(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("decay", [False, True])
+def test_flash_linear_attention_beside_ours(decay, monkeypatch):
+    pytest.importorskip("fla.ops")
+    monkeypatch.setattr(ops, "GROWTH", (128, 256))
+    report = ops.run([128], dtype="bfloat16", device="cuda", backend="triton,fla", decay=decay, repeats=2)
+    assert [row.backend for row in report.rows] == ["triton", "fla"]
+    inputs = ops._inputs(128, report.settings)
+    rates = ops._decay(report.settings)
+    ours, theirs = (ops._linear(inputs, rates, name)[0]() for name in ("triton", "fla"))
+    if not decay:  # the gated form is not normalized
+        torch.testing.assert_close(theirs.transpose(1, 2), ours, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_device_times_are_of_captured_graphs(monkeypatch):
     monkeypatch.setattr(ops, "GROWTH", (128, 256))
     report = ops.run([128], dtype="bfloat16", device="cuda", backend="auto,chunked", decay=True, repeats=2)

@@ -174,6 +174,7 @@ CASES = [
     (f"generate {{m}}/gpt2 the --seed {2**70}", "seed must be a whole number"),
     ("generate {m}/gpt2 the --device meta", "device 'meta' is not available"),
     ("bench ops --device meta --length 8", "device 'meta' is not available"),
+    ("bench ops --length 8 --backend fla", "the backend fla needs a CUDA device, got cpu"),
     (f"{EVALUATE} --window 1", "window must be a whole number, at least 2"),
     (f"{EVALUATE} --stride 0", "stride must be a whole number, at least 1"),
     (f"{EVALUATE} --stride 600", "stride 600 must be less than the window"),

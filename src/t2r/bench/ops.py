@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from t2r import ops
+from t2r.bench import fla
 from t2r.bench.clock import bandwidth, clock
 from t2r.errors import T2RError
 from t2r.hub import choose_device
@@ -99,7 +100,7 @@ def run(
     """Measure on this machine. Times are medians over interleaved repeats.
 
     Args:
-        backend: one or several backends, separated by commas.
+        backend: one or several backends, separated by commas. `fla` is flash-linear-attention, on a GPU.
         decay: use a decay rate for each feature.
     """
     for name, number in (("length", min(lengths)), ("batch", batch), ("heads", heads), ("repeats", repeats)):
@@ -110,6 +111,8 @@ def run(
     if dtype not in DTYPES:
         raise T2RError(f"no dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     backends = tuple(name.strip() for name in backend.split(","))
+    if fla.NAME in backends:
+        fla.check(device)
     threads = torch.get_num_threads()
     settings = Settings(batch, heads, feature_size, head_dim, dtype, device, backends, decay, repeats, threads)
     rows = [row for length in lengths for row in _rows(length, settings)]
@@ -130,13 +133,13 @@ def _rows(length: int, settings: Settings) -> list[Row]:
         functions.append(lambda: _softmax(*softmax_inputs, grad))
     softmax = len(functions)
     for name in settings.backends:
-        functions += [_forward(inputs, decay, name), _training(inputs, decay, name)]
+        functions += _linear(inputs, decay, name)
     times = _medians(functions, settings)
     own = q.nbytes + k.nbytes + v.nbytes
     rows = []
     for i, name in enumerate(settings.backends):
         forward, training = times[softmax + 2 * i : softmax + 2 * i + 2]
-        peak = _peak_bytes(_training(inputs, decay, name), v.device)
+        peak = _peak_bytes(functions[softmax + 2 * i + 1], v.device)
         rows.append(
             Row(
                 length,
@@ -176,29 +179,26 @@ def _decay(settings: Settings) -> Tensor | None:
     return rates.view(settings.heads, settings.feature_size).requires_grad_()
 
 
-def _forward(inputs: Inputs, decay: Tensor | None, backend: str) -> Callable[[], object]:
-    q, k, v, _ = inputs
+def _linear(inputs: Inputs, decay: Tensor | None, backend: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return the forward pass of linear attention, and forward and backward."""
+    if backend == fla.NAME:
+        return fla.functions(*inputs, decay)
+    q, k, v, grad = inputs
 
     @torch.no_grad()
     def forward() -> Tensor:
         return ops.linear_attention(q, k, v, decay=decay, backend=backend)[0]
 
-    return forward
-
-
-def _training(inputs: Inputs, decay: Tensor | None, backend: str) -> Callable[[], object]:
-    q, k, v, grad = inputs
-
     def training() -> tuple[Tensor, ...]:
         out, _ = ops.linear_attention(q, k, v, decay=decay, backend=backend)
         return torch.autograd.grad(out, (q, k, v) if decay is None else (q, k, v, decay), grad)
 
-    return training
+    return forward, training
 
 
 def _growth(settings: Settings) -> float:
     decay, backend = _decay(settings), settings.backends[0]
-    functions = [_training(_inputs(length, settings), decay, backend) for length in GROWTH]
+    functions = [_linear(_inputs(length, settings), decay, backend)[1] for length in GROWTH]
     short, long = _medians(functions, settings)
     return long / short
 

@@ -45,7 +45,11 @@ def bench_ops(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     backend: Annotated[
-        str, typer.Option(help="The backend to measure, or several, separated by commas, to compare.")
+        str,
+        typer.Option(
+            help="The backend to measure, or several, separated by commas, to compare. `fla` is flash-linear-attention "
+            "(on a GPU, if it is installed)."
+        ),
     ] = "auto",
     decay: Annotated[bool, typer.Option("--decay", help="Use a decay rate for each feature.")] = False,
     repeats: Annotated[int, typer.Option(help="Number of measurements. The median is reported.")] = 5,

@@ -150,8 +150,9 @@ def ops_table(result: Mapping[str, Any]) -> str:
         else ["linear forward + backward", "peak memory"]
     )
     rows = []
+    several = len(settings["backends"]) > 1
     for row in result["rows"]:
-        cells = [shape, f"{settings['batch']} × {row['length']:,}"]
+        cells = [f"{shape}: {row['backend']}" if several else shape, f"{settings['batch']} × {row['length']:,}"]
         cells += _pair(row["softmax_forward"], row["linear_forward"])
         if gpu:
             cells += _pair(row["softmax_training"], row["linear_training"])
