@@ -44,7 +44,7 @@ def division(
     tl.store(g_dens + row, tl.where(bounded, 0.0, -product * inv), mask=there)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "per"])
+@triton.jit(do_not_specialize=SIZES)
 def segment_gradients(
     q, g, inverse, g_dens, decay, mask, document, gradients,
     q_b, q_h, q_t, g_b, g_h, g_t,

@@ -16,7 +16,7 @@ import triton.language as tl
 from t2r.ops.triton.math import SIZES, chunk, divide, dot, rounded, saturate, tile, visible
 
 
-@triton.jit(do_not_specialize=[*SIZES, "per"])
+@triton.jit(do_not_specialize=SIZES)
 def segment_states(
     k, v, decay, mask, document, states, elapsed,
     k_b, k_h, k_t, v_b, v_h, v_t,
@@ -72,14 +72,14 @@ def segment_states(
 @triton.jit(do_not_specialize=SIZES)
 def scan(
     states, s_first, z_first, a_first, s_last, z_last, a_last, decay, elapsed,
-    key_heads, feature, value, chunks, slot,
+    key_heads, feature, value, segments, slot,
     HAS_FIRST: tl.constexpr, SIGNED: tl.constexpr, AGES: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
     BC: tl.constexpr, BE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Turn the contributions of `chunks` segments into the states before each, or in reverse into their gradients.
+    """Turn the contributions of segments into the states before each, or in reverse into their gradients.
 
-    Elements of a slot are independent: each thread has its own, and adds up one chunk after the other. `BC` chunks are
-    loaded before the first of them is written, because a single load per step would be bound by latency."""
+    Elements of a slot are independent: each thread has its own, and adds up one segment after the other. `BC` of them
+    are loaded before the first is written, because a single load per step would be bound by latency."""
     feature, value = feature * ALIGN, value * ALIGN
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
@@ -100,25 +100,25 @@ def scan(
     rate = tl.zeros([BE], tl.float32)
     if DECAY:
         rate = tl.load(decay + h * feature + f, mask=ok, other=0.0)
-    base = states + bh * (chunks + 1) * slot
+    base = states + bh * (segments + 1) * slot
     if REVERSE:
-        tl.store(states + (bh * (chunks + 1) + chunks) * slot + e, running, mask=ok)
+        tl.store(states + (bh * (segments + 1) + segments) * slot + e, running, mask=ok)
     else:
         tl.store(base + e, running, mask=ok)
-    for start in range(0, chunks, BC):
+    for start in range(0, segments, BC):
         owns = ()
         ages = ()
         for j in tl.static_range(BC):
-            i = tl.minimum(start + j, chunks - 1)  # beyond the last chunk nothing is written
-            c = chunks - 1 - i if REVERSE else i
+            i = tl.minimum(start + j, segments - 1)  # beyond the last one nothing is written
+            c = segments - 1 - i if REVERSE else i
             to = c if REVERSE else c + 1
             owns += (tl.load(base + to.to(tl.int64) * slot + e, mask=ok, other=0.0),)
             if AGES:
-                ages += (tl.load(elapsed + b * chunks + c),)
+                ages += (tl.load(elapsed + b * segments + c),)
         for j in tl.static_range(BC):
             i = start + j
-            if i < chunks:
-                to = chunks - 1 - i if REVERSE else i + 1
+            if i < segments:
+                to = segments - 1 - i if REVERSE else i + 1
                 if AGES:
                     running *= tl.where(ages[j] < 0, 0.0, tl.exp(-ages[j] * rate))
                 running += owns[j]

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from t2r.ops.common import DENOMINATOR_FLOOR, SIGNED_FLOOR
 
-SIZES = ["time", "chunks", "heads", "key_heads", "group", "feature", "value"]
+SIZES = ["time", "chunks", "segments", "per", "slots", "heads", "key_heads", "group", "feature", "value"]
 """Arguments that kernels are not specialized on, so that one compilation serves all lengths. Triton would turn a size
 of 1 into a constant, and triton 3.6 then generates matrix products on Hopper that read shared memory out of bounds."""
 FLOOR = tl.constexpr(DENOMINATOR_FLOOR)

@@ -105,8 +105,8 @@ class Plan(NamedTuple):
         }
 
     @property
-    def whole(self) -> dict[str, Any]:
-        """Blocks of a sweep, whose state is one tile."""
+    def sweep_blocks(self) -> dict[str, Any]:
+        """The state of a sweep is one tile."""
         # Measured on an H200. Decay takes many registers, and a second stage of loads would take more of them. With one
         # segment there are few programs for each processor, and eight warps hide more of the time of loads.
         rows, columns = block(self.feature, 128), block(self.value, 128)

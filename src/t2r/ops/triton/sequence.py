@@ -16,7 +16,7 @@ from t2r.ops.triton.plan import MANY_WARPS, WARPS, Plan
 from t2r.ops.triton.presence import INTERPRETED
 
 SCANNED = 4 if INTERPRETED else 16
-"""Chunk states that the scan loads at once."""
+"""States that the scan loads at once."""
 SCAN_WIDTH = 128
 """Elements of a state in one program of the scan, one for each thread."""
 
@@ -102,7 +102,7 @@ class _Begin(NamedTuple):
         return cls(s, z, 1, plan.feature * plan.value, plan.feature, state is not None)
 
     @classmethod
-    def segment(cls, plan: Plan, states: Tensor) -> _Begin:
+    def segments(cls, plan: Plan, states: Tensor) -> _Begin:
         """Return those of several segments: slots of `states`."""
         z = states[..., plan.feature * plan.value :]
         return cls(states, z, plan.segments + 1, plan.slot, plan.slot, True)
@@ -130,13 +130,13 @@ def _forward(
             begin = _Begin.whole(plan, first, last)
         else:
             states, _, last = _states(plan, k, v, first, shared)
-            begin = _Begin.segment(plan, states)
+            begin = _Begin.segments(plan, states)
         if plan.swept:
             sweep.outputs[(plan.batch * plan.heads, plan.segments)](
                 q, k, v, *shared, begin.s, begin.z, last.s, last.z, out, dens, *_strides(q, k, v, out),
                 plan.heads, plan.time, *plan.units, plan.chunks, plan.per, *begin.sizes,
                 HAS_FIRST=begin.given, LAST=plan.segments == 1, NORMALIZED=normalized,
-                **plan.flags, **plan.whole,
+                **plan.flags, **plan.sweep_blocks,
             )  # fmt: skip
         else:
             fore.outputs[(plan.batch * plan.heads, plan.column_blocks, plan.chunks)](
@@ -185,7 +185,7 @@ def _backward(
                 q, g, inverse, g_den, *shared, gradients, *_strides(q, g), *sizes, plan.per, plan.slot, **normal
             )
             begin = _scan(plan, gradients, plan.slot, last, shared, elapsed, reverse=True)
-            before, after = _Begin.segment(plan, states), _Begin.segment(plan, gradients[:, :, 1:])
+            before, after = _Begin.segments(plan, states), _Begin.segments(plan, gradients[:, :, 1:])
         if plan.swept:
             d_decay = _sweep_back(
                 plan, q, k, v, g, inverse, g_den, shared, normalized, before, after, begin, dq, dk, dv
@@ -212,12 +212,12 @@ def _sweep_back(
     """Compute dq, dk, dv and the gradient of the first state, and return that of the decay rates."""
     sizes = (plan.heads, plan.time, *plan.units, plan.chunks, plan.per)
     decay = plan.flags["DECAY"]
-    # The second sweep reads the states before chunks for the gradient of the rates only.
+    # The gradient of the rates, and nothing else, needs the states before all chunks.
     count = plan.batch * plan.heads * plan.chunks if decay else 0
     s_chunks = q.new_empty(count, plan.feature, plan.value, dtype=torch.bfloat16)
     z_chunks = begin.z.new_empty(count, plan.feature)
     d_queries, d_keys = begin.z.new_empty(2, plan.batch, plan.segments, plan.heads, plan.feature if decay else 0)
-    part = {**plan.flags, **plan.whole, "NORMALIZED": normalized, "num_warps": WARPS}
+    part = {**plan.flags, **plan.sweep_blocks, "NORMALIZED": normalized, "num_warps": WARPS}
     features = part | {"BF": plan.rows}
     sweep.query_gradients[(plan.batch * plan.heads, plan.row_blocks, plan.segments)](
         q, k, v, g, inverse, g_den, *shared, before.s, before.z, s_chunks, z_chunks, dq, d_queries,

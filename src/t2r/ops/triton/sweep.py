@@ -50,7 +50,7 @@ def begin(
     return s, z
 
 
-@triton.jit(do_not_specialize=[*SIZES, "per", "slots"])
+@triton.jit(do_not_specialize=SIZES)
 def outputs(
     q, k, v, decay, mask, document, s_first, z_first, s_last, z_last, out, dens,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
@@ -122,7 +122,7 @@ def entered(
     return s * aged[:, None] + own_s, z * aged + own_z
 
 
-@triton.jit(do_not_specialize=[*SIZES, "per", "slots"])
+@triton.jit(do_not_specialize=SIZES)
 def query_gradients(
     q, k, v, g, inverse, g_dens, decay, mask, document, s_first, z_first, s_chunks, z_chunks, dq, d_decay,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
@@ -192,7 +192,7 @@ def query_gradients(
         tl.store(d_decay + at * feature + f, d_rate, mask=f_ok)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "per", "slots"])
+@triton.jit(do_not_specialize=SIZES)
 def key_or_value_gradients(
     q, k, v, g, inverse, g_dens, decay, mask, document, ds_last, dz_last, s_chunks, z_chunks, dk, dv, d_decay,
     ds_first, dz_first,
