@@ -31,6 +31,9 @@ FOR_OTHERS = {
     "sentencepiece": "transformers tokenizes for Marian, T5 and mBART with it",
 }
 
+# Modules that are measured beside ours where somebody installed them: t2r does nothing with them itself.
+COMPARED = {"fla": "`t2r bench ops --backend fla`; the message says how it is installed"}
+
 
 def distribution(requirement: str) -> str:
     """Return the name of a requirement: `lm-eval[hf]>=0.4` -> lm_eval."""
@@ -50,7 +53,7 @@ def imported() -> set[str]:
                 modules |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 modules.add(node.module.split(".")[0])
-    modules -= set(sys.stdlib_module_names) | {"t2r"}
+    modules -= set(sys.stdlib_module_names) | set(COMPARED) | {"t2r"}
     known = packages_distributions()
     return {known.get(module, [module])[0].replace("-", "_").lower() for module in modules}
 
