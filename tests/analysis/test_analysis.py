@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import t2r
-from families import VOCABULARY, batch, tiny
+from families import POSITIONS, VOCABULARY, batch, tiny
 from t2r import T2RError
 from t2r.analysis import analyze, tables
 from t2r.analysis.measures import ByDistance, distance_buckets, effective_rank, jensen_shannon
@@ -216,6 +216,18 @@ def test_encoder_decoders(tmp_path, tokenizer):
     assert len(tables(found)) > 2
     with pytest.raises(T2RError, match="--src and --tgt"):
         analyze(model, source, tokenizer=tokenizer)
+
+
+def test_pairs_are_cut_at_the_positions_and_unknown_tokens_are_refused(tmp_path, tokenizer):
+    path = tmp_path / "long.txt"
+    path.write_text("w3 w4 " * POSITIONS + "\n")
+    model = t2r.swap(tiny("marian", torch.float32), feature_size=8)
+    found = analyze(model, source=path, target=path, tokenizer=tokenizer)
+    assert found["tokens"] == POSITIONS
+    larger = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": VOCABULARY}, unk_token="a")))
+    path.write_text("a\n" * 40)
+    with pytest.raises(T2RError, match=f"vocabulary ends at {VOCABULARY - 1}"):
+        analyze(model, source=path, target=path, tokenizer=larger)
 
 
 def test_sentences_that_are_shorter_than_the_first_measured_state(tmp_path, tokenizer):

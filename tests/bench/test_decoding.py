@@ -4,6 +4,7 @@ import copy
 import io
 import json
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,6 +114,7 @@ def test_tables_and_notes():
     settings = decoding.Settings(1, 16, 5, "float32", "cpu", 2)
     points = [decoding.Point("teacher", 512, 2.0, 500.0, 1 << 20), decoding.Point("RNN", 512, 4.0, 250.0, 1 << 19)]
     points += [decoding.Point("teacher", 2048, 8.0, 125.0, 1 << 22), decoding.Point("RNN", 2048, 4.0, 250.0, 1 << 19)]
+    points += [decoding.Point("other", length, 9.0, 111.0, 1 << 22) for length in (512, 2048)]
     report = decoding.Report(settings, points, {"RNN": 1024.0, "other": None}, [])
     console = Console(file=io.StringIO(), width=120)
     console.print(*decoding.tables(report))
@@ -218,3 +220,19 @@ def test_a_model_that_does_not_fit_is_left_out(monkeypatch):
     assert [p.length for p in report.of("RNN, engine")] == [6, 20, 30]
     assert "teacher, engine does not fit into memory at 20 tokens." in decoding.notes(report)
     assert [row[0] for row in decoding.cells(report)] == ["6", "", "20", "30"]  # also without the first model
+    report.crossovers["RNN, engine"] = None
+    assert "RNN, engine is not faster than teacher, engine up to 6 tokens." in decoding.notes(report)
+    monkeypatch.setattr(EngineReader, "milliseconds", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(T2RError, match="no model fits into memory at 6 tokens"):
+        decoding.run(pair("llama", feature_size=8), [6, 20], engine=True, own=False, **SHORT)
+
+
+def test_the_window_has_the_memory_of_states_in_half_precision():
+    models = pair("llama", feature_size=8)
+    whole, half = (
+        decoding.run(models, [30], engine=True, window=True, own=False, state_dtype=dtype, **SHORT)
+        for dtype in (None, torch.bfloat16)
+    )
+    sizes = [int(r.points[-1].model.split()[3].strip(",")) for r in (whole, half)]
+    assert sizes[1] == sizes[0] // 2
+    assert half.of("RNN, engine")[0].cache_bytes * 2 == whole.of("RNN, engine")[0].cache_bytes

@@ -50,6 +50,7 @@ def test_tokenized_bleu_is_bleu_of_the_tokens():
         ("a/test.de", None, "de"),
         ("newstest2017.en.xz", None, "en"),
         ("test.txt", None, "en"),
+        ("test.deu", None, "de"),
         ("datasets:wmt14:de-en:test@de", None, "de"),
         ("x", "deu_Latn", "de"),
         ("x", "zh_CN", "zh"),

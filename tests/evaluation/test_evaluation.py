@@ -602,6 +602,14 @@ def test_a_window_beyond_learned_positions_is_refused_without_a_warning(folder, 
     assert not caplog.messages
 
 
+def test_models_of_one_class_have_their_own_limits(folder, tokenizer):
+    given = {"tokenizer": tokenizer, "generation": False, "limit": 2, "device": "cpu"}
+    results = evaluate([gpt2(n_positions=48), gpt2()], folder / "text.txt", **given)
+    assert [r["window"] for r in results] == [48, 48]
+    with pytest.raises(T2RError, match="must have the same vocabulary size"):
+        evaluate([gpt2(vocab_size=20), gpt2(), gpt2(1)], folder / "text.txt", **given)
+
+
 def test_a_teacher_with_another_vocabulary(folder, tokenizer):
     with pytest.raises(T2RError, match="must have the same vocabulary size"):
         evaluate([llama()], folder / "text.txt", tokenizer=tokenizer, teacher=gpt2(vocab_size=20), window=8)

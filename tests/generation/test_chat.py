@@ -69,6 +69,18 @@ def test_a_turn_that_fails_is_not_part_of_the_conversation(template, swapped):
     assert (conversation.text, conversation.messages) == (expected.text, expected.messages)
 
 
+@pytest.mark.parametrize("swapped", [False, True], ids=["base", "swapped"])
+def test_an_answer_ends_at_a_stop_string(swapped):
+    model = tiny("llama", torch.float64).eval()
+    model.generation_config.eos_token_id = None
+    if swapped:
+        model = t2r.swap(model, feature_size=8, init="identity")
+    free = Conversation(model, tokenizer(None), max_new_tokens=7).say("hello")
+    model.generation_config.stop_strings = [free[3]]
+    said = Conversation(model, tokenizer(None), max_new_tokens=7).say("hello")
+    assert said == free[: free.index(free[3]) + 1]
+
+
 def test_conversation_errors():
     with pytest.raises(T2RError, match="requires a language model"):
         Conversation(tiny("marian", torch.float32), tokenizer(None))

@@ -8,7 +8,14 @@ from functools import partial
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import t2r
@@ -187,6 +194,11 @@ def test_stop_strings():
     assert engine.generate(prompt, tokenizer=tokenizer)[0, 5:].tolist() == expected
     with pytest.raises(ValueError, match="tokenizer"):
         engine.generate(prompt)
+    model.generation_config.stop_strings = [text]  # those of the model, unless a call has none
+    engine = Engine(model)
+    assert engine.generate(prompt, tokenizer=tokenizer, max_new_tokens=20)[0, 5:].tolist() == expected
+    assert engine.generate(prompt, stop_strings=None, max_new_tokens=20)[0, 5:].tolist() == free
+    assert not engine.said
 
 
 def test_the_engines_own_configuration():
@@ -195,6 +207,33 @@ def test_the_engines_own_configuration():
     assert engine.generate(prompt).shape == (1, 8)
     assert engine.generate(prompt, max_new_tokens=5).shape == (1, 10)
     assert engine.generate(prompt).shape == (1, 8)
+
+
+def test_an_option_of_none_replaces_the_default_of_the_model():
+    model, (prompt,) = swapped("gpt2"), prompts([5])
+    free = alone(model, prompt, max_new_tokens=8)
+    model.generation_config.eos_token_id = free[2]
+    ended = free[: free.index(free[2]) + 1]
+    for config in (None, GenerationConfig(max_new_tokens=8)):
+        engine = Engine(model, config)
+        assert engine.generate(prompt, max_new_tokens=8)[0, 5:].tolist() == ended != free
+        assert engine.generate(prompt, max_new_tokens=8, eos_token_id=None)[0, 5:].tolist() == free
+
+
+def test_without_eos_tokens_all_sequences_end_together():
+    model, given = swapped("gpt2"), inputs("gpt2")
+    length = given["input_ids"].shape[1]
+
+    class After(StoppingCriteria):
+        """Ends row i after i + 2 new tokens."""
+
+        def __call__(self, ids, scores, **kwargs):
+            return torch.arange(len(ids)) + 2 <= ids.shape[1] - length
+
+    how = {"max_new_tokens": 16, "stopping_criteria": StoppingCriteriaList([After()])}
+    expected = model.generate(**given, **how)
+    assert expected.shape[1] < length + 16
+    assert torch.equal(Engine(model).generate(**given, **how), expected)
 
 
 def test_a_configuration_given_to_a_call():
@@ -406,6 +445,51 @@ def test_a_sequence_can_be_cancelled():
     assert len(sequences[0].tokens) == 2
     assert sequences[1].tokens == []
     assert sequences[2].tokens == alone(model, given[2], max_new_tokens=5)
+
+
+class Failing(LogitsProcessor):
+    """Fails at the fourth token."""
+
+    calls = 0
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        if self.calls == 4:
+            raise RuntimeError("a processor failed")
+        return scores
+
+
+def test_a_sequence_that_fails_does_not_affect_the_others():
+    model, (first, second) = swapped("gpt2"), prompts([4, 5])
+    expected = alone(model, second, max_new_tokens=10)
+    engine = Engine(model, rows=4)
+    failing = engine.submit(first, max_new_tokens=10, logits_processor=LogitsProcessorList([Failing()]))
+    other = engine.submit(second, max_new_tokens=10)
+    list(engine.run())
+    assert failing.finished
+    assert len(failing.tokens) == 3
+    assert "a processor failed" in str(failing.error)
+    assert other.tokens == expected
+    assert other.error is None
+    unknown = engine.submit(torch.tensor([[VOCABULARY + 5]]), max_new_tokens=4)  # fails when it is read
+    assert engine.generate(second, max_new_tokens=10)[0, 5:].tolist() == expected
+    assert isinstance(unknown.error, IndexError)
+    assert not engine.busy
+    how = {"max_new_tokens": 10, "logits_processor": LogitsProcessorList([Failing()])}
+    with pytest.raises(RuntimeError, match="a processor failed"):
+        engine.generate(first, **how)
+    how["logits_processor"][0].calls = 0
+    with pytest.raises(RuntimeError, match="a processor failed"):
+        list(engine.generate_each([{"input_ids": first, **how}]))
+    assert engine.generate(second, max_new_tokens=10)[0, 5:].tolist() == expected
+
+
+def test_padding_in_several_places_of_a_row_falls_back_to_generate(caplog):
+    model = swapped("llama recipe kept")
+    given = {"input_ids": torch.tensor([[3, 0, 4, 0, 5, 6]]), "attention_mask": torch.tensor([[1, 0, 1, 0, 1, 1]])}
+    expected = model.generate(**given, max_new_tokens=4)
+    assert torch.equal(Engine(model).generate(**given, max_new_tokens=4), expected)
+    assert "padding in several places" in caplog.text
 
 
 def test_an_abandoned_stream_ends():

@@ -1,12 +1,13 @@
-"""Completions name the backend that was used for the prompt."""
+"""Completions: options of `generate`, and the backend that was used for the prompt."""
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import t2r
-from families import tiny
+from families import POSITIONS, tiny
+from t2r import T2RError
 from t2r.ops import registry
 from t2r.ops.contract import Abilities
 from t2r.ops.torch_backends import Chunked
@@ -58,3 +59,27 @@ def test_a_prompt_that_only_softmax_attention_reads_has_no_backend():
     for model in (tiny("gpt2"), t2r.swap(tiny("marian"), feature_size=8, recurrent="causal")):
         (found,) = t2r.generate(model.eval(), "abc", tokenizer=letters(), max_new_tokens=2)
         assert found.backend is None
+
+
+def test_the_length_is_that_of_the_options_or_the_configuration():
+    for model in (tiny("gpt2", torch.float32), t2r.swap(tiny("gpt2", torch.float32), feature_size=8)):
+        model.generation_config.eos_token_id = None
+        for options in ({"max_length": 7}, {"generation_config": GenerationConfig(max_new_tokens=3)}):
+            (done,) = t2r.generate(model, "abcd", tokenizer=letters(), **options)
+            assert done.new_tokens == 3
+        with pytest.raises(T2RError, match="positions"):
+            t2r.generate(model, "abcd", tokenizer=letters(), max_length=POSITIONS + 1)
+
+
+def test_a_text_ends_at_the_given_eos_token_or_stop_string():
+    model, words = t2r.swap(tiny("llama", torch.float32), feature_size=8), letters()
+    model.generation_config.eos_token_id = None
+    (free,) = t2r.generate(model, "abcd", tokenizer=words, max_new_tokens=8)
+    stop, ended = words(free.text[3]).input_ids[0], free.text[: free.text.index(free.text[3]) + 1]
+    how = {"tokenizer": words, "max_new_tokens": 8}
+    for options in ({"eos_token_id": stop}, {"stop_strings": [free.text[3]]}):
+        (done,) = t2r.generate(model, "abcd", **how, **options)
+        assert done.text == ended != free.text
+    model.generation_config.eos_token_id = stop
+    (done,) = t2r.generate(model, "abcd", **how, eos_token_id=words("~").input_ids[0])
+    assert (done.text, done.new_tokens) == (free.text, 8)

@@ -13,6 +13,7 @@ from t2r import T2RError
 from t2r.cli import app
 from t2r.experiments.record import recorded
 from t2r.experiments.tables import record_tables
+from t2r.pages.sections import short_names
 
 LOG = [{"step": step, "loss": 2.0 / step, "learning_rate": 1e-3} for step in (1, 2, 3)]
 SCORES = {"perplexity": 20.0, "kl": 0.1, "tokens": 100, "word_perplexity": None, "bits_per_byte": None}
@@ -128,6 +129,13 @@ def test_several_results_on_one_page(tmp_path, conversion):
     assert run.stdout.strip() == str(out)
     assert "Conversion: rnn" in words(out)
     assert "Recall by distance" in words(out)
+
+
+def test_models_with_the_same_folder_name_are_distinguished():
+    results = [{"model": model} for model in ("runs/a/rnn", "runs/b/rnn", "teacher")]
+    assert short_names(results) == ["a/rnn", "b/rnn", "teacher"]
+    assert short_names(results[:1] * 2) == ["runs/a/rnn (1)", "runs/a/rnn (2)"]
+    assert short_names([results[0], results[0] | {"variant": "window"}]) == ["rnn", "rnn, window"]
 
 
 def test_no_results(tmp_path):

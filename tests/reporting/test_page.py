@@ -53,6 +53,11 @@ def test_negative_values_are_drawn():
     assert "\N{MINUS SIGN}2" in texts(lines({"rfa": ([1, 2, 3], [4.0, -2.0, 2.0])}, "distance", "weight", log_y=True))
 
 
+def test_undefined_values_and_dollar_signs_are_drawn():
+    drawn = lines({"a$\\frac$b": ([1, 2, 3], [4.0, None, 5.0]), "none": ([1], [None])}, "x", "y", log_y=True)
+    assert "a$\\frac$b" in texts(drawn)
+
+
 def test_logarithmic_axes_have_several_ticks():
     for low, high in ((0.0082, 0.0111), (12.0, 18.5), (3.0, 40.0), (1.0, 5000.0)):
         shown = texts(lines({"one": ([0.5, 1.5], [low, high])}, "x", "y", log_y=True))

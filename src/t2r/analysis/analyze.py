@@ -29,6 +29,7 @@ from t2r.evaluation import Perplexity, encode, read_text, recall
 from t2r.evaluation.generation import fitting_distances
 from t2r.evaluation.inputs import positions_of
 from t2r.evaluation.logits import check_positions
+from t2r.generation.state import check_vocabulary
 from t2r.hub import need_tokenizer
 from t2r.options import AnalysisOptions, RunOptions, check
 from t2r.reporting import environment
@@ -112,6 +113,7 @@ def analyze(
     read = None
     if text is not None:
         read = encode(tokenizer, read_text(text, tokenizer))
+        check_vocabulary(own.model, read.token_ids.unique().tolist())
         window = _window(own, other, window, len(read.token_ids))
         words = min(window, words or max(1, window // 2))
         samples = _windows(read.token_ids, window, limit)
@@ -120,7 +122,10 @@ def analyze(
         tokens = samples.numel()
     else:
         assert source is not None and target is not None
-        batches = list(_pairs(own.model, tokenizer, source, target, limit))
+        positions = _fewest_positions(own, other)
+        batches = list(_pairs(tokenizer, source, target, limit, positions))
+        for batch in batches:
+            check_vocabulary(own.model, [token for ids in batch.values() for token in ids.flatten().tolist()])
         window = words = max(max(x.shape[1] for x in batch.values()) for batch in batches)
         facts |= {"source": str(source), "target": str(target), "samples": len(batches)}
         tokens = sum(batch["labels"].numel() for batch in batches)
@@ -161,10 +166,13 @@ def _check_pair(own: Subject, other: Subject | None, translates: bool) -> None:
         raise T2RError(f"{own.name} and {other.name} have different layers: attention can only be compared by layer")
 
 
-def _window(own: Subject, other: Subject | None, window: int | None, tokens: int) -> int:
+def _fewest_positions(own: Subject, other: Subject | None) -> int | None:
     limits = [positions_of(subject.model.config) for subject in (own, other) if subject is not None]
-    fewest = min((limit for limit in limits if limit is not None), default=WINDOW)
-    chosen = min(WINDOW, fewest) if window is None else window
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _window(own: Subject, other: Subject | None, window: int | None, tokens: int) -> int:
+    chosen = min(WINDOW, _fewest_positions(own, other) or WINDOW) if window is None else window
     if chosen < 2:
         raise T2RError(f"window must be at least 2; got {chosen}")
     if tokens < chosen:
@@ -183,15 +191,18 @@ def _windows(ids: Tensor, window: int, limit: int) -> Tensor:
     return torch.stack([ids[(i * fitting // count) * window :][:window] for i in range(count)])
 
 
-def _pairs(model: Any, tokenizer: Tokenizer, source: str | Path, target: str | Path, limit: int) -> Iterator[Any]:
-    """Yield the inputs of one pair of sentences at a time, which need no padding."""
+def _pairs(
+    tokenizer: Tokenizer, source: str | Path, target: str | Path, limit: int, positions: int | None
+) -> Iterator[Any]:
+    """Yield the inputs of one pair of sentences at a time, which need no padding. Longer ones are cut at `positions`,
+    or at the tokenizer's own limit."""
     pairs = [pair for pair in read_pairs(find_file(str(source)), find_file(str(target))) if all(map(str.strip, pair))]
     if not pairs:
         raise T2RError(f"{source} and {target} have no pair of lines without an empty side")
     count = min(limit, len(pairs))
     for i in range(count):
         one, two = pairs[i * len(pairs) // count]
-        coded = tokenizer(one, text_target=two, return_tensors="pt", truncation=True)
+        coded = tokenizer(one, text_target=two, return_tensors="pt", truncation=True, max_length=positions)
         yield {name: coded[name] for name in ("input_ids", "labels")}
 
 

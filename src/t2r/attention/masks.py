@@ -108,8 +108,13 @@ class Padding(NamedTuple):
         hidden = (column >= self.start[:, None]) & (column < (self.start + self.tokens)[:, None])
         return (~hidden).long()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the padding of every row is in one place."""
+        return bool((self.start >= 0).all())
+
     def check(self) -> None:
-        if bool((self.start < 0).any()):
+        if not self.is_known:
             raise T2RError("a state with padding in several places of a row cannot be split, saved or continued")
 
 

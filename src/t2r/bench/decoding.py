@@ -149,7 +149,7 @@ def run(
     full: dict[str, int] = {}
     points: list[Point] = []
     with evaluating(*ready.values()):
-        narrow = windowed(plain) if window else None
+        narrow = windowed(plain, state_dtype) if window else None
         readers = (plain if own else []) + (captured(plain, compiled, without, own, state_dtype) if engine else [])
         if narrow is not None:
             readers += ([narrow] if own else []) + (
@@ -171,6 +171,8 @@ def run(
                         readers.remove(reader)
                         reader.free()
             points += [point_of(reader, length, times[reader.name][1:], speed) for reader in readers]
+            if not points:
+                raise T2RError(f"no model fits into memory at {length:,} tokens: use a smaller batch or fewer tokens")
     report = Report(
         Settings(
             batch, steps, repeats, str(first.dtype).removeprefix("torch."), str(first.device), torch.get_num_threads()
@@ -247,11 +249,11 @@ def cells(report: Report) -> list[tuple[str, ...]]:
 
 def notes(report: Report) -> list[str]:
     """Return conclusions from the measurements, one sentence each."""
-    lengths = sorted({point.length for point in report.points})
     reference = report.points[0].model
     lines = []
     for name, length in report.crossovers.items():
         against = report.references.get(name, reference)
+        lengths = sorted({point.length for point in report.of(against)} & {point.length for point in report.of(name)})
         lines.append(from_length(name, against, "faster", length, lengths))
         if name in report.smaller and name.removesuffix(", engine") != against:
             lines.append(from_length(name, against, "smaller", report.smaller[name], lengths))

@@ -147,7 +147,9 @@ def prepared(
     ready = {name: on_the_engine(with_positions(model, length)) for name, model in models.items()}
     found: list[tuple[str, Any, int | None]] = [(name, model, None) for name, model in ready.items()]
     states = [
-        step_of(model, 1, 1, 1).row_bytes(0) for name, model in ready.items() if isinstance(models[name], T2RModel)
+        step_of(model, 1, 1, 1, state_dtype).row_bytes(0)
+        for name, model in ready.items()
+        if isinstance(models[name], T2RModel)
     ]
     teacher, own = next(iter(ready.items()))
     if states and not isinstance(models[teacher], T2RModel):

@@ -216,11 +216,11 @@ def captured(
     return found
 
 
-def windowed(readers: Sequence[Reader]) -> Reader | None:
+def windowed(readers: Sequence[Reader], state_dtype: torch.dtype | None = None) -> Reader | None:
     """Return a reader of the first model with a window, of as many bytes as the smallest state of the others.
 
-    Models with softmax layers count only if there are no others, because their memory grows. None: the first model is
-    converted itself, or no other one is."""
+    States are those that the engine stores in `state_dtype`. Models with softmax layers count only if there are no
+    others, because their memory grows. None: the first model is converted itself, or no other one is."""
     teacher = readers[0]
     converted = [reader for reader in readers if isinstance(reader.model, T2RModel)]
     if not converted or teacher in converted:
@@ -228,5 +228,8 @@ def windowed(readers: Sequence[Reader]) -> Reader | None:
     pure = [reader for reader in converted if feature_sizes(reader.model) is not None]
     for reader in (teacher, *(pure or converted)):
         reader.read_until(1)
-    size = max(1, min(reader.held_bytes() for reader in pure or converted) // teacher.held_bytes())
+    state = min(reader.held_bytes() for reader in pure or converted)
+    if state_dtype is not None:
+        state = state * state_dtype.itemsize // torch.float32.itemsize
+    size = max(1, state // teacher.held_bytes())
     return Reader(f"{teacher.name}, window of {size:,}", teacher.model, teacher.batch, teacher.seed, size)

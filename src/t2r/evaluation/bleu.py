@@ -104,7 +104,9 @@ def language_of(reference: str | Path, target_language: str | None = None) -> st
         code = re.split(r"[_-]", target_language)[0].lower()
         return TWO_LETTERS.get(code, code)
     found = re.search(r"[.@]([a-z]{2,3})(?:\.(?:xz|gz|txt))*$", Path(str(reference)).name)
-    return "en" if found is None or found[1] in ("txt", "xz", "gz", "ref", "tgt", "trg") else found[1]
+    if found is None or found[1] in ("txt", "xz", "gz", "ref", "tgt", "trg"):
+        return "en"
+    return TWO_LETTERS.get(found[1], found[1])
 
 
 # --- Comparison with the first model ------------------------------------------------------------------------

@@ -224,20 +224,20 @@ def _check_variant(variant: Variant, source: Model) -> None:
 def _windows(models: Sequence[Model], window: int | None, stride: int | None) -> tuple[int, int]:
     """Return window and stride. The default window fits every model. A larger window is allowed with a warning, except
     for models with a table of positions, which cannot read it."""
-    configs = {_title(source): _config(source) for source in models}
-    limits = {name: positions_of(config) for name, config in configs.items()}
-    fewest = min((limit for limit in limits.values() if limit is not None), default=WINDOW)
+    configs = [(_title(source), _config(source)) for source in models]  # models given as objects may share a title
+    limits = [(name, positions_of(config), config) for name, config in configs]
+    fewest = min((limit for _, limit, _ in limits if limit is not None), default=WINDOW)
     if window is None:
         window = min(WINDOW, fewest)
         if stride is not None and stride >= window:
             raise T2RError(f"stride {stride} must be less than the window {window}: set window too")
         if window < WINDOW:
             logger.warning("windows of %d tokens instead of %d: a model has only %d positions", window, WINDOW, fewest)
-    beyond = {name: limit for name, limit in limits.items() if limit is not None and window > limit}
-    for name, limit in beyond.items():
-        if has_position_table(configs[name]):
+    beyond = [found for found in limits if found[1] is not None and window > found[1]]
+    for name, limit, config in beyond:
+        if has_position_table(config):
             raise T2RError(f"{name} has {limit} positions, less than a window of {window} tokens: give a smaller one")
-    for name, limit in beyond.items():
+    for name, limit, _ in beyond:
         logger.warning(
             "a window of %d tokens is longer than the %d positions of %s: results beyond them are not meaningful",
             window,
@@ -269,12 +269,12 @@ def _check(models: Sequence[Model], text: Text | None) -> None:
     Perplexities are comparable only over the same tokens, and distributions only over the same vocabulary. A folder
     without a tokenizer is assumed to use that of the first model.
     """
-    sizes = {}
+    sizes = []
     for source in models:
         config = _config(source)
         refuse_seq2seq(config, _title(source))
         auto_class(config)
-        sizes[_title(source)] = getattr(config.get_text_config(), "vocab_size", None)
+        sizes.append((_title(source), getattr(config.get_text_config(), "vocab_size", None)))
         if isinstance(source, PreTrainedModel) or text is None:
             continue
         tokenizer = load_tokenizer(str(source))
@@ -284,8 +284,8 @@ def _check(models: Sequence[Model], text: Text | None) -> None:
                 "comparable: evaluate the models one at a time, and compare their bits per byte"
             )
 
-    if text is not None and len({size for size in sizes.values() if size is not None}) > 1:
-        found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+    if text is not None and len({size for _, size in sizes if size is not None}) > 1:
+        found = ", ".join(f"{name} has {size}" for name, size in sizes)
         raise T2RError(f"the models must have the same vocabulary size: {found}")
 
 

@@ -55,7 +55,10 @@ def repetition(
     the teacher's. The repetition of sampled text should be close to that of human text.
     """
     if new_tokens <= n:
-        raise T2RError(f"new_tokens is {new_tokens}: measuring repeated {n}-grams requires more than {n}")
+        raise T2RError(
+            f"new_tokens is {new_tokens}: measuring repeated {n}-grams requires more than {n}. An evaluation generates "
+            "half a window: give it a larger one, or --no-generation (generation=False)"
+        )
     coded = [_ids(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts or PROMPTS]
     if not all(coded):
         raise T2RError("a prompt is empty")

@@ -17,6 +17,7 @@ from t2r.errors import T2RError
 from t2r.evaluation.inputs import Text, refuse_seq2seq
 from t2r.evaluation.logits import check_positions
 from t2r.evaluation.variants import Variant, readout_of
+from t2r.generation.state import check_vocabulary
 from t2r.model.logits import Readout, evaluating, logits_at_once
 
 WINDOW, STRIDE = 512, 256
@@ -160,7 +161,7 @@ def perplexity(
         if reader is not None:
             check_positions(reader, window)
     ids = tokens.token_ids if isinstance(tokens, Text) else torch.as_tensor(tokens, dtype=torch.long)
-    _check_vocabulary(model, ids)
+    check_vocabulary(model, ids.unique().tolist())
     batch_size = fitting_batch(model.device, window) if batch_size is None else batch_size
     batches = _batches(ids.to(model.device), window, stride, batch_size, limit, tail)
     windows = sum(map(len, batches))
@@ -196,15 +197,6 @@ def fitting_batch(device: torch.device, window: int) -> int:
     if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= 40e9:
         tokens <<= 2
     return max(1, tokens // window)
-
-
-def _check_vocabulary(model: PreTrainedModel, ids: Tensor) -> None:
-    size = getattr(model.config.get_text_config(), "vocab_size", None)
-    if size is not None and len(ids) and int(ids.max()) >= size:
-        raise T2RError(
-            f"the text has token {int(ids.max())}, but the model's vocabulary ends at {size - 1}: the tokenizer does "
-            "not belong to the model"
-        )
 
 
 def _batches(ids: Tensor, window: int, stride: int, batch_size: int, limit: int | None, tail: bool) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -20,6 +21,7 @@ from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation.bleu import (
     BLEU_TOKENIZE,
+    OWN_TOKENIZERS,
     bleu_by_length,
     copy_accuracy,
     language_of,
@@ -34,6 +36,8 @@ from t2r.hub import load_config, load_model, need_tokenizer
 from t2r.model.logits import Readout, evaluating, logits_at_once, widened
 from t2r.options import RunOptions
 from t2r.storage import kind_of, write_text, writing
+
+logger = logging.getLogger(__name__)
 
 
 def token_scores(
@@ -108,7 +112,12 @@ def evaluate_translation(
     results: list[dict[str, Any]] = []
     systems: list[list[str]] = []
     lengths: list[int] = []
-    language = language_of(reference, target_language)
+    language: str | None = language_of(reference, target_language)
+    try:
+        metrics(OWN_TOKENIZERS.get(str(language), "none"))
+    except T2RError as reason:  # it must not end the command after the translations, which take long
+        logger.warning("tokenized BLEU is left out: %s", reason)
+        language = None
     if outputs is not None:  # before the translations, which take long
         with writing(Path(outputs), then="repeat the command"):
             Path(outputs).mkdir(parents=True, exist_ok=True)
@@ -127,7 +136,7 @@ def evaluate_translation(
         result |= {"source": str(source), "reference": str(reference)}
         result |= {"lines": len(sources), "beams": beams, "length_penalty": length_penalty}
         result |= score(texts, references, tokenize=tokenize)
-        result |= tokenized_bleu(texts, references, language)
+        result |= {} if language is None else tokenized_bleu(texts, references, language)
         result["by_length"] = bleu_by_length(texts, references, lengths, tokenize=tokenize)
         result["copied"] = copy_accuracy(sources, references, texts)
         systems.append(texts)

@@ -15,7 +15,7 @@ from t2r.errors import T2RError
 from t2r.generation.engine import Engine, ForGenerate
 from t2r.generation.engine.sequences import Group
 from t2r.generation.state import check_vocabulary
-from t2r.generation.text import Stream, check_lengths, checked_options, special_tokens
+from t2r.generation.text import Stream, check_lengths, checked_options, refused_options, special_tokens
 from t2r.model.modeling import T2RModel
 
 
@@ -85,8 +85,9 @@ class Conversation:
         new = self.tokenizer(turn.new, add_special_tokens=begins and not self.templated, verbose=False).input_ids
         check_vocabulary(self.model, new)
         ids = [*turn.unread, *new]
-        written, state = self.answer(ids, turn.state, on_text)
-        stops, _ = special_tokens(self.model, self.tokenizer)
+        with refused_options():
+            written, state = self.answer(ids, turn.state, on_text)
+        stops, _ = special_tokens(self.model, self.tokenizer, self.options)
         said = str(self.tokenizer.decode([t for t in written if t not in stops], skip_special_tokens=True))
         # The text includes the special tokens that the model has generated.
         self.text = turn.text + str(self.tokenizer.decode(written, skip_special_tokens=False))
@@ -112,12 +113,12 @@ class Conversation:
         self, ids: list[int], state: T2RCache | None, on_text: Callable[[str], None] | None
     ) -> tuple[list[int], Any]:
         """Return the tokens of the answer to these tokens, and the state after them."""
-        _, pad = special_tokens(self.model, self.tokenizer)
-        options: dict[str, Any] = {"pad_token_id": pad, **self.options}
+        _, pad = special_tokens(self.model, self.tokenizer, self.options)
+        options: dict[str, Any] = {"pad_token_id": pad, "tokenizer": self.tokenizer, **self.options}
         if on_text is not None:
             options["streamer"] = Stream(self.tokenizer, on_text)
         given = torch.tensor([ids], device=self.model.device)
-        check_lengths(self.model, [ids], self.options["max_new_tokens"])
+        check_lengths(self.model, [ids], self.options)
         if self.engine is not None:
             try:
                 how = {"attention_mask": torch.ones_like(given), **options}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from t2r.data.languages import set_languages
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
 from t2r.generation.engine import Engine, ForGenerate
+from t2r.generation.engine.request import chosen, token_list
 from t2r.generation.state import check_vocabulary, refuse_stateless
 from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
@@ -140,13 +142,13 @@ def complete(
     ids = [encode(tokenizer, prompt, chat, state is None) if prompt.strip() else [] for prompt in prompts]
     for row in ids:
         check_vocabulary(model, row)
-    check_lengths(model, ids, options["max_new_tokens"])
+    check_lengths(model, ids, options)
     if seed is not None:
         torch.manual_seed(seed)
     if on_text is not None:
         options["streamer"] = Stream(tokenizer, on_text)
     engine = Engine(model) if isinstance(model, T2RModel) else None
-    several = options.get("num_return_sequences") or model.generation_config.num_return_sequences or 1
+    several = option(model, options, "num_return_sequences") or 1
     for start in range(0, len(prompts), batch_size):
         batch = range(len(prompts))[start : start + batch_size]
         real = [i for i in batch if ids[i]]
@@ -170,16 +172,12 @@ def complete_batch(
 ) -> list[Completion]:
     """Complete one batch of prompts, given as texts and as token ids."""
     seq2seq = model.config.is_encoder_decoder
-    stops, pad = special_tokens(model, tokenizer)
+    stops, pad = special_tokens(model, tokenizer, options)
     input_ids, mask = (x.to(model.device) for x in padded(rows, pad, left=not seq2seq))
-    options = {"attention_mask": mask, "pad_token_id": pad, **options}
+    options = {"attention_mask": mask, "pad_token_id": pad, "tokenizer": tokenizer, **options}
     began = time.perf_counter()
-    try:
+    with refused_options():
         sequences, held = run(model, engine, input_ids, state, options)
-    except T2RError:
-        raise
-    except ValueError as error:  # raised by transformers for incompatible options
-        raise T2RError(f"cannot generate: {error}") from error
     new = sequences[:, 1 if seq2seq else input_ids.shape[1] :].tolist()  # a decoder starts with one token
     seconds = time.perf_counter() - began
     new = [until_stop(row, stops) for row in new]
@@ -201,6 +199,17 @@ def complete_batch(
             )
         )
     return completions
+
+
+@contextmanager
+def refused_options() -> Iterator[None]:
+    """Turn the errors of transformers for incompatible options into T2RError."""
+    try:
+        yield
+    except T2RError:
+        raise
+    except ValueError as error:
+        raise T2RError(f"cannot generate: {error}") from error
 
 
 def run(
@@ -247,10 +256,17 @@ def backend_of(model: Any) -> str | None:
     return None
 
 
-def special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+def option(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an option of `generate`, or its default in the given configuration or the model's."""
+    return chosen(model, options.get("generation_config"), options, name)
+
+
+def special_tokens(
+    model: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+) -> tuple[list[int], int]:
     """Return the stop tokens and a padding token. Any padding token works, because padding is masked."""
-    stop, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
-    stops = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
+    options = options or {}
+    stops, pad = token_list(option(model, options, "eos_token_id")), option(model, options, "pad_token_id")
     return stops, next((p for p in (pad, tokenizer.pad_token_id, *stops) if p is not None), 0)
 
 
@@ -288,20 +304,30 @@ def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in known:  # transformers checks the others
             known[name].check(value)
-    options = {"max_new_tokens": GenerationOptions.max_new_tokens} | options
-    defaults = model.generation_config
-    if not options.get("do_sample", defaults.do_sample):
+    if given_length(options) is None:
+        options = {"max_new_tokens": GenerationOptions.max_new_tokens} | options
+    if not option(model, options, "do_sample"):
         for name in NEEDS_SAMPLING:
             if name in options:
                 raise T2RError(f"{name} is for sampling: set do_sample too (--do-sample)")
-    if (options.get("num_beams", defaults.num_beams) or 1) < 2:
+    if (option(model, options, "num_beams") or 1) < 2:
         for name in NEEDS_BEAMS:
             if name in options:
                 raise T2RError(f"{name} is for beam search: set num_beams to 2 or more too (--num-beams)")
     return options
 
 
-def check_lengths(model: Any, ids: list[list[int]], max_new_tokens: int) -> None:
+def given_length(options: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return the name and value of the option, or the field of the given configuration, that limits the length."""
+    config = options.get("generation_config")
+    for name in ("max_new_tokens", "max_length"):  # as in transformers, the first has precedence
+        for value in (options.get(name), getattr(config, name, None)):
+            if value is not None:
+                return name, value
+    return None
+
+
+def check_lengths(model: Any, ids: list[list[int]], options: Mapping[str, Any]) -> None:
     """Raise T2RError if the model has too few positions, instead of an index error during generation."""
     longest = max(map(len, ids), default=0)
     if model.config.is_encoder_decoder:
@@ -312,7 +338,9 @@ def check_lengths(model: Any, ids: list[list[int]], max_new_tokens: int) -> None
     if isinstance(model, T2RModel) or model.config.model_type not in FAMILIES:
         return  # a swapped model has its own check
     limit = family_of(model).max_positions(model)
-    wanted = max_new_tokens + (1 if model.config.is_encoder_decoder else longest)
+    name, wanted = given_length(options) or ("max_length", 0)
+    if name == "max_new_tokens":
+        wanted += 1 if model.config.is_encoder_decoder else longest
     if limit is not None and wanted > limit:
         raise T2RError(f"{wanted} tokens are beyond the {limit} positions of this model: generate fewer tokens")
     family_of(model).extend_positions(model, wanted)

@@ -300,10 +300,22 @@ def _decoding(content: Mapping[str, Any]) -> decoding.Report:
         raise T2RError(f"not a result of t2r bench decode of this version: {error}") from error
 
 
+def short_names(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a name for each result: the folder of the model, with as many parent folders as make it unique."""
+    names: list[str] = []
+    for parts in range(1, 1 + max(len(Path(r["model"]).parts) for r in results)):
+        names = [
+            "/".join(Path(r["model"]).parts[-parts:]) + (f", {r['variant']}" if "variant" in r else "") for r in results
+        ]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(names, 1)]  # one model, evaluated several times
+
+
 def evaluation_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return figures of perplexity by position, BLEU by source length, and recall by distance."""
     drawn: dict[str, str] = {}
-    names = [Path(r["model"]).name + (f", {r['variant']}" if "variant" in r else "") for r in results]
+    names = short_names(results)
     position = {
         name: ([(b["first"] + b["last"]) / 2 for b in r["by_position"]], [b["perplexity"] for b in r["by_position"]])
         for name, r in zip(names, results, strict=True)
@@ -334,10 +346,10 @@ def evaluations(page: Page, results: Sequence[dict[str, Any]], path: Path) -> No
     if drawn := evaluation_figures(results):
         page.figures(drawn)
     texts = {}
-    for result in results:
+    for name, result in zip(short_names(results), results, strict=True):
         if result.get("output") and kind_of(result["output"]) == "file":
             shown = Path(result["output"]).read_text(encoding="utf-8").splitlines()[:SHOWN_LINES]
-            texts[Path(result["model"]).name] = "\n".join(shown)
+            texts[name] = "\n".join(shown)
     if texts:
         page.subheading("Translations")
         page.quotes(texts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -86,8 +87,9 @@ class Page:
     def code(self, text: str, summary: str | None = None) -> None:
         """Add commands or a file. With a summary, it is folded under that."""
         block = f"<pre>{escape(_printable(text.strip()))}</pre>"
-        folded = f"<details><summary>{escape(summary or '')}</summary>{block}</details>"
-        self.parts.append(block if summary is None else folded)
+        if summary is not None:
+            block = f"<details><summary>{escape(summary)}</summary>{block}</details>"
+        self.parts.append(block)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
         """Add a table. On a narrow screen, it scrolls in a box of its own."""
@@ -116,7 +118,7 @@ class Page:
     def quotes(self, texts: Mapping[str, str]) -> None:
         """Add texts side by side, each under its name."""
         each = "".join(
-            f"<div><strong>{escape(name)}</strong><blockquote>{escape(_printable(text))}</blockquote></div>"
+            f"<div><strong>{escape(_printable(name))}</strong><blockquote>{escape(_printable(text))}</blockquote></div>"
             for name, text in texts.items()
         )
         self.parts.append(f'<div class="side">{each}</div>')
@@ -179,8 +181,11 @@ def lines(
 ) -> str:
     """Draw a line for each name, given as its xs and ys, as SVG. With `log_x`, ticks are at the points, or at those of
     `ticks` that are in their range. `log_y` is ignored if a value is negative, which a logarithmic axis would hide.
-    `intervals` are the lower and upper ends of error bars, by name. A single line has no legend unless `legend`."""
-    log_y = log_y and all(value >= 0 for _, ys in series.values() for value in ys)
+    `intervals` are the lower and upper ends of error bars, by name. A single line has no legend unless `legend`. None,
+    which stands for an infinite or undefined value in a file, is a gap in the line."""
+    series = {name: (xs, [math.nan if y is None else y for y in ys]) for name, (xs, ys) in series.items()}
+    values = [value for _, ys in series.values() for value in ys if math.isfinite(value)]
+    log_y = log_y and bool(values) and min(values) >= 0
 
     def draw(axes: Axes) -> None:
         for i, (name, (xs, ys)) in enumerate(series.items()):
@@ -200,8 +205,8 @@ def lines(
             axes.locator_params(axis="x", integer=True)
         if log_y:
             axes.set_yscale("log")
-            plain_ticks(axes.yaxis, [value for _, ys in series.values() for value in ys])
-        elif all(value >= 0 for _, ys in series.values() for value in ys):
+            plain_ticks(axes.yaxis, values)
+        elif values and min(values) >= 0:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
@@ -254,8 +259,8 @@ def heatmap(grid: Sequence[Sequence[float]], x: str, y: str, what: str) -> str:
 
 
 def _short(name: str) -> str:
-    """Shorten a name that would not fit into a legend."""
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+    """Return a name for a legend: short enough, and without formulas, which matplotlib finds between dollar signs."""
+    return (name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…").replace("$", r"\$")
 
 
 def plain_ticks(axis: Any, values: Sequence[float]) -> None:

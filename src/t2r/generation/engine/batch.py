@@ -6,6 +6,7 @@ rows, and freed when the sequence ends.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from t2r.generation.engine.request import ForGenerate, Request, seeded
 from t2r.generation.engine.room import BLOCK, Room, enlarged, total_length
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.step import DecodeStep
+
+logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 8
 """On a GPU, the number of steps between reads of the generated tokens, because each read synchronizes."""
@@ -97,18 +100,34 @@ class RunningBatch:
         assert self.decode is not None
         tokens = self.decoded()
         for group in self.groups:
-            if not group.plain:
-                rows = [sequence.row for sequence in group.sequences]
-                chosen = group.choose(self.decode.logits[rows].clone())
-                self.decode.tokens[rows] = chosen[:, None]
-                own = chosen[:, None].tolist()
-            else:
-                own = [[] if s.row is None else tokens[s.row] for s in group.sequences]
-            new = group.advance(own)
-            self.events += new if group.submitted else []
-            for sequence in (event.sequence for event in new if group.keep_state and event.sequence.finished):
-                sequence.state = self.decode.own.take(sequence.row)
+            try:
+                self.continued(group, tokens)
+            except Exception as error:
+                self.failed(group, error)
         self.release()
+
+    def continued(self, group: Group, tokens: list[list[int]]) -> None:
+        """Give a group its new tokens, from those of every row or chosen from its logits."""
+        assert self.decode is not None
+        if not group.plain:
+            rows = [sequence.row for sequence in group.sequences]
+            chosen = group.choose(self.decode.logits[rows].clone())
+            self.decode.tokens[rows] = chosen[:, None]
+            own = chosen[:, None].tolist()
+        else:
+            own = [[] if s.row is None else tokens[s.row] for s in group.sequences]
+        new = group.advance(own)
+        self.events += new if group.submitted else []
+        for sequence in (event.sequence for event in new if group.keep_state and event.sequence.finished):
+            sequence.state = self.decode.own.take(sequence.row)
+
+    def failed(self, group: Group, error: Exception) -> None:
+        """End a group whose prefill, logits processor or criterion has failed. Other groups are not affected.
+
+        The call that made the group raises the error; of a submitted sequence, it is an attribute."""
+        group.fail(error)
+        if group.submitted:
+            logger.error("a sequence has ended with an error: %s: %s", type(error).__name__, error)
 
     def decoded(self) -> list[list[int]]:
         """Run the decoding step one or more times, and return the new tokens of every row.
@@ -132,7 +151,12 @@ class RunningBatch:
     def start_waiting(self) -> None:
         """Start the waiting groups for which there is room."""
         while self.waiting and self.has_room(self.waiting[0]):
-            self.start(self.waiting.popleft())
+            group = self.waiting.popleft()
+            try:
+                self.start(group)
+            except Exception as error:
+                self.failed(group, error)
+            self.release()
 
     def start(self, group: Group) -> None:
         """Prefill the prompts of a group, choose their first tokens and assign rows."""
@@ -155,7 +179,6 @@ class RunningBatch:
             which = torch.tensor(index, device=chosen.device)
             decode.put_rows(rows, cache, which, chosen[which], group.plain, group.request.source_mask)
         group.request.inputs.pop("past_key_values", None)  # the rows have copies
-        self.release()
 
     def release(self) -> None:
         """Free the rows of finished sequences."""

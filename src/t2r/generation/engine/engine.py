@@ -23,10 +23,11 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from t2r.attention.cache import T2RCache
+from t2r.attention.masks import Padding
 from t2r.errors import T2RError
 from t2r.generation.engine.batch import RunningBatch
 from t2r.generation.engine.beams import Beams, BeamSearch, one_per_prompt, uses_beams
-from t2r.generation.engine.prefill import prefill
+from t2r.generation.engine.prefill import prefill, whole_mask
 from t2r.generation.engine.request import ForGenerate, Request, no_static_cache, not_now, prepare, seeding
 from t2r.generation.engine.room import Room
 from t2r.generation.engine.sequences import Event, Group, Sequence
@@ -217,7 +218,8 @@ class Engine(RunningBatch):
     ) -> Sequence:
         """Add one prompt `[1, tokens]` or `[tokens]` to the running batch. It waits until a row is free.
 
-        The options are those of `generate`. With `keep_state`, the finished sequence has its state."""
+        The options are those of `generate`. With `keep_state`, the finished sequence has its state. A sequence that
+        fails, for example in a logits processor, is finished and has an `error`; others go on."""
         input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         with self.lock:
@@ -255,8 +257,9 @@ class Engine(RunningBatch):
                         if self.waiting:
                             break
                         options = dict(batch)
+                        seed = options.pop("seed", None)
                         request = self.prepared(options.pop("input_ids", None), None, False, options)
-                        for sequence in self.admitted(request, None, None, False).sequences:
+                        for sequence in self.admitted(request, None, seed, False).sequences:
                             numbers[sequence] = count
                             count += 1
                         self.start_waiting()
@@ -265,7 +268,10 @@ class Engine(RunningBatch):
                     self.advance()
                     ended = [sequence for sequence in numbers if sequence.finished]
                 for sequence in ended:
-                    yield numbers.pop(sequence), sequence.tokens
+                    number = numbers.pop(sequence)
+                    if sequence.error is not None:
+                        raise sequence.error
+                    yield number, sequence.tokens
         finally:
             for sequence in list(numbers):  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)
@@ -290,7 +296,12 @@ class Engine(RunningBatch):
             options = {"attention_mask": torch.ones_like(input_ids, device=device), **options}
         with torch.no_grad():
             ids = None if input_ids is None else input_ids.to(device)
-            return prepare(self.model, ids, options, self.generation_config)
+            request = prepare(self.model, ids, options, self.generation_config)
+        if self.model.kept_layers() and not self.model.config.is_encoder_decoder:
+            mask = whole_mask(request, state)
+            if mask is not None and not Padding.of(mask).is_known:  # a row holds real tokens only
+                raise ForGenerate("a row has padding in several places, and the model has softmax layers")
+        return request
 
     def until_done(self, group: Group) -> Iterator[Event]:
         """Run until a group is finished, and yield its tokens. Other running sequences are advanced too.
@@ -308,6 +319,8 @@ class Engine(RunningBatch):
                         Event(s, token) for s, n in zip(group.sequences, start, strict=True) for token in s.tokens[n:]
                     ]
                 yield from new
+            for error in (sequence.error for sequence in group.sequences if sequence.error is not None):
+                raise error
         finally:
             for sequence in group.running:  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)

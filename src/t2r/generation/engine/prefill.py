@@ -13,21 +13,27 @@ from t2r.generation.engine.request import Request
 from t2r.generation.state import PIECE
 
 
+def whole_mask(request: Request, state: Any) -> Tensor | None:
+    """Return the padding mask of prompts, after that of the state from which they continue. None: no padding."""
+    ids, mask = request.ids, request.inputs.get("attention_mask")
+    if state is not None:
+        times, rest = divmod(ids.shape[0], state.rows)
+        if rest:
+            raise T2RError(f"{ids.shape[0]} prompts for a state of {state.rows} sequences")
+        read = state.attention_mask().to(ids.device).repeat_interleave(times, dim=0)
+        mask = torch.cat([read, torch.ones_like(ids) if mask is None else mask.to(read)], dim=1)
+    return None if mask is None or bool(mask.all()) else mask
+
+
 def prefill(model: Any, request: Request, state: Any) -> tuple[Any, Tensor]:
     """Read the prompts in chunks. Returns the cache, and the logits of the next token."""
     ids, inputs, past = request.ids, dict(request.inputs), 0
     if model.config.is_encoder_decoder:
         out = model(**model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs))
         return inputs["past_key_values"], out.logits[:, -1].to(torch.float32, copy=True)
-    cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
+    cache, mask = inputs["past_key_values"], whole_mask(request, state)
     if state is not None:
-        times, rest = divmod(ids.shape[0], state.rows)
-        if rest:
-            raise T2RError(f"{ids.shape[0]} prompts for a state of {state.rows} sequences")
-        cache, past = state.fork(times), state.get_seq_length()
-        read = cache.attention_mask().to(ids.device)
-        mask = torch.cat([read, torch.ones_like(ids) if mask is None else mask.to(read)], dim=1)
-        mask = None if bool(mask.all()) else mask
+        cache, past = state.fork(ids.shape[0] // state.rows), state.get_seq_length()
     read_so_far = torch.ones(ids.shape[0], past + ids.shape[1], device=ids.device) if mask is None else mask
     positions = (read_so_far.cumsum(1).long() - 1).clamp_min(0)[:, past:]
     for start in range(0, ids.shape[1], PIECE):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -109,20 +109,18 @@ def prepare(
         options["encoder_outputs"] = copy.copy(options["encoder_outputs"])
     tokenizer = options.pop("tokenizer", None)
     generation_config = options.pop("generation_config", None) or generation_config
-    if generation_config is not None:
-        generation_config = copy.deepcopy(generation_config)
-        options = generation_config.update(**options)
     # transformers does not pass the tokenizer to custom decoding methods.
-    source = options if generation_config is None else generation_config.__dict__
-    if (strings := source.pop("stop_strings", None)) is not None:
+    if (strings := chosen(model, generation_config, options, "stop_strings")) is not None:
         if tokenizer is None:
             raise ValueError("stop_strings requires the tokenizer: pass tokenizer=")
         criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
         options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
-        if generation_config is not None:
-            generation_config.stop_strings = None
-    if getattr(model.generation_config, "stop_strings", None) is not None:
-        raise ForGenerate("the model's own generation_config has stop_strings")
+        options["stop_strings"] = None
+    if generation_config is not None:
+        generation_config = copy.deepcopy(generation_config)
+        # transformers takes the model's values where a configuration has None, but not where an option is None.
+        empty = {name: value for name, value in options.items() if value is None}
+        options = generation_config.update(**{n: v for n, v in options.items() if v is not None}) | empty
 
     def taken(
         model: Any,
@@ -138,6 +136,19 @@ def prepare(
     if (reason := why_not(request.config) or why_not_read(request.inputs)) is not None:
         raise ForGenerate(reason)
     return request
+
+
+def chosen(model: Any, generation_config: GenerationConfig | None, options: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an option of `generate`: as given, or that of the configuration, or that of the model."""
+    if name in options:
+        return options[name]
+    own = getattr(generation_config, name, None)
+    return getattr(model.generation_config, name, None) if own is None else own
+
+
+def token_list(tokens: int | list[int] | None) -> list[int]:
+    """Return the tokens of an option such as `eos_token_id` as a list."""
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
 
 
 def why_not(config: GenerationConfig) -> str | None:

@@ -17,7 +17,7 @@ from transformers.generation import (
     SuppressTokensLogitsProcessor,
 )
 
-from t2r.generation.engine.request import Request
+from t2r.generation.engine.request import Request, token_list
 
 
 @dataclass(eq=False)
@@ -33,6 +33,8 @@ class Sequence:
     finished: bool = False
     state: Any = None
     """With `keep_state`, the cache at the end, which contains all tokens except the last."""
+    error: Exception | None = None
+    """The error that ended the sequence, for example one of its logits processors."""
 
 
 class Event(NamedTuple):
@@ -78,6 +80,11 @@ class Group:
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.finished]
 
+    def fail(self, error: Exception) -> None:
+        """End the sequences that are not finished with an error."""
+        for sequence in self.running:
+            sequence.finished, sequence.error = True, error
+
     def choose(self, logits: Tensor) -> Tensor:
         """Return the next token of every sequence `[sequences]`, from float32 logits. For a plain group, the first."""
         processors: Any = self.request.processors
@@ -99,7 +106,9 @@ class Group:
         """Append new tokens, chosen by `choose` or by the decoding step, to every sequence that is not finished.
 
         `tokens` has a list for each sequence. It may go on after the end of a sequence in a plain group."""
-        unfinished = [] if self.plain else self.unfinished.tolist()
+        going_on = [] if self.plain else self.unfinished.tolist()
+        if not self.stops:  # without EOS tokens, `generate` ends all sequences together
+            going_on = [any(going_on)] * len(going_on)
         events = []
         for i, (sequence, new) in enumerate(zip(self.sequences, tokens, strict=True)):
             if sequence.finished:
@@ -112,7 +121,7 @@ class Group:
             if self.plain and at_end and self.forced_last is not None:
                 sequence.tokens[-1] = self.forced_last
             last = sequence.tokens[-1]
-            sequence.finished = at_end or last in self.stops if self.plain else not unfinished[i]
+            sequence.finished = at_end or last in self.stops if self.plain else not going_on[i]
             events += [Event(sequence, token) for token in sequence.tokens[-len(new) :]]
         return events
 
@@ -138,8 +147,7 @@ def is_constant(processor: LogitsProcessor) -> bool:
 def forbidden_tokens(request: Request) -> frozenset[int]:
     """Return the tokens that constant processors forbid at every position."""
     found: set[int] = set()
-    given = request.config.eos_token_id
-    stops = {given} if isinstance(given, int) else set(given or [])
+    stops = set(token_list(request.config.eos_token_id))
     for processor in request.processors:
         if type(processor) is NoBadWordsLogitsProcessor:  # an EOS token is never a bad word
             found |= {word[0] for word in processor.bad_word_ids} - stops
@@ -152,5 +160,4 @@ def pad_token(config: Any) -> int:
     """Return the padding token. As in `generate`, it defaults to the first EOS token."""
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
-    stops = config.eos_token_id
-    return 0 if stops is None else int(stops if isinstance(stops, int) else stops[0])
+    return next(iter(token_list(config.eos_token_id)), 0)
