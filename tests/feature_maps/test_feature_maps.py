@@ -537,6 +537,30 @@ def test_rfa_heads_draw_independently_in_training() -> None:
     assert (first != second).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("scale", [1.0, 3.0, 6.0])
+def test_few_random_features_cannot_attend_to_one_key(scale: float) -> None:
+    """The noise of the estimated kernel over many keys is larger than its value at the key that equals the query.
+
+    This is why RFA stays behind learned features of the same size in docs/results.md, whatever its scale is."""
+    heads, keys = 32, 256
+    generator = torch.Generator().manual_seed(0)
+    k = torch.nn.functional.normalize(torch.randn(1, heads, keys, 64, generator=generator), dim=-1)
+    q = k[:, :, :1]
+    share = {}
+    for size in (32, 1024):
+        feature_map = rfa(head_dim=64, num_heads=heads, feature_size=size, bank_size=heads).eval()
+        with torch.no_grad():
+            feature_map.sigma.fill_(scale)
+            phi_q, phi_k = feature_map(q, k)
+        weights = phi_q @ phi_k.mT
+        share[size] = (weights[..., 0] / weights.abs().sum(-1)).mean().item()
+    exact = torch.exp(-(scale**2) * (q - k).square().sum(-1) / 2)
+    assert share[32] < 0.05
+    if scale > 1:
+        assert (exact[..., 0] / exact.sum(-1)).min() > 0.8
+        assert share[1024] > 4 * share[32]
+
+
 def test_gradients_of_rfa_are_as_large_as_those_of_softmax() -> None:
     """With the paper's feature sizes for translation, two random vectors in causal attention, weights often cancel."""
     sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
