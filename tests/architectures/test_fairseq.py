@@ -626,6 +626,7 @@ def test_an_imported_translation_model_becomes_an_rnn(tmp_path, dictionary, run)
         (MT, {"decoder_attention_heads": None}, "has no setting decoder_attention_heads"),
         (LM, {"decoder_learned_pos": True}, "decoder_learned_pos=True: the adaptive language model"),
         (LM, {"character_embeddings": True}, "character_embeddings=True"),
+        (LM, {"decoder_normalize_before": False}, "normalizes after each sublayer"),
         (LM, {"adaptive_input_cutoff": "5,20"}, "different bands for input and softmax"),
         (LM, {"adaptive_softmax_cutoff": None}, "requires both or neither"),
         (LM, {"adaptive_softmax_cutoff": "9,20", "adaptive_input_cutoff": "9,20"}, "does not match its settings"),

@@ -18,6 +18,7 @@ import t2r
 from families import EOS, VOCABULARY, batch, is_seq2seq, tiny
 from processes import same_threads
 from t2r.attention.cache import FORMAT, RecurrentLayer, cache_bytes
+from t2r.attention.masks import Padding
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
@@ -397,6 +398,100 @@ def test_a_kept_sliding_window():
     padded = read(model, inputs["input_ids"], attention_mask=inputs["attention_mask"])
     with pytest.raises(t2r.T2RError, match="sliding window cannot be realigned"):
         padded.take(1)
+
+
+@pytest.mark.parametrize("first", [1, 3, 5])
+def test_padding_of_a_text_in_two_parts(first):
+    masks = torch.cartesian_prod(*[torch.tensor([0, 1])] * 6)
+    whole, before, after = (Padding.of(part) for part in (masks, masks[:, :first], masks[:, first:]))
+    joined = before.followed_by(after, first)
+    assert torch.equal(joined.tokens, whole.tokens)
+    assert torch.equal(joined.start < 0, whole.start < 0)
+    known, padded = whole.start >= 0, whole.tokens > 0
+    assert torch.equal(joined.start[known & padded], whole.start[known & padded])
+    for length in range(6):
+        cut, expected = whole.map(lambda x: x[known]).cropped(length), masks[known][:, :length]
+        assert torch.equal(cut.mask(length), expected)
+
+
+@pure_and_kept
+@pytest.mark.parametrize("way", ["continue_from", "chunks", "forward"])
+def test_padding_after_the_first_tokens_is_known(model_type, kept, way, tmp_path):
+    model, first, second = swapped(model_type, softmax_layers=kept), text(2, 6), text(2, 5, seed=1)
+    mask = torch.ones_like(second)
+    mask[1, :3] = 0
+    whole = torch.cat([torch.ones_like(first), mask], dim=1)
+    if way == "continue_from":
+        out = model.continue_from(
+            read(model, first), second, attention_mask=mask, max_new_tokens=1, return_dict_in_generate=True, **GREEDY
+        )
+        cache = out.past_key_values
+    elif way == "chunks":  # a prompt that is padded on the left, beyond its first chunk
+        whole = torch.ones(2, 11, dtype=torch.long)
+        whole[1, :7] = 0
+        how = {"max_new_tokens": 1, "return_dict_in_generate": True, **GREEDY}
+        ids = torch.cat([first, second], dim=1)
+        cache = model.generate(ids, attention_mask=whole, prefill_chunk_size=4, **how).past_key_values
+    else:
+        cache, positions = read(model, first), (whole.cumsum(1) - 1)[:, 6:]
+        with torch.no_grad():
+            # Softmax layers read a mask of all tokens, recurrent ones that of the new ones.
+            model(second, attention_mask=whole if kept else mask, position_ids=positions, past_key_values=cache)
+    cache.save(tmp_path / "state")
+    assert torch.equal(model.load_state(tmp_path / "state").attention_mask(), whole)
+    alone = read(model, torch.cat([first, second], dim=1)[1:][:, whole[1].bool()])
+    assert_alike(cache.take(1), alone, 1e-12)
+
+
+def test_padding_is_forgotten_with_its_tokens():
+    model, mask = swapped("gpt2"), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    cache = read(model, text(2, 4), mask, record=True)
+    cache.crop(-1)
+    assert torch.equal(cache.attention_mask(), mask[:, :3])
+    cache.reset()
+    with torch.no_grad():
+        model(text(2, 4), past_key_values=cache)
+    assert torch.equal(cache.attention_mask(), torch.ones_like(mask))
+
+
+def test_the_mask_of_a_continuation():
+    model, new = swapped("llama"), text(1, 3, seed=1)
+    cache = read(model, text())
+    how = {"max_new_tokens": 4, **GREEDY}
+    expected = model.continue_from(cache, new, **how)
+    for mask in (None, torch.ones_like(new), torch.ones(1, 15, dtype=torch.long)):
+        assert torch.equal(model.continue_from(cache, new, attention_mask=mask, **how), expected)
+    with pytest.raises(t2r.T2RError, match="that of the new tokens, or of all tokens"):
+        model.continue_from(cache, new, attention_mask=torch.ones(1, 14), **how)
+
+
+def test_a_window_has_no_padding_after_real_tokens():
+    model = swapped("mistral", softmax_layers=[1])
+    cache = read(model, text(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]))
+    with pytest.raises(t2r.T2RError, match="sliding window"):
+        model.continue_from(cache, text(2, 2), max_new_tokens=2)
+    on_the_left = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    model.continue_from(read(model, text(2, 4), on_the_left), text(2, 2), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "falcon"])
+def test_packed_documents_are_refused_with_a_given_cache(model_type):
+    model = swapped(model_type)
+    with pytest.raises(t2r.T2RError, match="packed documents"):
+        model(text(), position_ids=torch.arange(12)[None] % 6, past_key_values=model.make_cache())
+
+
+def test_states_of_different_models_are_not_stacked():
+    states = [
+        read(t2r.swap(tiny("llama", torch.float64), **{"feature_size": 8, **options}), text())
+        for options in ({}, {"softmax_layers": [1]}, {"feature_size": 4}, {"feature_map": "rfa"})
+    ]
+    for other in states[1:]:
+        with pytest.raises(t2r.T2RError, match="different models"):
+            t2r.T2RCache.stack([states[0], other])
+    empty = swapped("llama", softmax_layers=[1]).make_cache()
+    with pytest.raises(t2r.T2RError, match="empty"):
+        t2r.T2RCache.stack([empty, empty])
 
 
 def test_what_cannot_be_stacked():

@@ -188,6 +188,34 @@ def test_several_tokens_in_softmax_layers_require_rows_of_equal_length():
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("kept", [None, [1]])
+def test_a_row_that_was_read_with_padding_is_taken_without_it(kept):
+    model, mask = swapped("llama", softmax_layers=kept), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    ids = torch.randint(3, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(0))
+    how = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=mask, cache_implementation="static", disable_compile=True, **how)
+    taken, alone = out.past_key_values.take(1), model.generate(ids[1:, 2:], **how).past_key_values
+    assert taken.get_seq_length() == alone.get_seq_length() == 6
+    following = {"input_ids": out.sequences[1:, -1:], "position_ids": torch.tensor([[6]])}
+    with torch.no_grad():
+        logits = [model(**following, past_key_values=cache).logits for cache in (taken, alone)]
+    torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bart"])
+def test_what_cannot_be_done_with_rows_at_fixed_addresses(model_type, tmp_path):
+    cache = swapped(model_type).make_static_cache(rows=2)
+    for what, attempt in {
+        "saved": lambda: cache.save(tmp_path / "state"),
+        "copied": lambda: cache.fork(2),
+        "divided": lambda: cache.batch_select_indices(torch.tensor([0])),
+        "repeated": lambda: cache.batch_repeat_interleave(2),
+    }.items():
+        with pytest.raises(T2RError, match=f"a static cache cannot be {what}"):
+            attempt()
+    assert not list(tmp_path.iterdir())
+
+
 def test_refusals():
     model = swapped("gpt2", softmax_layers=[0])
     with pytest.raises(T2RError, match="max_length"):

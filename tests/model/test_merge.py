@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     FSMTConfig,
     FSMTForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
     Trainer,
     TrainingArguments,
 )
@@ -282,6 +284,33 @@ def test_the_configuration_of_a_merged_model_builds_a_merged_model(model_type):
     assert torch.equal(logits(built, model_type), expected)
     loaded = type(model).from_pretrained(None, config=model.config, state_dict=state)
     assert torch.equal(logits(loaded, model_type), expected)
+
+
+def test_swapping_does_not_change_a_configuration_that_models_share(tmp_path):
+    base = tiny("gptj", torch.float64)
+    teacher = type(base)(base.config).to(torch.float64).eval()
+    inputs = batch("gptj")
+    expected = teacher(**inputs).logits
+    student = t2r.swap(type(base)(base.config), feature_size=4)
+    assert torch.equal(teacher(**inputs).logits, expected)
+    assert student.config is not teacher.config
+    assert {id(part.config) for part in student.modules() if hasattr(part, "config")} == {id(student.config)}
+    teacher.save_pretrained(tmp_path)
+    assert "t2r" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize(("model_type", "target"), [("gpt2", "c_attn"), ("bart", "v_proj"), ("opt", "q_proj")])
+def test_adapters_are_merged_first(model_type, target):
+    peft = pytest.importorskip("peft")
+    model = t2r.swap(tiny(model_type, torch.bfloat16), feature_size=4)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=[target], fan_in_fan_out=model_type == "gpt2"))
+    with pytest.raises(t2r.T2RError, match=f"projection {target} has an adapter"):
+        t2r.merge(model.eval(), force=True)
+
+
+def test_a_model_with_few_positions_is_merged():
+    model = t2r.swap(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=8)), feature_size=4)
+    assert t2r.merge(model).t2r_config.merged
 
 
 def test_merging_does_not_change_a_configuration_that_models_share(tmp_path):

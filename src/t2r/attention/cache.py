@@ -29,6 +29,7 @@ from t2r.attention.layers import (
     fill_layer,
     held_tensors,
     layer_bytes,
+    layer_kind,
     layer_tensors,
     refuse_window,
     stack_layers,
@@ -77,6 +78,8 @@ class StateMixin:
     """The padding of each row, or None without padding."""
     unseen: int = 0
     """Number of processed tokens that are not in the input of `generate` (see `continue_from`)."""
+    is_static: bool = False
+    """Whether rows are at fixed addresses and have lengths of their own (`StaticT2RCache`)."""
     model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
     """A weak reference to the model of this cache."""
 
@@ -108,8 +111,13 @@ class StateMixin:
         length = self.get_seq_length() + new_tokens
         return torch.ones(self.rows, length, dtype=torch.long) if self.padding is None else self.padding.mask(length)
 
+    def refuse_static(self, what: str) -> None:
+        if self.is_static:
+            raise T2RError(f"a static cache cannot be {what}: use take() to get its rows as separate caches")
+
     def copied(self) -> Self:
         """Return a copy with cloned and detached tensors."""
+        self.refuse_static("copied")
         held = [x for layers in self.parts().values() for layer in layers for x in held_tensors(layer)]
         return copy.deepcopy(self, {id(x): x.detach().clone() for x in held})
 
@@ -142,6 +150,11 @@ class StateMixin:
         Raises T2RError if the caches cannot be combined."""
         if not caches:
             raise T2RError("stack requires at least one cache")
+        kinds = [cache.kinds() for cache in caches]
+        if not all(shapes for kind in kinds for layers in kind.values() for _, shapes in layers):
+            raise T2RError("an empty cache cannot be stacked")
+        if any(other != kinds[0] for other in kinds):
+            raise T2RError("states of different models cannot be stacked")
         new, lengths = caches[0].copied(), [cache.get_seq_length() for cache in caches]
         longest = max(lengths)
         if "cross" in new.parts() and longest != min(lengths):
@@ -167,8 +180,13 @@ class StateMixin:
                 stack_layers(layer, [cache.parts()[name][i] for cache in caches], align=name != "cross")
         return new
 
+    def kinds(self) -> dict[str, list[Any]]:
+        """Return the type of every layer, and the shapes of its tensors without rows and tokens."""
+        return {name: [layer_kind(layer) for layer in layers] for name, layers in self.parts().items()}
+
     def save(self, path: str | Path) -> None:
         """Save to a safetensors file, with the fingerprint of the model. Raises T2RError if it cannot be written."""
+        self.refuse_static("saved")
         model = self.model()
         if model is None:
             raise T2RError(
@@ -194,6 +212,10 @@ class StateMixin:
 class T2RCache(DynamicCache, StateMixin):
     """The cache of a swapped model: recurrent states, and keys and values of softmax layers."""
 
+    known: Padding | None = None
+    noted: Tensor | None = None
+    """A mask of all tokens, from which the padding is computed when it is needed."""
+
     def __init__(self, layers: list[Any], model: nn.Module | None = None) -> None:
         Cache.__init__(self, layers=layers)
         if model is not None:
@@ -211,14 +233,52 @@ class T2RCache(DynamicCache, StateMixin):
                 layer.check_crop(tokens_to_remove)
         for layer in filled:
             layer.crop(tokens_to_remove)
+        if self.padding is not None:
+            self.padding = self.padding.cropped(self.get_seq_length())
+
+    def reset(self) -> None:
+        super().reset()
+        self.padding, self.unseen = None, 0
+
+    @property
+    def padding(self) -> Padding | None:
+        if self.noted is not None:
+            self.padding = Padding.of(self.noted)
+        return self.known
+
+    @padding.setter
+    def padding(self, padding: Padding | None) -> None:
+        self.known, self.noted = padding, None
+
+    def note_padding(self, mask: Tensor, tokens: int) -> None:
+        """Store the padding of `tokens` new tokens, the last columns of a mask. They are not yet in the layers."""
+        length = int(self.get_seq_length())
+        if mask.shape[1] == length + tokens:  # the usual case, in every step of `generate`: it must cost nothing
+            self.noted = mask
+            return
+        new = Padding.of(mask[:, -tokens:])
+        before = self.padding or Padding(*(torch.zeros_like(x) for x in new))
+        self.padding = before.followed_by(new, length)
+
+    def check_window(self, mask: Tensor) -> None:
+        """Raise T2RError if padding that this mask has after real tokens would take their places in a window."""
+        layers: list[Any] = self.layers
+        padding = Padding.of(mask)
+        if any(layer.is_sliding for layer in layers) and bool(((padding.tokens > 0) & (padding.start != 0)).any()):
+            raise T2RError(
+                "this model has softmax layers with a sliding window, which cannot have padding after real tokens: "
+                "pad the first prompts on the left, and continue sequences with prompts of one length"
+            )
 
     # Operations that rearrange the batch also rearrange its padding.
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.refuse_static("repeated")
         super().batch_repeat_interleave(repeats)
         self.padding = None if self.padding is None else self.padding.map(lambda x: x.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self.refuse_static("divided")
         super().batch_select_indices(indices)
         self.padding = None if self.padding is None else self.padding.map(lambda x: x[indices])
 
@@ -237,6 +297,10 @@ class T2REncoderDecoderCache(EncoderDecoderCache, StateMixin):
 
     def parts(self) -> dict[str, list[Any]]:
         return {"self": self.self_attention_cache.layers, "cross": self.cross_attention_cache.layers}
+
+    @property
+    def is_static(self) -> bool:  # type: ignore[override]
+        return bool(getattr(self.self_attention_cache, "is_static", False))
 
 
 def load_state(path: str | Path, model: Any) -> Any:

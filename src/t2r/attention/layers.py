@@ -188,6 +188,13 @@ def layer_tensors(layer: Any) -> dict[str, Tensor]:
     return {name: x for name, x in held.items() if isinstance(x, Tensor)}
 
 
+def layer_kind(layer: Any) -> tuple[Any, ...]:
+    """Return the type of a layer and the shapes of its tensors, without rows and tokens."""
+    recurrent = isinstance(layer, RecurrentLayer)
+    shapes = {name: x.shape[1:] if recurrent else (x.shape[1], x.shape[3]) for name, x in layer_tensors(layer).items()}
+    return type(layer), shapes
+
+
 def held_tensors(layer: Any) -> list[Tensor]:
     """Return all tensors of a layer, including recorded ones."""
     held = list(layer_tensors(layer).values())
@@ -235,8 +242,6 @@ def stack_layers(layer: Any, others: list[Any], align: bool) -> None:
     """Fill `layer` with the rows of all `others`. Keys and values are aligned at their end."""
     if isinstance(layer, RecurrentLayer):
         states = [other.state for other in others]
-        if any(state is None for state in states):
-            raise T2RError("an empty cache cannot be stacked")
         layer.state = State(*(None if xs[0] is None else torch.cat(xs) for xs in zip(*states, strict=True)))  # type: ignore[arg-type]
         layer.length = max(other.length for other in others)
         layer.recorded, layer.before = [], None

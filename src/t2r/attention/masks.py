@@ -98,6 +98,19 @@ class Padding(NamedTuple):
         start = torch.where((count == 0) | (last - first + 1 == count), first, -1)
         return cls(torch.where(count == 0, 0, start), count)
 
+    def followed_by(self, other: Padding, length: int) -> Padding:
+        """Return the padding of these `length` tokens and of those after them, without device synchronization."""
+        both, after = self.tokens + other.tokens, length + other.start
+        joined = (self.start >= 0) & (other.start >= 0) & (self.start + self.tokens == after)
+        start = torch.where(other.tokens == 0, self.start, torch.where(joined, self.start, -1))
+        alone = torch.where(other.start < 0, -1, after)
+        return Padding(torch.where((self.tokens == 0) & (other.tokens > 0), alone, start), both)
+
+    def cropped(self, length: int) -> Padding:
+        """Return the padding of the first `length` tokens. That of a row in several places stays unknown."""
+        start = self.start.clamp_max(length)
+        return Padding(start, torch.where(start < 0, self.tokens, torch.minimum(self.tokens, length - start)))
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Padding:
         return Padding(function(self.start), function(self.tokens))
 

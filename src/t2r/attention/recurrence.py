@@ -147,6 +147,7 @@ def exact_attention(
     """Compute exact softmax attention in all recurrent sites, inside the `with` block and in this thread.
 
     The equivalence check compares it with the base model, and the transfer stage uses its outputs as targets.
+    With gradient checkpointing, `backward` computes the layers again: call it inside the block too.
 
     Args:
         recurrent_layers: layers that stay recurrent.

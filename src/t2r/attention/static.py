@@ -238,6 +238,7 @@ def copy_rows(layer: Any, rows: Tensor, other: Any, index: Tensor, real: Tensor 
 class StaticT2RCache(T2RCache):
     """A `T2RCache` of fixed size with a fixed number of rows."""
 
+    is_static = True
     layers: list[Any]
 
     def __init__(self, layers: list[Any], lengths: Tensor, model: Any = None) -> None:
@@ -291,9 +292,15 @@ class StaticT2RCache(T2RCache):
         for own, new in zip(self.layers, other.layers, strict=True):
             own.put_rows(rows, new, index, real)
         self.lengths[rows] = other.get_seq_length() - (0 if padding is None else padding.tokens.to(index.device)[index])
+        self.forget_padding(rows)
+
+    def forget_padding(self, rows: Any) -> None:
+        if self.padding is not None:  # of prompts that were read into the rows, not put there
+            for x in self.padding:
+                x[rows] = 0
 
     def take(self, row: int) -> Any:
-        """Return one row as a separate default cache."""
+        """Return one row as a separate default cache, without its padding."""
         model: Any = self.model()
         new, length = model.make_cache(), int(self.lengths[row])
         for own, layer in zip(self.layers, new.layers, strict=True):
@@ -303,7 +310,10 @@ class StaticT2RCache(T2RCache):
             else:  # a separate state is always computed, and stored, in full precision
                 held = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in held.items()}
             fill_layer(layer, {name: x.clone() for name, x in held.items()}, length)
-        return new
+        if self.padding is None:
+            return new
+        new.padding = self.padding.map(lambda x: x[row : row + 1])
+        return new.take(0)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that a step updates, except the lengths."""
@@ -314,11 +324,10 @@ class StaticT2RCache(T2RCache):
         for layer in self.layers:
             layer.reset(rows)
         self.lengths[rows] = 0
+        self.forget_padding(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for layer in self.layers:
             layer.reorder_cache(beam_idx)
         self.lengths.copy_(self.lengths.index_select(0, beam_idx))
-
-    def copied(self) -> Any:
-        raise T2RError("a static cache cannot be copied: use take() to get its rows as separate caches")
+        self.padding = None if self.padding is None else self.padding.map(lambda x: x.index_select(0, beam_idx))

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from t2r.attention.joint import is_ordinary
 from t2r.attention.merged import Affine, Mergeable, MergedProjections
 from t2r.attention.recurrence import Recurrence, recurrent_sites
 from t2r.errors import T2RError
@@ -24,6 +26,8 @@ from t2r.surgery.adapters import family_of
 # Merging is exact in real arithmetic, but rounds differently. The mean over positions is used because in half precision
 # a single position whose query features are close to zero consists of rounding error, with or without merging.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+SAMPLE = 24
+"""Tokens of each text for which logits are compared."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,23 @@ def mergeable_sites(model: PreTrainedModel) -> list[Mergeable]:
             raise T2RError("this model is already merged")
         if site.merge_obstacle is not None:
             raise T2RError(f"{family.model_type} cannot be merged: {site.merge_obstacle}")
+        if (part := adapted_part(site)) is not None:
+            raise T2RError(
+                f"its projection {part} has an adapter, or weights of another kind: merge adapters first "
+                "(model = model.merge_and_unload())"
+            )
         found.append(site)
     return found
+
+
+def adapted_part(site: Mergeable) -> str | None:
+    """Return the name of a projection with other weights than its own, such as those of an adapter."""
+    for name, part in site.named_children():
+        weight = getattr(part, "weight", None)
+        projects = isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(part, nn.Embedding)
+        if projects and not (isinstance(part, nn.Linear | Conv1D) and is_ordinary(weight)):
+            return name
+    return None
 
 
 def fold(site: Mergeable) -> tuple[Affine, Affine]:
@@ -182,7 +201,8 @@ def sample_logits(model: PreTrainedModel) -> Tensor:
     embeddings: Any = model.get_input_embeddings(), model.get_output_embeddings()  # source and target may differ
     tables = [table.weight for table in embeddings if hasattr(table, "weight")]  # adaptive embeddings have no `weight`
     vocabulary = min((weight.shape[0] for weight in tables), default=model.config.vocab_size)
-    ids = torch.randint(0, vocabulary, (2, 24), generator=generator).to(model.device)
+    length = min(SAMPLE, family_of(model).max_positions(model) or SAMPLE)
+    ids = torch.randint(0, vocabulary, (2, length), generator=generator).to(model.device)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {})
     with evaluating(model):
         logits: Tensor = model(**inputs, use_cache=False).logits.cpu().double()

@@ -22,7 +22,7 @@ from t2r import architectures, compat
 from t2r.attention.cache import T2RCache, T2REncoderDecoderCache, load_state
 from t2r.attention.interface import NAME, PADDED, UNMASKED
 from t2r.attention.layers import RecurrentLayer
-from t2r.attention.masks import Padding, refuse_full_mask
+from t2r.attention.masks import refuse_full_mask
 from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, StaticSourceLayer, StaticT2RCache
 from t2r.config import OPTIONS, T2RConfig, reading_class
 from t2r.errors import T2RError
@@ -80,15 +80,14 @@ class T2RModel(SavedModel, compat.ModelHooks):
         cache = inputs.get("past_key_values")
         if isinstance(cache, tuple | list):
             raise T2RError("past_key_values is a tuple: give a cache, from model.make_cache() or a forward call")
-        if cache is None:
-            packed = is_packed(inputs)
-            if inputs.get("use_cache") is None:
-                # In training, a cache would only keep all states in memory.
-                inputs["use_cache"] = bool(getattr(self.config, "use_cache", True)) and not (self.training or packed)
-            if inputs["use_cache"]:
-                if packed:
-                    raise T2RError("packed documents (position_ids that restart) require use_cache=False")
-                inputs["past_key_values"] = self.make_cache()
+        packed = is_packed(inputs)
+        if cache is None and inputs.get("use_cache") is None:
+            # In training, a cache would only keep all states in memory.
+            inputs["use_cache"] = bool(getattr(self.config, "use_cache", True)) and not (self.training or packed)
+        if packed and (inputs["use_cache"] if cache is None else not torch.compiler.is_compiling()):
+            raise T2RError("packed documents (position_ids that restart) require use_cache=False, and no cache")
+        if cache is None and inputs["use_cache"]:
+            inputs["past_key_values"] = self.make_cache()
         note_padding(inputs)
         return super().forward(**inputs)  # type: ignore[misc]
 
@@ -222,9 +221,17 @@ class T2RModel(SavedModel, compat.ModelHooks):
         ways = [options.get(n) or getattr(defaults, n, None) or 1 for n in ("num_beams", "num_return_sequences")]
         cache = cache.fork(max(ways))
         cache.unseen = cache.get_seq_length()
-        mask = options.pop("attention_mask", torch.ones_like(input_ids))
+        mask = options.pop("attention_mask", None)
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        read = cache.attention_mask()[:: max(ways)].to(mask)
+        if mask.shape not in (input_ids.shape, (rows, read.shape[1] + input_ids.shape[1])):
+            raise T2RError(
+                f"attention_mask has shape {tuple(mask.shape)}, but there are {input_ids.shape[1]} new tokens for "
+                f"{rows} sequences: it must be that of the new tokens, or of all tokens"
+            )
         # From a mask longer than the ids, `generate` infers that the ids are only the new tokens.
-        mask = torch.cat([cache.attention_mask()[:: max(ways)].to(mask), mask], dim=1)
+        mask = torch.cat([read, mask[:, -input_ids.shape[1] :]], dim=1)
+        cache.check_window(mask)
         return model.generate(input_ids, attention_mask=mask, past_key_values=cache, **options)
 
     # --- Generation -----------------------------------------------------------------------------------------
@@ -381,10 +388,16 @@ def refuse_other_attention(name: Any) -> NoReturn:
 
 
 def note_padding(inputs: dict[str, Any]) -> None:
-    """Store the padding mask in an empty T2RCache."""
+    """Store the padding of the new tokens in a T2RCache. Single tokens in a static cache, or in a compiled step, are
+    never padding."""
     cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
-    if type(cache) is T2RCache and mask is not None and cache.get_seq_length() == 0:
-        cache.padding = Padding.of(mask)
+    if not isinstance(cache, T2RCache) or mask is None:
+        return
+    given = inputs.get("input_ids")
+    given = inputs.get("inputs_embeds") if given is None else given
+    if given is None or (given.shape[1] == 1 and (cache.is_static or torch.compiler.is_compiling())):
+        return
+    cache.note_padding(mask, given.shape[1])
 
 
 transformers.AutoModelForCausalLM.register(T2RConfig, T2RForCausalLM, exist_ok=True)

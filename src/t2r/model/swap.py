@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from os import PathLike
 from typing import Any, cast
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
@@ -41,6 +42,7 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     config = T2RConfig(**{**chosen, **options})
     base: Any = type(model)
     recurrent: Any = t2r_class(base)
+    own_configuration(model)
     install_proved(model, config)
     change_class(model, recurrent)
     swapped = cast(SwappedModel, model)
@@ -49,6 +51,16 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     if name := model.name_or_path:
         model.name_or_path = f"{name}, swapped by t2r in memory: save the swapped model, and load the adapter on that"
     return swapped
+
+
+def own_configuration(model: PreTrainedModel) -> None:
+    """Give the model a configuration of its own: another model, such as its teacher, may have the same object."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])
 
 
 def refuse_other_objects(model: Any) -> None:

@@ -31,6 +31,8 @@ def language_model(checkpoint: Checkpoint) -> AdaptiveLMForCausalLM:
     """Convert a checkpoint to an adaptive language model. Raises T2RError if its settings are not supported."""
     checkpoint.refuse(UNKNOWN, "the adaptive language model")
     path, settings, tensors = checkpoint
+    if settings.get("decoder_normalize_before") is False:
+        raise T2RError(f"{path} normalizes after each sublayer, which the adaptive language model does not support")
     layers = checkpoint.layers("decoder")
     weights: dict[str, Tensor] = {}
     for layer in range(layers):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from t2r.attention.masks import Padding
 from t2r.errors import T2RError
 from t2r.generation.engine.request import Request
 from t2r.generation.state import PIECE
@@ -46,6 +45,4 @@ def prefill(model: Any, request: Request, state: Any) -> tuple[Any, Tensor]:
         if "logits_to_keep" in inputs:
             part["logits_to_keep"] = 1
         logits = model(**part).logits
-    if mask is not None:
-        cache.padding = Padding.of(mask)
     return cache, logits[:, -1].to(torch.float32, copy=True)
