@@ -102,6 +102,8 @@ class Translation(Task):
         self.valid: list[tuple[str, str]] = []
         self.valid_lengths: list[int] = []
         self.positions: int | None = None
+        self.longest: int | None = None
+        """The maximum length of a pair that every stage can read. None: no limit."""
         self.vocabularies: tuple[int, int] | None = None
         """The numbers of embeddings of sources and of targets."""
         self.pad = 0
@@ -133,6 +135,7 @@ class Translation(Task):
             if pair.target != TEACHER:
                 find_file(pair.target)
         self.positions = max_positions(model)
+        self.longest = min([*block_sizes, *([] if self.positions is None else [self.positions])], default=None)
         sides: Any = model.get_input_embeddings(), model.get_output_embeddings()
         self.vocabularies = sides[0].weight.shape[0], sides[1].weight.shape[0]
         self.pad = model.config.pad_token_id or 0
@@ -175,11 +178,11 @@ class Translation(Task):
         self.asked = sum(about_tokens(pair.source, self.tokenizer) for pair in self.pairs if pair.target == TEACHER)
 
     def joined(self, corpus: ParallelCorpus) -> ParallelCorpus:
-        """Return the pairs of a corpus, or those of neighboring lines."""
+        """Return the pairs of a corpus, or those of neighboring lines, joined as far as they fit into all blocks."""
         if self.join == 1:
             return corpus
         special = set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
-        return JoinedCorpus(corpus, self.join, special, self.positions)
+        return JoinedCorpus(corpus, self.join, special, self.longest)
 
     @property
     def asked_of_teacher(self) -> int:
