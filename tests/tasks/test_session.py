@@ -61,8 +61,8 @@ class Copying(Task):
     def labels(self, batch):
         return batch["labels"]  # the decoder's inputs are already shifted
 
-    def disturbed(self, inputs, share):
-        return inputs | {"decoder_input_ids": exchanged(inputs["decoder_input_ids"], share)}
+    def disturbed(self, batch, share):
+        return batch | {"decoder_input_ids": exchanged(batch["decoder_input_ids"], share)}
 
     def measure(self, model, teacher=None):
         batch = self.collate(self.pairs)

@@ -336,13 +336,12 @@ class Translation(Task):
         """Return the labels, unshifted: the decoder inputs are shifted instead."""
         return batch["labels"]
 
-    def disturbed(self, inputs: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
-        """Add token noise to sources and decoder inputs. Source padding and the decoder's start token are kept."""
-        real = inputs["attention_mask"].bool()
-        source = torch.where(real, exchanged(inputs["input_ids"], share), inputs["input_ids"])
-        ids = inputs["decoder_input_ids"]
-        target = torch.cat([ids[:, :1], exchanged(ids[:, 1:], share)], dim=1)
-        return inputs | {"input_ids": source, "decoder_input_ids": target}
+    def disturbed(self, batch: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
+        """Add token noise to sources and decoder inputs. Padding and the decoder's start token are kept."""
+        source = exchanged(batch["input_ids"], share, batch["attention_mask"].bool())
+        ids, labeled = batch["decoder_input_ids"], batch["labels"] >= 0
+        target = torch.cat([ids[:, :1], exchanged(ids[:, 1:], share, labeled[:, 1:])], dim=1)
+        return batch | {"input_ids": source, "decoder_input_ids": target}
 
     # --- Measuring and telling ------------------------------------------------------------------------------
 
