@@ -167,6 +167,21 @@ def test_a_transfer_sees_causal_and_cross_attention(tmp_path, tokenizer, teacher
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in maps.values())
 
 
+def test_a_step_is_timed_with_pairs_that_are_not_too_long(tmp_path, tokenizer, teacher):
+    """Also if most pairs are beyond the positions, and all of the first file."""
+    files = [write_pairs(tmp_path, "long", 5, shortest=70, longest=80), write_pairs(tmp_path, "train", 30, longest=8)]
+    for path in files[1]:
+        with open(path, "a") as file:
+            file.write("w3 " * 70 + "\n" + ("w4 " * 70 + "\n") * 40)
+    task = Translation(tokenizer, *map(list, zip(*files, strict=True)), progress=False)
+    task.check(teacher, [64])
+    task.prepare(None, 64)
+    batch = task.example(2, 64)
+    lengths = batch["attention_mask"].sum(1)
+    assert len(lengths) == 2 * 64 // 5
+    assert lengths.max() <= 9
+
+
 def test_what_is_measured(tmp_path, tokenizer, teacher):
     source, target = write_pairs(tmp_path, "valid", 12, seed=5)
     task = make_task(tmp_path, tokenizer, teacher, valid_source=source, valid_target=target, beams=2, limit=10)

@@ -265,14 +265,18 @@ class Translation(Task):
         return self.blocks[block_size]
 
     def example(self, rows: int, length: int) -> dict[str, Tensor]:
-        """Return a batch of pairs of median length, or of random tokens if there are no pairs yet."""
-        if self.corpora:
-            corpus = next(iter(self.corpora.values()))
+        """Return a batch of pairs of median length among those that are not too long, or of random tokens if there are
+        no pairs yet."""
+        for corpus in self.corpora.values():
             by_length = np.argsort(corpus.lengths, kind="stable")
+            if self.longest is not None:
+                by_length = by_length[corpus.lengths[by_length] <= self.longest]
+            if not len(by_length):
+                continue
             middle = len(by_length) // 2
             count = max(1, rows * length // int(corpus.lengths[by_length[middle]]))
             chosen = by_length[(middle + np.arange(count) - count // 2) % len(by_length)]
-            return self.collate([[corpus[int(i)] for i in chosen if corpus.lengths[i] <= (self.positions or 1 << 30)]])
+            return self.collate([corpus.take(chosen)])
         tokens = min(length, 32)
         ids = torch.randint(min(self.vocabularies or (2,)), (max(1, rows * length // tokens), tokens)).numpy()
         return self.collate([[Pair(row, row) for row in ids]])
