@@ -25,7 +25,7 @@ from t2r.training.loop.checkpoints import checksum
 logger = logging.getLogger(__name__)
 
 FACTS, BACKUP, LOCK = "run.json", "run.json.old", "lock"
-FORGOTTEN = ("checksum", "log", "read", "done", "began", "took")
+FORGOTTEN = ("checksum", "log", "read", "done", "began", "took", "measured")
 """Facts of a stage that is trained again."""
 
 
@@ -232,7 +232,7 @@ class Run:
             return True
         logger.warning("%s is damaged (%s); stage %s is trained again", path, damaged, stage)
         processes.wait()
-        self.forget(*(f"{stage}.{name}" for name in FORGOTTEN), f"measured.{stage}")
+        self.forget(*(f"{stage}.{name}" for name in FORGOTTEN))
         if processes.is_main():
             path.unlink(missing_ok=True)
         return False
