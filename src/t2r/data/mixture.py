@@ -60,7 +60,7 @@ class WeightedSource:
         None,
         help="Share of the tokens read, in percent. If one source has a share, all must have one. Shares that do not "
         "add up to 100 are scaled.",
-        above=0,
+        minimum=1e-6,
         maximum=10**6,
         unset="none",
     )

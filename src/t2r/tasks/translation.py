@@ -403,10 +403,12 @@ class Translation(Task):
 
 
 def about_tokens(source: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Estimate the number of tokens of a file from its first lines."""
+    """Estimate the number of tokens of a file from its first lines. Raises T2RError if it has no text."""
     lines = list(find_file(source).read_lines())
+    if not any(line.strip() for line in lines):
+        raise T2RError(f"{source} has no text for the teacher to translate: give source sentences, one per line")
     first = lines[:SAMPLE]
-    return round(len(lines) * sum(map(len, encode_sources(tokenizer, first))) / len(first)) if first else 0
+    return max(1, round(len(lines) * sum(map(len, encode_sources(tokenizer, first))) / len(first)))
 
 
 def batched(pairs: Sequence[Pair]) -> Iterable[list[list[Pair]]]:
