@@ -75,8 +75,11 @@ def test_flags_of_stages_are_overrides():
     assert (transfer.steps, distill.steps, distill.learning_rate) == (7, 5, 1e-4)
     assert transfer.learning_rate == load_recipe("distill-lm").stages[0].learning_rate
     assert stage_overrides({"learning_rate": 0.1}, None, None) == ["learning_rate=0.1"]
+    given = {"batch_tokens": 600, "learning_rate": 1e-4}  # the recipe's batch is no multiple of this block
+    made = stage_overrides(given, None, ["block_size=100"], "distill-lm")
+    assert made == ["batch_tokens=600", "distill.learning_rate=0.0001", "block_size=100"]
     with pytest.raises(t2r.T2RError, match="both set the budget"):
-        stage_overrides(given, 3.0, None)
+        stage_overrides({"steps": 5}, 3.0, None)
 
 
 def test_training_flags_reach_the_pipeline(run, monkeypatch):
