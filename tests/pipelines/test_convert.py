@@ -397,6 +397,14 @@ def test_swap_errors_are_raised_before_the_teacher_generates(world, tmp_path, mo
         run(world, tmp_path / "out", train="teacher", feature_map="hedgehog", feature_size=7)
 
 
+def test_a_small_text_is_refused_before_the_teacher_generates(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(language_modeling, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
+    (small := tmp_path / "small.txt").write_text(words(3))
+    with pytest.raises(T2RError, match=rf"{small} has \d+ tokens, .*: give more text or use a smaller block_size$"):
+        run(world, tmp_path / "out", train=[str(small), "teacher"])
+    assert not (tmp_path / "out.run").exists()
+
+
 def test_the_teacher_continues_excerpts(world, tmp_path, monkeypatch):
     seen = {}
 

@@ -126,7 +126,7 @@ class Session:
         self.job = Job(self.task, teacher, self.settings)
         sizes = {stage.block_size for stage in self.plan.stages}
         self.task.read()
-        if not self.task.asked_of_teacher:
+        if self.task.tokens or not self.task.asked_of_teacher:  # what is there is checked before the teacher writes more
             for size in sizes:
                 self.task.dataset(size)
         if self.run.begun:
