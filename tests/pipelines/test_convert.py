@@ -247,8 +247,11 @@ def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monk
         return again
 
     monkeypatch.setattr(module, "with_softmax", keep)
-    run(world, tmp_path / "out", "llama", softmax_layers="auto:1")
+    base = AutoModelForCausalLM.from_pretrained(world / "llama", use_cache=False)
+    tokenizer = AutoTokenizer.from_pretrained(world / "llama")
+    run(world, tmp_path / "out", base, tokenizer=tokenizer, softmax_layers="auto:1")
     assert seen == {"equal": True, "teacher": True}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.use_cache  # as without auto
 
 
 @pytest.mark.parametrize("wrong", [{"train": "empty.txt"}, {"feature_map": "hedgehog", "feature_size": 7}])

@@ -208,7 +208,9 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
         """For each part, the indices of its sources."""
         self.corpora = corpora
         self.parts = []
-        alone = [sources[members[0]].share is not None or sources[members[0]].source in apart for members in self.members]
+        alone = [
+            sources[members[0]].share is not None or sources[members[0]].source in apart for members in self.members
+        ]
         for members, own in zip(self.members, alone, strict=True):
             joined = JoinedCorpus([corpora[i] for i in members])
             if len(joined) < block_size:

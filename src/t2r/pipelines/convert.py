@@ -266,6 +266,7 @@ def with_softmax(
     chosen.softmax_layers = kept
     again = swap(base, chosen)
     again.load_state_dict({name: weights[name] for name in again.state_dict()})
+    again.config.use_cache = student.config.use_cache
     return again.requires_grad_(True)
 
 

@@ -180,9 +180,13 @@ class Run:
     def remember(self, key: str, make: Callable[[], Any]) -> Any:
         """Return a saved fact, or compute and save it. All processes compute it; the main one's value is used."""
         if key not in self.facts:
-            self.facts[key] = processes.agreed(make())
-            self.write()
+            self.add({key: make()})
         return self.facts[key]
+
+    def add(self, facts: dict[str, Any]) -> None:
+        """Save facts that belong together: after a crash, either all are there or none. The main process's are used."""
+        self.facts |= processes.agreed(facts)
+        self.write()
 
     def forget(self, *keys: str) -> None:
         for key in keys:
