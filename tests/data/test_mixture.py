@@ -270,6 +270,16 @@ def test_a_long_epoch_is_divided(monkeypatch):
     assert epoch_items(items) == 200
 
 
+def test_the_first_item_of_very_unequal_shares_is_found_at_once():
+    """An epoch has sixty million items: they are not permuted together."""
+    order = Order(Parts([1000, 2], [60_000, 1]), 10**9)
+    order.at(0)
+    assert len(order.epoch(0)[0]) <= 2**20
+    before, after = order.read_before(58), order.read_before(59)
+    assert (after - before)[:1000].min() > 1000
+    assert order.read_before(2 * 58)[1000:].tolist() == [2, 2]
+
+
 def test_items_without_weights_are_read_once():
     order = Order(list("abcdef"), 12)
     assert sorted(order[i] for i in range(6)) == [(letter, 1) for letter in "abcdef"]
