@@ -105,11 +105,13 @@ def made(tmp_path_factory) -> Path:
 
     (root / "text.txt").write_text(TEXT)
     (root / "words.txt").write_text(" ".join(f"w{i}" for i in range(150)))
+    (root / "empty.txt").write_text("\n")
     (root / "surrogate.jsonl").write_text('{"text": "fine"}\n{"text": "half \\ud83d"}\n')
     (root / "deep.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n")
     (root / "digits.jsonl").write_text('{"text": ' + "9" * 5000 + "}\n")
     (root / "recipe-keys.yaml").write_text("stages: [{name: a, objective: task, steps: 3}]\n3: 4\n")
     (root / "recipe-date.yaml").write_text("stages: [{name: a, objective: task, steps: 2024-01-01}]\n")
+    (root / "preset-size.yaml").write_text("model: {model_type: gpt2, vocab_size: abc}\n")
     (root / "recipe-deep.yaml").write_text("[" * 10_000)
     os.symlink(root / "loop", root / "loop")
     os.symlink(root / "loop", root / "loop.yaml")
@@ -180,6 +182,10 @@ CASES = [
     (f"{EVALUATE} --stride 600", "stride 600 must be less than the window"),
     (f"{PRETRAIN} --model-set n_head=0", "configuration is not valid"),
     (f"{PRETRAIN} --model-set n_embd=-8", "configuration is not valid"),
+    (f"{PRETRAIN} --model-set vocab_size=abc", "vocab_size must be a whole number, at least 1, or left out"),
+    (f"{PRETRAIN} --model-set vocab_size=null", "vocab_size must be a whole number, at least 1, or left out"),
+    ("pretrain {m}/preset-size.yaml {o} --train {m}/text.txt", "vocab_size must be a whole number"),
+    (f"{CONVERT}:99% --train {{m}}/words.txt:0.0000001%", "words.txt: share must be a number, at least 1e-06"),
     # Recipes.
     (f"{CONVERT} --recipe {{m}}/recipe-keys.yaml", "no field 3"),
     (f"{CONVERT} --recipe {{m}}/recipe-date.yaml", "steps must be a whole number"),
@@ -189,6 +195,7 @@ CASES = [
     ("evaluate {m}/llama --text {m}/deep.jsonl", "deep.jsonl:1: the JSON cannot be read"),
     ("evaluate {m}/llama --text {m}/digits.jsonl", "digits.jsonl:1: the JSON cannot be read"),
     ("evaluate {m}/llama --text {m}/pipe", "is a device or a pipe"),
+    ("convert {m}/marian {o} --src {m}/empty.txt --tgt teacher", "empty.txt has no text for the teacher to translate"),
     ("evaluate {m}/llama --text ~nobody-here/x", "there is no file ~nobody-here/x"),
     # Models.
     *((f"{command}", "NaN or infinite weights") for command in (

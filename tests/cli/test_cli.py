@@ -1,5 +1,6 @@
 """The command line: help, flags, errors and exit codes."""
 
+import io
 import json
 import logging
 import os
@@ -10,10 +11,11 @@ import sys
 from typing import NamedTuple
 
 import pytest
+from rich.table import Table
 
 import t2r
 from t2r import cli
-from t2r.cli.common import calm
+from t2r.cli.common import calm, checked_output, print_json, show
 from t2r.cli.stages import stage_overrides
 from t2r.training.recipes.recipe import load_recipe
 
@@ -73,8 +75,11 @@ def test_flags_of_stages_are_overrides():
     assert (transfer.steps, distill.steps, distill.learning_rate) == (7, 5, 1e-4)
     assert transfer.learning_rate == load_recipe("distill-lm").stages[0].learning_rate
     assert stage_overrides({"learning_rate": 0.1}, None, None) == ["learning_rate=0.1"]
+    given = {"batch_tokens": 600, "learning_rate": 1e-4}  # the recipe's batch is no multiple of this block
+    made = stage_overrides(given, None, ["block_size=100"], "distill-lm")
+    assert made == ["batch_tokens=600", "distill.learning_rate=0.0001", "block_size=100"]
     with pytest.raises(t2r.T2RError, match="both set the budget"):
-        stage_overrides(given, 3.0, None)
+        stage_overrides({"steps": 5}, 3.0, None)
 
 
 def test_training_flags_reach_the_pipeline(run, monkeypatch):
@@ -200,3 +205,23 @@ def test_output_that_cannot_be_written(run, monkeypatch, opened, code, says, com
         stream.flush()  # what could not be written is dropped, so that Python does not fail at its exit
     assert (outcome.code, outcome.stderr) == (code, says)
     assert sys.stdout is stream
+
+
+def test_brackets_are_printed_as_they_are(capsys):
+    table = Table("model [bold]", title="of :cat:")
+    table.add_row("runs/a[v2]")
+    show([table, "saved in b[/b]"])
+    printed = capsys.readouterr().out
+    for words in ("of :cat:", "model [bold]", "runs/a[v2]", "saved in b[/b]"):
+        assert words in printed
+
+
+def test_characters_that_the_output_lacks_are_escaped(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with checked_output():
+        show(["saved in öut"])
+        print_json({"out": "öut"})
+    saved, printed = stream.buffer.getvalue().decode("ascii").split("\n", 1)
+    assert saved == r"saved in \xf6ut"
+    assert json.loads(printed) == {"out": "öut"}

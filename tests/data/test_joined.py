@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NllbTokenizer
 
+from families import tiny
 from t2r.data.parallel.corpus import tokenize_pairs
 from t2r.data.parallel.joined import JoinedCorpus, frame, group_starts, join
 from t2r.tasks import Translation
-from translating import make_tokenizer
+from translating import make_tokenizer, sentences, write_pairs
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,17 @@ def test_a_group_ends_before_it_is_too_long(tmp_path):
     assert joined.starts.tolist() == [0, 1, 2, 3, 4]
     assert [len(joined[i].source) for i in range(5)] == [2, 2, 2, 10, 2]
     assert [joined.line(i) for i in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_no_line_is_lost_in_blocks_smaller_than_the_positions(tmp_path):
+    tokenizer, files = make_tokenizer(), write_pairs(tmp_path, "train", 40, longest=8)
+    task = Translation(tokenizer, *files, join=4, progress=False)
+    task.check(tiny("marian"), [64, 12])  # 64 positions
+    task.prepare(None, 64)
+    for size in (64, 12):
+        kept = sum(len(pair.source) - 1 for block in task.dataset(size) for pair in block)
+        assert kept == sum(len(line.split()) for line in sentences(40, longest=8))
+    assert len(task.corpora[0]) < 40
 
 
 def test_skipped_lines_do_not_shift_the_numbers(tmp_path):

@@ -95,7 +95,7 @@ def test_a_file_whose_name_ends_like_a_weight_is_found(tmp_path, monkeypatch):
         ("a.txt:0", r"a.txt: readings must be a number, at least 0.001"),
         ("a.txt:-2", r"a.txt: readings must be"),
         ("a.txt:1e9", r"readings must be .* at most 10,000"),
-        ("a.txt:0%", r"share must be a number, above 0"),
+        ("a.txt:0%", r"share must be a number, at least 1e-06"),
         (["a.txt:60%", "b.txt"], r"a.txt:60% has a share and b.txt does not"),
         (["b.txt:2", "a.txt:60%"], r"a.txt:60% has a share and b.txt:2 does not"),
         ({"a.txt": "many"}, r"readings must be"),
@@ -164,8 +164,11 @@ def test_sources_with_equal_weights_are_concatenated(make):
 def test_a_source_too_short_for_a_block_is_named(make):
     corpora = [make(1, 100), make(2, 9)]
     assert len(MixedBlocks(parse_sources(["a", "b"]), corpora, 10)) == 10
-    with pytest.raises(T2RError, match=r"^b has 9 tokens, less than one block of 10"):
+    with pytest.raises(T2RError, match=r"^b has 9 tokens, less than one block of 10.*, to concatenate both$"):
         MixedBlocks(parse_sources(["a", "b:2"]), corpora, 10)
+    for sources in (["a:90%", "b:10%"], ["teacher", "b"]):  # which are never concatenated
+        with pytest.raises(T2RError, match=r"^b has 9 tokens, .* or use a smaller block_size$"):
+            MixedBlocks(parse_sources(sources), corpora, 10, apart=("teacher",))
 
 
 # --- Epochs ---------------------------------------------------------------------------------------------------
@@ -265,6 +268,16 @@ def test_a_long_epoch_is_divided(monkeypatch):
     counts = order.totals()
     assert counts.tolist() == [2] * 40 + [1] * 120
     assert epoch_items(items) == 200
+
+
+def test_the_first_item_of_very_unequal_shares_is_found_at_once():
+    """An epoch has sixty million items: they are not permuted together."""
+    order = Order(Parts([1000, 2], [60_000, 1]), 10**9)
+    order.at(0)
+    assert len(order.epoch(0)[0]) <= 2**20
+    before, after = order.read_before(58), order.read_before(59)
+    assert (after - before)[:1000].min() > 1000
+    assert order.read_before(2 * 58)[1000:].tolist() == [2, 2]
 
 
 def test_items_without_weights_are_read_once():

@@ -30,6 +30,7 @@ from t2r.experiments.command import call
 from t2r.experiments.data import TEXTS, missing, prepared
 from t2r.experiments.experiment import make_experiment
 from t2r.experiments.markup import markdown
+from t2r.experiments.places import Places
 from t2r.experiments.record import compact, recorded
 from t2r.experiments.results import evaluation_tables, training_table
 from t2r.experiments.tables import page, provenance, record_tables
@@ -213,14 +214,55 @@ def test_missing_inputs_are_one_error(toy):
         ({"command": "t2r evaluate {out:rnn}"}, "no earlier step makes rnn"),
         ({"command": "t2r evaluate {data:nothing}"}, "no text nothing"),
         ({"command": "t2r convert {model:m} {out:other}"}, "its output folder must be"),
+        ({"command": "t2r bench 'ops"}, "step one: the command cannot be read (No closing quotation)"),
         ({"name": "../a", "command": "t2r bench ops"}, "requires a name"),
+        ({"models": ["m"]}, "models must be a mapping from names to texts"),
+        ({"models": {"m": 3}}, "models must be a mapping from names to texts"),
+        ({"paper": "teacher"}, "paper must be a mapping from names to mappings"),
+        ({"paper": {"teacher": 18.5}}, "paper must be a mapping from names to mappings"),
+        ({"titles": ["teacher"]}, "titles must be a mapping from names to texts"),
+        ({"figures": {"title": "a"}}, "figures must be a list"),
+        ({"figures": ["a"]}, "a figure must be a mapping with a title"),
+        ({"figures": [{"title": "a", "where": "k"}]}, "its `where` a mapping"),
+        ({"scales": {1: {}}}, "scales must be a mapping from names to values"),
     ],
 )
 def test_invalid_experiments_are_refused(change, says):
-    step = {"name": "one", "command": "t2r bench ops"} | {k: v for k, v in change.items() if k in ("name", "command")}
-    said = {"models": {"m": "x/y"}, "steps": [step]} | {k: v for k, v in change.items() if k in ("steps", "extra")}
+    of_step = {k: v for k, v in change.items() if k in ("name", "command")}
+    step = {"name": "one", "command": "t2r bench ops"} | of_step
+    said = {"models": {"m": "x/y"}, "steps": [step]} | {k: v for k, v in change.items() if k not in of_step}
     with pytest.raises(T2RError, match=re.escape(says)):
         make_experiment(said, "test")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"title: caf\xe9\nsteps: []", "cannot be read: 'utf-8' codec"),
+        (b"about: 2024-99-01\nsteps: []", "is not valid YAML: month must be in 1..12"),
+        (b"scales: nosuch\nsteps: []", "no scales 'nosuch': give a mapping, or one of "),
+        (b"scales: 3\nsteps: []", "scales must be a mapping from names to values"),
+    ],
+)
+def test_files_that_are_no_experiments_are_refused(tmp_path, text, says):
+    (tmp_path / "own.yaml").write_bytes(text)
+    for words in ([], ["--list"]):
+        error = CliRunner().invoke(app, ["reproduce", str(tmp_path / "own.yaml"), *words]).exception
+        assert isinstance(error, T2RError)
+        assert says in str(error)
+
+
+def test_a_home_folder_is_expanded_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    experiment = make_experiment(
+        {"models": {"m": "x/y"}, "steps": [{"name": "one", "command": "t2r evaluate {model:m}"}]}, "test"
+    )
+    places = Places(experiment, None, {"m": "~/lm"}, tmp_path)
+    with pytest.raises(T2RError, match=r"folder .*/lm does not exist"):
+        places.check(experiment.steps)
+    (tmp_path / "lm").mkdir()
+    places.check(experiment.steps)
+    assert places.path("model", "m") == str(tmp_path / "lm")
 
 
 # --- Shipped files ------------------------------------------------------------------------------------------
@@ -455,6 +497,15 @@ def test_texts_are_found_prepared_and_shortened(tmp_path):
     assert prepared("novels/train", tmp_path, tmp_path / "work") == tmp_path / "novels" / "train.txt"
     lines = prepared("speeches", tmp_path, tmp_path / "work").read_text().splitlines()
     assert lines == [f"line {i}" for i in range(TEXTS["speeches"].lines)]
+
+
+def test_lines_of_texts_are_read_as_in_training(tmp_path):
+    """Without marks at the beginning and at line ends. A text that is not UTF-8 is refused."""
+    (tmp_path / "speeches.txt").write_bytes("\ufeffa\r\nb".encode())
+    assert prepared("speeches", tmp_path, tmp_path / "work").read_bytes() == b"a\nb\n"
+    (tmp_path / "speeches.txt").write_bytes(b"a\nb\xff\n")
+    with pytest.raises(T2RError, match=r"speeches.txt is not UTF-8: 0xff at byte 3, line 2"):
+        prepared("speeches", tmp_path, tmp_path / "again")
 
 
 def test_a_text_of_several_parts(tmp_path):

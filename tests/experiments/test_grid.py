@@ -183,6 +183,10 @@ def test_a_grid_goes_on_from_a_record(grid, capfd):
     assert not log.read_text()
     with pytest.raises(T2RError, match="no record nothing"):
         reproduce(file, scale="one", out=grid / "d", records=["nothing"])
+    for text in ('{"steps": {"distill": 8}}', '{"steps": [{"name": "a"}]}', "[]", "{"):
+        (grid / "results.json").write_text(text)
+        with pytest.raises(T2RError, match=r"results\.json is not a record"):
+            reproduce(file, scale="one", out=grid / "d", records=[grid / "results.json"])
     assert not (grid / "d").exists()
 
     capfd.readouterr()

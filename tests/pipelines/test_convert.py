@@ -247,8 +247,11 @@ def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monk
         return again
 
     monkeypatch.setattr(module, "with_softmax", keep)
-    run(world, tmp_path / "out", "llama", softmax_layers="auto:1")
+    base = AutoModelForCausalLM.from_pretrained(world / "llama", use_cache=False)
+    tokenizer = AutoTokenizer.from_pretrained(world / "llama")
+    run(world, tmp_path / "out", base, tokenizer=tokenizer, softmax_layers="auto:1")
     assert seen == {"equal": True, "teacher": True}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.use_cache  # as without auto
 
 
 @pytest.mark.parametrize("wrong", [{"train": "empty.txt"}, {"feature_map": "hedgehog", "feature_size": 7}])
@@ -395,6 +398,14 @@ def test_swap_errors_are_raised_before_the_teacher_generates(world, tmp_path, mo
     monkeypatch.setattr(language_modeling, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
     with pytest.raises(T2RError, match="must be even"):
         run(world, tmp_path / "out", train="teacher", feature_map="hedgehog", feature_size=7)
+
+
+def test_a_small_text_is_refused_before_the_teacher_generates(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(language_modeling, "write_corpus", lambda *args, **options: pytest.fail("it wrote for nothing"))
+    (small := tmp_path / "small.txt").write_text(words(3))
+    with pytest.raises(T2RError, match=rf"{small} has \d+ tokens, .*: give more text or use a smaller block_size$"):
+        run(world, tmp_path / "out", train=[str(small), "teacher"])
+    assert not (tmp_path / "out.run").exists()
 
 
 def test_the_teacher_continues_excerpts(world, tmp_path, monkeypatch):

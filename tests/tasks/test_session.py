@@ -61,8 +61,8 @@ class Copying(Task):
     def labels(self, batch):
         return batch["labels"]  # the decoder's inputs are already shifted
 
-    def disturbed(self, inputs, share):
-        return inputs | {"decoder_input_ids": exchanged(inputs["decoder_input_ids"], share)}
+    def disturbed(self, batch, share):
+        return batch | {"decoder_input_ids": exchanged(batch["decoder_input_ids"], share)}
 
     def measure(self, model, teacher=None):
         batch = self.collate(self.pairs)
@@ -102,7 +102,7 @@ def test_an_encoder_decoder_is_transferred_and_distilled(tmp_path, marian, monke
         results["swapped"] = session.measure("swapped", student, teacher)
         for stage in plan.stages:
             student = session.train(student, stage)
-            results["stages"][stage.name] = session.measure(stage.name, student, teacher)
+            results["stages"][stage.name] = session.measure(stage, student, teacher)
         scan = session.most_sensitive(student, BLOCK)
     assert sorted(layer for layer, _ in scan) == [0, 1, 2]
     for log in session.logs().values():
@@ -112,6 +112,17 @@ def test_an_encoder_decoder_is_transferred_and_distilled(tmp_path, marian, monke
     header, rows = table_of(results, compared=True)
     assert header == ("model", "loss")
     assert [name for name, _ in rows] == ["teacher", "swapped, not trained", "after transfer", "after distill"]
+
+
+def test_a_stage_named_teacher_has_a_score_of_its_own(tmp_path, marian):
+    student, teacher = marian
+    stage = Stage("teacher", "distill", steps=1)
+    plan, scores = Recipe("toy", (stage,)), []
+    for _ in range(2):  # the second session resumes the first
+        with Session(str(tmp_path / "out"), plan, Copying(), Settings(), torch.device("cpu"), {}) as session:
+            scores.append([session.measure("teacher", teacher), session.measure(stage, student)])
+    assert scores[0][0] != scores[0][1]
+    assert scores[0] == scores[1]
 
 
 def test_the_loss_is_plain_kl_over_the_targets(tmp_path, marian):

@@ -26,6 +26,7 @@ from t2r.generation.engine.step import DecodeStep
 from t2r.generation.text import until_stop
 from t2r.generation.translation import bucket_of, translate, translate_to_tokens, write_translations
 from t2r.tasks import Translation
+from t2r.tasks.base import exchanged
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.job import Job
 from t2r.training.steps.learner import Learner
@@ -126,18 +127,30 @@ def max_length(pair):
 
 def test_noise_spares_padding_and_the_first_token(tmp_path, tokenizer, teacher):
     task = make_task(tmp_path, tokenizer, teacher)
-    inputs = task.inputs(task.collate([task.dataset(64)[0], task.dataset(64)[len(task.dataset(64)) - 1]]))
+    batch = task.collate([task.dataset(64)[0], task.dataset(64)[len(task.dataset(64)) - 1]])
     torch.manual_seed(0)
-    rows = len(inputs["input_ids"])
+    rows = len(batch["input_ids"])
     share = torch.zeros(rows, 1)
     share[0] = 1.0
-    noisy = task.disturbed(inputs, share)
-    padding = inputs["attention_mask"] == 0
-    assert (noisy["input_ids"][padding] == PAD).all()
-    assert torch.equal(noisy["decoder_input_ids"][:, 0], inputs["decoder_input_ids"][:, 0])
+    noisy = task.disturbed(batch, share)
     for name in ("input_ids", "decoder_input_ids"):
-        assert torch.equal(noisy[name][1:], inputs[name][1:])
-        assert not torch.equal(noisy[name][0], inputs[name][0])
+        assert torch.equal(noisy[name][1:], batch[name][1:])
+        assert not torch.equal(noisy[name][0], batch[name][0])
+    noisy = task.disturbed(batch, 1.0)
+    padding, labeled = batch["attention_mask"] == 0, batch["labels"] >= 0
+    assert (noisy["input_ids"][padding] == PAD).all()
+    assert (noisy["input_ids"][~padding] != PAD).all()
+    ids, before = noisy["decoder_input_ids"], batch["decoder_input_ids"]
+    assert torch.equal(ids[:, 0], before[:, 0])
+    assert torch.equal(ids[~labeled], before[~labeled])
+    words = ids[:, 1:][labeled[:, 1:]]
+    assert (words > EOS).all()  # neither padding nor the end of another target
+    assert len(words.unique()) > 5
+
+
+def test_noise_without_real_tokens_changes_nothing():
+    ids = torch.arange(6).view(2, 3)
+    assert torch.equal(exchanged(ids, 1.0, torch.zeros(2, 3, dtype=torch.bool)), ids)
 
 
 def test_a_transfer_sees_causal_and_cross_attention(tmp_path, tokenizer, teacher):
@@ -152,6 +165,21 @@ def test_a_transfer_sees_causal_and_cross_attention(tmp_path, tokenizer, teacher
     maps = {name: p.grad for name, p in student.named_parameters() if "feature_map" in name}
     assert len({name.split(".feature_map")[0] for name in maps}) == 2 * layers
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in maps.values())
+
+
+def test_a_step_is_timed_with_pairs_that_are_not_too_long(tmp_path, tokenizer, teacher):
+    """Also if most pairs are beyond the positions, and all of the first file."""
+    files = [write_pairs(tmp_path, "long", 5, shortest=70, longest=80), write_pairs(tmp_path, "train", 30, longest=8)]
+    for path in files[1]:
+        with open(path, "a") as file:
+            file.write("w3 " * 70 + "\n" + ("w4 " * 70 + "\n") * 40)
+    task = Translation(tokenizer, *map(list, zip(*files, strict=True)), progress=False)
+    task.check(teacher, [64])
+    task.prepare(None, 64)
+    batch = task.example(2, 64)
+    lengths = batch["attention_mask"].sum(1)
+    assert len(lengths) == 2 * 64 // 5
+    assert lengths.max() <= 9
 
 
 def test_what_is_measured(tmp_path, tokenizer, teacher):

@@ -645,6 +645,23 @@ def test_budgets(tmp_path, budget, steps):
     assert run.facts["only.steps"] == steps
 
 
+def test_a_stage_killed_at_its_first_write_keeps_its_deadline(tmp_path, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    def write(self, real=Run.write):
+        real(self)
+        raise Killed
+
+    monkeypatch.setattr(running, "time_stage", lambda *args: Cost(0.0, 10.0))
+    monkeypatch.setattr(Run, "write", write)
+    with pytest.raises(Killed):
+        run_stage(Run(tmp_path / "run", {}), Job(OfRows(Rows()), settings=Settings()), pair()[0], stage(minutes=1))
+    facts = Run(tmp_path / "run", {}).facts
+    assert facts.keys() >= {"only.steps", "only.batch_tokens"}
+    assert facts["only.seconds"] == 60
+
+
 def ticking(monkeypatch, seconds):
     """Replace the clock of stages with a time budget: a step takes this many seconds."""
     now = itertools.count(0, seconds)

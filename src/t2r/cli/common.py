@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import json
 import logging
 import os
 import re
@@ -164,7 +165,7 @@ class OutputError(Exception):
 
 
 class Output:
-    """A text stream whose write errors are OutputError."""
+    """A text stream whose write errors are OutputError. Characters that its encoding lacks are escaped."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -174,7 +175,10 @@ class Output:
 
     def write(self, text: str) -> int:
         try:
-            return self.stream.write(text)
+            try:
+                return self.stream.write(text)
+            except UnicodeEncodeError as error:
+                return self.stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except OSError as error:
             raise OutputError(error) from error
 
@@ -208,7 +212,12 @@ def checked_output() -> Iterator[None]:
 
 def print_json(value: Any, indent: int | None = 2) -> None:
     """Print JSON. NaN and infinities, which JSON does not have, become null."""
-    print(json_text(value, indent), flush=True)
+    text = json_text(value, indent)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(json.loads(text), indent=indent)  # with the escapes of JSON
+    print(text, flush=True)
 
 
 def shows_progress(quiet: bool) -> bool:
@@ -219,7 +228,7 @@ def shows_progress(quiet: bool) -> bool:
 def show(parts: Iterable[object]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)  # a path such as out[v2] is shown as it is
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
 

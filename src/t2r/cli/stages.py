@@ -67,13 +67,13 @@ def stage_overrides(
     alone use learning rates a hundred times as high."""
     if "steps" in given and minutes is not None:
         raise T2RError("--steps and --minutes both set the budget: give one of them")
-    made = []
-    for name, value in given.items():
+    made = [f"{name}={str(value).lower()}" for name, value in given.items() if name != "learning_rate"]
+    if "learning_rate" in given:
         stages = [""]
-        if name == "learning_rate" and recipe is not None:
+        if recipe is not None:
             from t2r.training.recipes.recipe import load_recipe
 
-            plan = load_recipe(recipe, overrides or ())
+            plan = load_recipe(recipe, [*made, *(overrides or ())])
             stages = [f"{stage.name}." for stage in plan.stages if stage.train != "maps"] or stages
-        made += [f"{stage}{name}={str(value).lower()}" for stage in stages]
+        made += [f"{stage}learning_rate={given['learning_rate']}" for stage in stages]
     return [*made, *(overrides or ())]

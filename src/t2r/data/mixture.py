@@ -60,7 +60,7 @@ class WeightedSource:
         None,
         help="Share of the tokens read, in percent. If one source has a share, all must have one. Shares that do not "
         "add up to 100 are scaled.",
-        above=0,
+        minimum=1e-6,
         maximum=10**6,
         unset="none",
     )
@@ -208,13 +208,17 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
         """For each part, the indices of its sources."""
         self.corpora = corpora
         self.parts = []
-        for members in self.members:
+        alone = [
+            sources[members[0]].share is not None or sources[members[0]].source in apart for members in self.members
+        ]
+        for members, own in zip(self.members, alone, strict=True):
             joined = JoinedCorpus([corpora[i] for i in members])
-            if len(joined) < block_size and len(self.members) > 1:
+            if len(joined) < block_size:
                 names = ", ".join(sources[i].source for i in members)
+                both = ", or give it the same weight as another source, to concatenate both"
                 raise T2RError(
-                    f"{names} has {len(joined)} tokens, less than one block of {block_size}: give more text, use a "
-                    "smaller block_size, or give it the same weight as another source, to concatenate both"
+                    f"{names} has {len(joined)} tokens, less than one block of {block_size}: give more text or use a "
+                    f"smaller block_size{both if not own and alone.count(False) > 1 else ''}"
                 )
             self.parts.append(Blocks(joined, block_size, documents=documents))
         shares = None

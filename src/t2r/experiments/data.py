@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import lzma
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 from t2r.errors import T2RError
 from t2r.storage import kind_of, whole_file
@@ -177,8 +174,8 @@ def prepared(name: str, folder: Path, work: Path) -> Path:
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     if found is not None:
-        with whole_file(out) as temporary, _opened(found) as lines:
-            temporary.write_text("".join(islice(lines, text.lines)), encoding="utf-8")
+        with whole_file(out) as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in islice(_lines(found), text.lines)), encoding="utf-8")
     elif raw is not None:
         import_module(f"t2r.data.{text.form}").prepare(str(raw), out)
     elif text.parts:
@@ -186,18 +183,19 @@ def prepared(name: str, folder: Path, work: Path) -> Path:
         sizes = cycle(range(1, text.group + 1))
         with whole_file(out) as temporary, temporary.open("w", encoding="utf-8") as whole:
             for file in files:
-                with _opened(file) as lines:
-                    each = (line.rstrip("\n") for line in lines)
-                    while group := list(islice(each, next(sizes))):
-                        whole.write(text.space.join(group) + "\n")
+                lines = _lines(file)
+                while group := list(islice(lines, next(sizes))):
+                    whole.write(text.space.join(group) + "\n")
     else:
         raise T2RError(f"text {name} was not found in {folder}")
     return out
 
 
-def _opened(path: Path) -> Any:
-    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-    return opener(path, "rt", encoding="utf-8", newline="\n")
+def _lines(path: Path) -> Iterator[str]:
+    """Return the lines of a file as training reads them. Raises T2RError if it is not UTF-8 or damaged."""
+    from t2r.data.text import FileSource  # imports torch, which most experiments do not need here
+
+    return FileSource(path).read_lines()
 
 
 def _find(folder: Path, files: Sequence[str]) -> Path | None:

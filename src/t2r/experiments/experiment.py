@@ -150,7 +150,8 @@ def shipped_experiments() -> list[str]:
 def scales_of(name: str) -> list[str]:
     """Return the scales of a shipped experiment or a file. Empty: it has none."""
     said = _read(name)
-    return list(said.get("scales") or ()) if isinstance(said, dict) else []
+    scales = said.get("scales") if isinstance(said, dict) else None
+    return list(scales) if isinstance(scales, dict) else []
 
 
 def load_experiment(name: str, scale: str | None = None, seeds: int = 1) -> Experiment:
@@ -163,14 +164,21 @@ def _read(name: str) -> Any:
     if path.suffix in (".yaml", ".yml"):
         if kind_of(path) != "file":
             raise T2RError(f"experiment file {path} does not exist")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise T2RError(f"experiment {name} cannot be read: {error}") from error
     elif name in shipped_experiments():
         text = files("t2r.experiments").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     else:
         raise T2RError(f"no experiment {name!r}: choose one of {', '.join(shipped_experiments())}, or give a YAML file")
     said = _parsed(text, f"experiment {name}")
     if isinstance(said, dict) and isinstance(shared := said.get("scales"), str):  # the scales of several experiments
-        entry = files("t2r.experiments").joinpath("scales").joinpath(f"{shared}.yaml")
+        folder = files("t2r.experiments").joinpath("scales")
+        known = sorted(Path(entry.name).stem for entry in folder.iterdir())
+        if shared not in known:
+            raise T2RError(f"experiment {name}: no scales {shared!r}: give a mapping, or one of {', '.join(known)}")
+        entry = folder.joinpath(f"{shared}.yaml")
         said = said | {"scales": _parsed(entry.read_text(encoding="utf-8"), f"scales {shared}")}
     return said
 
@@ -179,8 +187,8 @@ def _read(name: str) -> Any:
 def _parsed(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise T2RError(f"{what} is not valid YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # invalid dates, deep nesting
+        raise T2RError(f"{what} is not valid YAML: {error or type(error).__name__}") from error
 
 
 def make_experiment(said: Any, name: str, scale: str | None = None, seeds: int = 1) -> Experiment:
@@ -189,7 +197,7 @@ def make_experiment(said: Any, name: str, scale: str | None = None, seeds: int =
     if not isinstance(said, dict) or not set(said) <= set(FIELDS) or not isinstance(said.get("steps"), list):
         raise T2RError(f"{where}: the fields must be {', '.join(FIELDS)}, and steps must be a list")
     values = chosen_scale(said.get("scales"), scale, where)
-    models = said.get("models") or {}
+    models = _mapping(said, "models", str, where)
     steps = _steps(said["steps"], values, seeds, where)
     if len({step.name for step in steps}) != len(steps):
         raise T2RError(f"{where}: two steps have the same name")
@@ -213,13 +221,31 @@ def make_experiment(said: Any, name: str, scale: str | None = None, seeds: int =
         scale,
         tuple(said.get("scales") or ()),
         str(said.get("folder", "")),
-        {filled(name, {}, {}, values, where): numbers for name, numbers in (said.get("paper") or {}).items()},
-        {filled(str(label), {}, {}, values, where): title for label, title in (said.get("titles") or {}).items()},
-        tuple(_figure(figure, values, where) for figure in said.get("figures") or ()),
+        {filled(n, {}, {}, values, where): numbers for n, numbers in _mapping(said, "paper", dict, where).items()},
+        {filled(label, {}, {}, values, where): title for label, title in _mapping(said, "titles", str, where).items()},
+        tuple(_figure(figure, values, where) for figure in _figures(said, where)),
     )
 
 
-def _figure(said: Mapping[str, Any], scale: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+def _mapping(said: Mapping[str, Any], name: str, kind: type, where: str) -> dict[str, Any]:
+    """Return a field that is a mapping from names to texts or to mappings. Empty: it is left out."""
+    found = said.get(name) or {}
+    if not isinstance(found, dict) or not all(isinstance(value, kind) for value in found.values()):
+        what = "texts" if kind is str else "mappings"
+        raise T2RError(f"{where}: {name} must be a mapping from names to {what}; got {found!r}")
+    return {str(key): value for key, value in found.items()}
+
+
+def _figures(said: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    found = said.get("figures") or []
+    if not isinstance(found, list):
+        raise T2RError(f"{where}: figures must be a list; got {found!r}")
+    return found
+
+
+def _figure(said: Any, scale: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    if not isinstance(said, dict) or "title" not in said or not isinstance(said.get("where", {}), dict):
+        raise T2RError(f"{where}: a figure must be a mapping with a title, and its `where` a mapping; got {said!r}")
     chosen = {axis: filled(str(label), {}, {}, scale, where) for axis, label in said.get("where", {}).items()}
     return {**said, "where": chosen}
 
@@ -247,7 +273,10 @@ def _steps(said: Sequence[Any], scale: Mapping[str, Any] | None, seeds: int, whe
 
 
 def _step(name: str, command: str, optional: bool, cell: dict[str, str], where: str) -> Step:
-    words = shlex.split(command)
+    try:
+        words = shlex.split(command)
+    except ValueError as error:  # an unclosed quote
+        raise T2RError(f"{where}, step {name}: the command cannot be read ({error}): {command!r}") from error
     if not re.fullmatch(r"[\w-]+", name) or len(words) < 2 or words[0] != "t2r":
         raise T2RError(
             f"{where}: a step requires a name, and a command that starts with t2r; got {name!r}: {command!r}"

@@ -35,7 +35,7 @@ def cells_of(said: Any, scale: Mapping[str, Any] | None, where: str) -> Iterator
             continue
         if not labels or not isinstance(labels, dict | list):
             raise T2RError(f"{where}: axis {axis} must have a list of labels, or a mapping to their words")
-        words = labels if isinstance(labels, dict) else dict(zip(labels, labels, strict=True))
+        words = labels if isinstance(labels, dict) else {str(label): label for label in labels}
         named = {filled(str(label), {}, {}, scale, where): text for label, text in words.items()}
         axes[str(axis)] = {label: "" if text is None else str(text) for label, text in named.items()}
     for labels in product(*axes.values()):
@@ -68,7 +68,7 @@ def chosen_scale(scales: Any, name: str | None, where: str) -> dict[str, Any] | 
         if name is not None:
             raise T2RError(f"{where} has no scales: leave out --scale")
         return None
-    if not isinstance(scales, dict) or not all(isinstance(values, dict) for values in scales.values()):
+    if not isinstance(scales, dict) or not all(isinstance(x, str) and isinstance(y, dict) for x, y in scales.items()):
         raise T2RError(f"{where}: scales must be a mapping from names to values")
     if name not in scales:
         wrong = "requires a scale" if name is None else f"has no scale {name}"

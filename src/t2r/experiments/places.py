@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class Places:
 
     def __init__(self, experiment: Experiment, folder: Path | None, models: Mapping[str, str], out: Path) -> None:
         self.experiment, self.folder, self.out = experiment, folder, out
+        models = {name: os.path.expanduser(path) for name, path in models.items()}
         made = [step.name for step in experiment.steps if step.makes]
         if unknown := sorted(set(models) - set(experiment.models) - set(made)):
             known = ", ".join([*experiment.models, *made]) or "none"
@@ -51,7 +53,7 @@ class Places:
             )
         for name, path in (self.models | self.replaced).items():
             local = name in self.given and (path.startswith((".", "/", "~")) or path.count("/") > 1)
-            if (local or Path(path).is_absolute()) and kind_of(Path(path).expanduser()) != "folder":
+            if (local or Path(path).is_absolute()) and kind_of(path) != "folder":
                 raise T2RError(f"model {name}: folder {path} does not exist; set it with --model {name}=FOLDER")
         for step in steps:
             for example in step.names("examples"):

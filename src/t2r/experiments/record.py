@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -92,15 +93,9 @@ def _processor() -> str | None:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        import platform
-
         return platform.processor() or platform.machine() or None
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-    if named:
-        return named
-    import platform
-
-    return platform.machine()
+    return named or platform.machine()
 
 
 def commit() -> str | None:

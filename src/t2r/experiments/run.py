@@ -88,12 +88,17 @@ def read_record(name: str | Path) -> dict[str, Any]:
     if Path(name).is_file():
         try:
             found = json.loads(Path(name).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise T2RError(f"{name} is not a record: {error}") from error
     else:
         found = record.recorded(str(name))
-    if not isinstance(found, dict) or "steps" not in found:
-        raise T2RError(f"there is no record {name}: give its file")
+        if found is None:
+            raise T2RError(f"there is no record {name}: give its file")
+    steps = found.get("steps") if isinstance(found, dict) else None
+    if not isinstance(steps, list) or not all(
+        isinstance(part, dict) and {"name", "command"} <= part.keys() for part in steps
+    ):
+        raise T2RError(f"{name} is not a record: give a file that t2r reproduce wrote, such as record.json")
     return found
 
 
@@ -283,7 +288,7 @@ class Grid:
         """Return the results file in the output folder of a finished step, or None."""
         if step.command[0] not in TRAINING:
             return None
-        results = Path(self.places.path("out", step.name)).expanduser() / "results.json"
+        results = Path(self.places.path("out", step.name)) / "results.json"
         return results if results.is_file() else None
 
 

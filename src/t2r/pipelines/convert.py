@@ -201,7 +201,7 @@ def train_stages(
     results["swapped"] = session.measure("swapped", student, teacher)
     for index, stage in enumerate(session.plan.stages):
         student = session.train(student, stage)
-        results["stages"][stage.name] = session.measure(stage.name, student, teacher)
+        results["stages"][stage.name] = session.measure(stage, student, teacher)
         if auto is not None and index == 0:
             results["sensitivity"] = scan = session.most_sensitive(student, stage.block_size)
             student = with_softmax(student, teacher, config, sorted(int(layer) for layer, _ in scan[:auto]))
@@ -266,6 +266,7 @@ def with_softmax(
     chosen.softmax_layers = kept
     again = swap(base, chosen)
     again.load_state_dict({name: weights[name] for name in again.state_dict()})
+    again.config.use_cache = student.config.use_cache
     return again.requires_grad_(True)
 
 

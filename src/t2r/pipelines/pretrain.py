@@ -216,7 +216,7 @@ def train_stages(
     }
     for stage in session.plan.stages:
         model = session.train(model, stage)
-        results["stages"][stage.name] = session.measure(stage.name, model)
+        results["stages"][stage.name] = session.measure(stage, model)
     return model, results
 
 

@@ -120,8 +120,8 @@ class Task(ABC):
         """Return the target token of the logits at each position, `[batch, time]`, or -100 for no target."""
 
     @abstractmethod
-    def disturbed(self, inputs: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
-        """Return the inputs with token noise: this share of the tokens is replaced by random tokens of the batch.
+    def disturbed(self, batch: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
+        """Return the batch with token noise: this share of the input tokens is replaced by random ones of the batch.
 
         A tensor of shape [rows, 1] has a share for each row."""
 
@@ -158,12 +158,19 @@ class Task(ABC):
         With `compared`, they are compared with the first measurement, which is that of the teacher."""
 
 
-def exchanged(ids: Tensor, share: float | Tensor) -> Tensor:
-    """Apply token noise: replace this share of the tokens by random tokens of the same batch.
+def exchanged(ids: Tensor, share: float | Tensor, real: Tensor | None = None) -> Tensor:
+    """Apply token noise: replace this share of the tokens by random tokens of the same batch. With a mask `real`, only
+    tokens in it are replaced, and only by tokens in it.
 
     The noise varies a text that is read several times. A student that imitates its teacher learns more from it."""
-    others = ids.flatten()[torch.randint(ids.numel(), ids.shape, device=ids.device)]
-    return torch.where(torch.rand(ids.shape, device=ids.device) < share, others, ids)
+    if real is None:
+        places = torch.randint(ids.numel(), ids.shape, device=ids.device)
+    else:
+        # Indexing by the mask would wait for the device, and a captured step must not.
+        first = torch.argsort(real.flatten().int(), descending=True, stable=True)
+        places = first[torch.randint(1 << 62, ids.shape, device=ids.device) % real.sum().clamp_min(1)]
+    noisy = torch.rand(ids.shape, device=ids.device) < share
+    return torch.where(noisy if real is None else noisy & real, ids.flatten()[places], ids)
 
 
 def number(value: float | None, digits: int) -> str:

@@ -206,8 +206,8 @@ class LanguageModeling(Task):
         """Shift the labels by one, because a position predicts the next token. The last position has no target."""
         return pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
-    def disturbed(self, inputs: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
-        return inputs | {"input_ids": exchanged(inputs["input_ids"], share)}
+    def disturbed(self, batch: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
+        return batch | {"input_ids": exchanged(batch["input_ids"], share)}
 
     # --- Evaluation -----------------------------------------------------------------------------------------
 

@@ -102,6 +102,8 @@ class Translation(Task):
         self.valid: list[tuple[str, str]] = []
         self.valid_lengths: list[int] = []
         self.positions: int | None = None
+        self.longest: int | None = None
+        """The maximum length of a pair that every stage can read. None: no limit."""
         self.vocabularies: tuple[int, int] | None = None
         """The numbers of embeddings of sources and of targets."""
         self.pad = 0
@@ -133,6 +135,7 @@ class Translation(Task):
             if pair.target != TEACHER:
                 find_file(pair.target)
         self.positions = max_positions(model)
+        self.longest = min([*block_sizes, *([] if self.positions is None else [self.positions])], default=None)
         sides: Any = model.get_input_embeddings(), model.get_output_embeddings()
         self.vocabularies = sides[0].weight.shape[0], sides[1].weight.shape[0]
         self.pad = model.config.pad_token_id or 0
@@ -175,11 +178,11 @@ class Translation(Task):
         self.asked = sum(about_tokens(pair.source, self.tokenizer) for pair in self.pairs if pair.target == TEACHER)
 
     def joined(self, corpus: ParallelCorpus) -> ParallelCorpus:
-        """Return the pairs of a corpus, or those of neighboring lines."""
+        """Return the pairs of a corpus, or those of neighboring lines, joined as far as they fit into all blocks."""
         if self.join == 1:
             return corpus
         special = set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
-        return JoinedCorpus(corpus, self.join, special, self.positions)
+        return JoinedCorpus(corpus, self.join, special, self.longest)
 
     @property
     def asked_of_teacher(self) -> int:
@@ -262,14 +265,18 @@ class Translation(Task):
         return self.blocks[block_size]
 
     def example(self, rows: int, length: int) -> dict[str, Tensor]:
-        """Return a batch of pairs of median length, or of random tokens if there are no pairs yet."""
-        if self.corpora:
-            corpus = next(iter(self.corpora.values()))
+        """Return a batch of pairs of median length among those that are not too long, or of random tokens if there are
+        no pairs yet."""
+        for corpus in self.corpora.values():
             by_length = np.argsort(corpus.lengths, kind="stable")
+            if self.longest is not None:
+                by_length = by_length[corpus.lengths[by_length] <= self.longest]
+            if not len(by_length):
+                continue
             middle = len(by_length) // 2
             count = max(1, rows * length // int(corpus.lengths[by_length[middle]]))
             chosen = by_length[(middle + np.arange(count) - count // 2) % len(by_length)]
-            return self.collate([[corpus[int(i)] for i in chosen if corpus.lengths[i] <= (self.positions or 1 << 30)]])
+            return self.collate([corpus.take(chosen)])
         tokens = min(length, 32)
         ids = torch.randint(min(self.vocabularies or (2,)), (max(1, rows * length // tokens), tokens)).numpy()
         return self.collate([[Pair(row, row) for row in ids]])
@@ -333,13 +340,12 @@ class Translation(Task):
         """Return the labels, unshifted: the decoder inputs are shifted instead."""
         return batch["labels"]
 
-    def disturbed(self, inputs: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
-        """Add token noise to sources and decoder inputs. Source padding and the decoder's start token are kept."""
-        real = inputs["attention_mask"].bool()
-        source = torch.where(real, exchanged(inputs["input_ids"], share), inputs["input_ids"])
-        ids = inputs["decoder_input_ids"]
-        target = torch.cat([ids[:, :1], exchanged(ids[:, 1:], share)], dim=1)
-        return inputs | {"input_ids": source, "decoder_input_ids": target}
+    def disturbed(self, batch: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
+        """Add token noise to sources and decoder inputs. Padding and the decoder's start token are kept."""
+        source = exchanged(batch["input_ids"], share, batch["attention_mask"].bool())
+        ids, labeled = batch["decoder_input_ids"], batch["labels"] >= 0
+        target = torch.cat([ids[:, :1], exchanged(ids[:, 1:], share, labeled[:, 1:])], dim=1)
+        return batch | {"input_ids": source, "decoder_input_ids": target}
 
     # --- Measuring and telling ------------------------------------------------------------------------------
 
@@ -397,10 +403,12 @@ class Translation(Task):
 
 
 def about_tokens(source: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Estimate the number of tokens of a file from its first lines."""
+    """Estimate the number of tokens of a file from its first lines. Raises T2RError if it has no text."""
     lines = list(find_file(source).read_lines())
+    if not any(line.strip() for line in lines):
+        raise T2RError(f"{source} has no text for the teacher to translate: give source sentences, one per line")
     first = lines[:SAMPLE]
-    return round(len(lines) * sum(map(len, encode_sources(tokenizer, first))) / len(first)) if first else 0
+    return max(1, round(len(lines) * sum(map(len, encode_sources(tokenizer, first))) / len(first)))
 
 
 def batched(pairs: Sequence[Pair]) -> Iterable[list[list[Pair]]]:

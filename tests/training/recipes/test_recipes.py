@@ -290,6 +290,13 @@ def test_block_size_is_limited_to_the_positions(caplog):
     assert (small.block_size, small.batch_tokens) == (384, 384)
 
 
+def test_the_name_of_a_stage_may_be_a_number(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("stages: [{name: 1, objective: task, steps: 3}]")
+    (stage,) = load_recipe(path, ["1.steps=7"]).stages
+    assert (stage.name, stage.steps) == ("1", 7)
+
+
 def test_overrides():
     recipe = load_recipe(
         "distill-lm",

@@ -1,6 +1,7 @@
 """Parameter groups of the optimizers."""
 
 import pytest
+import torch
 
 import t2r
 from families import tiny
@@ -27,6 +28,19 @@ def test_weight_decay_excludes_norms_biases_embeddings_and_decay_rates(model_typ
     assert spared == expected
     assert any("decay_logits" in name for name in spared)
     assert any("feature_map.key_map.weight" in name for name in set(decays) - spared)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "muon", "nag"])
+def test_weight_decay_is_decoupled(optimizer):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 2.0)
+    stage = Stage("only", "task", steps=1, optimizer=optimizer, weight_decay=0.1, learning_rate=0.01)
+    made = make_optimizer(model, stage)
+    model.weight.grad = torch.zeros(1, 1)
+    for _ in range(3):
+        made.step()
+    assert model.weight.item() == pytest.approx(2 * (1 - 0.01 * 0.1) ** 3)
+    assert made.param_groups[0]["weight_decay"] == 0.1
 
 
 def test_without_weight_decay_groups_differ_by_learning_rate_only():

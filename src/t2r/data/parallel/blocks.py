@@ -8,7 +8,6 @@ padding. The blocks are the same in every epoch; `t2r.training.steps.order` perm
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
@@ -70,9 +69,7 @@ class PairBlocks(Dataset[list[Pair]]):
         self.blocks: list[NDArray[np.int64]] = []
         """The pairs of each block, as rows of corpus and number."""
         counts: list[int] = []
-        # Sources with the same number of readings share blocks.
-        unique = [replace(entry, source=f"{i}:{entry.source}") for i, entry in enumerate(sources)]
-        self.members = join_equal(unique, ())
+        self.members = join_equal(sources, ())  # sources with the same number of readings share blocks
         for members in self.members:
             made = list(self.divide(members, np.random.default_rng([seed, len(counts)])))
             if not made:

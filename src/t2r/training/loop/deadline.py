@@ -21,7 +21,7 @@ FILE = "deadline.json"
 FASTER = 8
 """The number of steps is limited to this multiple of the plan."""
 AGREE = 10
-"""Several processes synchronize their elapsed time once in this many steps."""
+"""Several processes synchronize their clocks once in this many steps."""
 
 
 class Deadline(TrainerCallback):

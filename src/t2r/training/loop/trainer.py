@@ -33,7 +33,7 @@ from t2r.storage import writing
 from t2r.training.loop import processes
 from t2r.training.loop.averaging import Average, averaging_points
 from t2r.training.loop.checkpoints import last_checkpoint, seal
-from t2r.training.loop.deadline import FASTER, Deadline
+from t2r.training.loop.deadline import AGREE, FASTER, Deadline
 from t2r.training.loop.progress import Bar, Notes
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.capture import CapturedStep
@@ -46,8 +46,6 @@ LEARNED = "learned.safetensors"
 """The file in a checkpoint with everything that changes: trained parameters and buffers."""
 SAVE_SECONDS = 180.0
 """Seconds between checkpoints, unless a number of steps is given."""
-LOOK_AT_CLOCK = 10
-"""Several processes synchronize their clocks once in this many steps."""
 
 COUNT, LOSS = "t2r.count", "t2r.loss"
 """Keys added to the inputs and outputs of a captured step."""
@@ -270,7 +268,7 @@ class Clock(TrainerCallback):
         self.saved = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if processes.count() > 1 and state.global_step % LOOK_AT_CLOCK:
+        if processes.count() > 1 and state.global_step % AGREE:
             return
         if processes.agreed(time.monotonic() - self.saved >= SAVE_SECONDS):
             control.should_save = True

@@ -132,7 +132,14 @@ def load_preset(name: str | Path, overrides: Iterable[str] = ()) -> Preset:
     else:
         preset = make_preset(read_yaml("preset", name), name)
         check_model(preset, preset.model | changes)
-    return dataclasses.replace(preset, model=preset.model | changes)
+    preset = dataclasses.replace(preset, model=preset.model | changes)
+    size = preset.model.get("vocab_size", 1)
+    if type(size) is not int or size < 1:
+        raise T2RError(
+            f"preset {preset.name}: vocab_size must be a whole number, at least 1, or left out for the tokenizer's; "
+            f"got {size!r}"
+        )
+    return preset
 
 
 def read_override(override: str) -> tuple[str, Any]:

@@ -178,11 +178,11 @@ def apply_override(plan: dict[str, Any], override: str) -> None:
     """Apply `stage.field=value`, or `field=value` for every stage. A budget replaces the existing one."""
     key, equals, value = override.partition("=")
     stage_name, dot, name = key.strip().rpartition(".")
-    stages = [s for s in plan["stages"] if not dot or s.get("name") == stage_name]
+    stages = [s for s in plan["stages"] if not dot or str(s["name"]) == stage_name]
     if not equals or not name:
         raise T2RError(f"override {override!r}: write stage.field=value")
     if not stages:
-        known = ", ".join(str(s.get("name")) for s in plan["stages"])
+        known = ", ".join(str(s["name"]) for s in plan["stages"])
         raise T2RError(f"override {override!r}: no stage {stage_name!r}; the stages are {known}")
     refuse_unknown({name: value}, options_of(Stage), f"override {override!r}: ")
     read = parse_yaml(value, f"override {override!r}: the value")

@@ -84,7 +84,7 @@ class Stage:
     )
     epsilon: float = option(1e-8, help="Epsilon of `adam` and `adamw`.", above=0, maximum=1)
     momentum: float = option(0.99, help="Momentum of `nag`.", minimum=0, below=1)
-    weight_decay: float = option(0.0, help="Decoupled weight decay.", minimum=0)
+    weight_decay: float = option(0.0, help="Decoupled weight decay, with every optimizer.", minimum=0)
     clip_norm: float | None = option(
         1.0, help="Maximum gradient norm; null for no clipping.", above=0, unset="no clipping"
     )

@@ -25,7 +25,7 @@ from t2r.training.loop.checkpoints import checksum
 logger = logging.getLogger(__name__)
 
 FACTS, BACKUP, LOCK = "run.json", "run.json.old", "lock"
-FORGOTTEN = ("checksum", "log", "read", "done", "began", "took")
+FORGOTTEN = ("checksum", "log", "read", "done", "began", "took", "measured")
 """Facts of a stage that is trained again."""
 
 
@@ -180,9 +180,13 @@ class Run:
     def remember(self, key: str, make: Callable[[], Any]) -> Any:
         """Return a saved fact, or compute and save it. All processes compute it; the main one's value is used."""
         if key not in self.facts:
-            self.facts[key] = processes.agreed(make())
-            self.write()
+            self.add({key: make()})
         return self.facts[key]
+
+    def add(self, facts: dict[str, Any]) -> None:
+        """Save facts that belong together: after a crash, either all are there or none. The main process's are used."""
+        self.facts |= processes.agreed(facts)
+        self.write()
 
     def forget(self, *keys: str) -> None:
         for key in keys:
@@ -232,7 +236,7 @@ class Run:
             return True
         logger.warning("%s is damaged (%s); stage %s is trained again", path, damaged, stage)
         processes.wait()
-        self.forget(*(f"{stage}.{name}" for name in FORGOTTEN), f"measured.{stage}")
+        self.forget(*(f"{stage}.{name}" for name in FORGOTTEN))
         if processes.is_main():
             path.unlink(missing_ok=True)
         return False

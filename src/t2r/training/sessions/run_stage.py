@@ -84,11 +84,10 @@ def budgeted(
     name = stage.name
     if f"{name}.steps" not in run.facts:
         steps, batch_tokens = steps_and_batch(job, model, stage, limits)
-        run.remember(f"{name}.batch_tokens", lambda: batch_tokens)
-        run.remember(f"{name}.steps", lambda: steps)
+        made: dict[str, Any] = {f"{name}.batch_tokens": batch_tokens, f"{name}.steps": steps}
         if stage.minutes is not None:
-            limit = 60 * stage.minutes if limits.seconds is None else limits.seconds
-            run.remember(f"{name}.seconds", lambda: limit)
+            made[f"{name}.seconds"] = 60 * stage.minutes if limits.seconds is None else limits.seconds
+        run.add(made)
     steps = run.facts[f"{name}.steps"]
     stage = with_batch(stage, run.facts.get(f"{name}.batch_tokens", stage.batch_tokens))
     return fit(stage, steps), steps, run.facts.get(f"{name}.seconds")

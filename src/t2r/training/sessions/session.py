@@ -126,7 +126,9 @@ class Session:
         self.job = Job(self.task, teacher, self.settings)
         sizes = {stage.block_size for stage in self.plan.stages}
         self.task.read()
-        if not self.task.asked_of_teacher:
+        if (
+            self.task.tokens or not self.task.asked_of_teacher
+        ):  # what is there is checked before the teacher writes more
             for size in sizes:
                 self.task.dataset(size)
         if self.run.begun:
@@ -216,10 +218,13 @@ class Session:
         left = max(0.0, 60 * self.minutes - self.run.seconds - others)
         return left * (stage.minutes or 0.0) / sum(each.minutes or 0.0 for each in later)
 
-    def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> Any:
-        """Evaluate the task's metrics. A resumed run returns the saved values."""
-        began, known = time.monotonic(), f"measured.{name}" in self.run.facts
-        measured = self.run.remember(f"measured.{name}", lambda: self.task.measure(model, teacher))
+    def measure(self, after: str | Stage, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> Any:
+        """Evaluate the task's metrics after a stage, or of a model that is not a stage's result, by its name. A resumed
+        run returns the saved values."""
+        # A stage may have the name of such a model, for example `teacher`.
+        name, key = (after, f"measured.{after}") if isinstance(after, str) else (after.name, f"{after.name}.measured")
+        began, known = time.monotonic(), key in self.run.facts
+        measured = self.run.remember(key, lambda: self.task.measure(model, teacher))
         if measured is not None:
             if not known:
                 self.reading = (time.monotonic() - began) / (1 if teacher is None else 2)

@@ -54,12 +54,12 @@ class Learner(compat.WrapsModel, nn.Module):
         `count`."""
         reading = batch.get(READING)
         batch = {name: x for name, x in batch.items() if name != READING}
-        inputs = self.task.inputs(batch)
         if self.stage.noise:
             share: float | Tensor = self.stage.noise
             if reading is not None and self.stage.noise_from > 1:
                 share = share * (reading >= self.stage.noise_from)[:, None]
-            inputs = self.task.disturbed(inputs, share)
+            batch = self.task.disturbed(batch, share)
+        inputs = self.task.inputs(batch)
         if self.stage.objective == "transfer":
             # Logits are not needed: the model's body is enough, or the logits of one position.
             body = None if self.without_logits else self.readout(self.student, inputs)

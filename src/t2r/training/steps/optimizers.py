@@ -40,6 +40,24 @@ def trained_by(model: nn.Module, stage: Stage) -> set[int]:
     return {id(p) for p in model.parameters() if id(p) in chosen - frozen and p.is_floating_point()}
 
 
+class Nesterov(torch.optim.SGD):
+    """SGD with decoupled weight decay. That of torch's SGD is added to the gradients, and so to the velocity."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            for p in group["params"] if decay else ():
+                if p.grad is not None:
+                    p.mul_(1 - group["lr"] * decay)
+            group["weight_decay"] = 0.0
+        try:
+            return super().step(closure)
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+
+
 class Kind(NamedTuple):
     """Parameters of one kind form one parameter group."""
 
@@ -49,7 +67,8 @@ class Kind(NamedTuple):
 
 
 def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
-    """Return the stage's optimizer. Weight decay excludes norms, biases, embeddings and decay rates."""
+    """Return the stage's optimizer. Its weight decay is decoupled, and excludes norms, biases, embeddings and decay
+    rates."""
     sites = recurrent_sites(model)
     maps = {id(p) for site in sites for p in site.feature_map.parameters()}
     paces = {id(p): pace for site in sites for p, pace in site.feature_map.paces().items()}
@@ -71,8 +90,8 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
         for kind, own in alike.items()
     ]
     if stage.optimizer == "nag":  # equivalent to fairseq's, which rescales the velocity by the learning rate
-        return torch.optim.SGD(groups, lr=stage.learning_rate, momentum=stage.momentum, nesterov=True)
-    kind = {"muon": Muon, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[stage.optimizer]
+        return Nesterov(groups, lr=stage.learning_rate, momentum=stage.momentum, nesterov=True)
+    kind = Muon if stage.optimizer == "muon" else torch.optim.AdamW  # fairseq's adam is AdamW too
     beta1, beta2 = stage.betas
     fused = all(p.device.type in ("cpu", "cuda") for p in trained)
     return kind(groups, lr=stage.learning_rate, betas=(beta1, beta2), eps=stage.epsilon, fused=fused)

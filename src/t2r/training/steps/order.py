@@ -21,8 +21,9 @@ from torch.utils.data import Dataset
 
 READING = "reading"
 """The key in a batch for the number of this reading of each row, from 1."""
-LARGEST = 1 << 26
-"""The most items that are permuted at a time. A longer epoch is divided."""
+LARGEST = 1 << 20
+"""The most items that are permuted at a time: below a second. A longer epoch, as of very unequal shares, is
+divided."""
 
 
 class Order(Dataset[tuple[Any, int]]):
