@@ -10,6 +10,7 @@ import torch
 import t2r
 from families import tiny
 from repository import example
+from t2r.experiments.cells import cells_of_record
 from t2r.experiments.record import recorded
 
 README = Path(__file__).parent.parent / "README.md"
@@ -81,6 +82,38 @@ def test_the_numbers_of_the_first_table_are_recorded():
     for row in (*rows["pure", None]["recall"][:3], *rows["kept", None]["recall"][3:]):
         assert f"{100 * row['accuracy']:.0f} %" in text
     own = [points[16, "smollm2", length]["milliseconds"] for length in (512, 8192)]
-    assert f"takes {min(own):.0f} to {max(own):.0f} ms" in text
+    assert f"{min(own):.0f} to {max(own):.0f} ms in `generate()`; a step of the RNN" in text
+    ours = [points[16, "pure", length]["milliseconds"] for length in (512, 8192)]
+    assert f"a step of the RNN takes {min(ours):.0f} to {max(ours):.0f} ms" in text
     captured = [points[16, "smollm2, captured", length]["milliseconds"] for length in (512, 8192)]
     assert f"takes {captured[0]:.1f} and {captured[1]:.1f} ms" in text
+    window, rnn = rows["smollm2", "window 386 + 4 sinks"], rows["pure", None]
+    kl = [f"{x['kl']:.3f} instead of {y['kl']:.3f}" for x, y in zip(window["measured"], rnn["measured"], strict=True)]
+    assert f"KL {kl[0]} at 512 tokens, {kl[1]} at 2,048" in text
+    assert [row["accuracy"] for row in window["recall"] if row["distance"] <= 256] == [1.0] * 3
+
+
+def test_the_numbers_of_the_text_below_are_recorded():
+    text = " ".join(README.read_text().split())
+    without, given = (
+        next(step for step in recorded(name)["steps"] if step["name"] == "texts")["result"][1]["measured"][0]["ratio"]
+        for name in ("smollm2-pure-no-wikitext", "smollm2-pure")
+    )
+    assert f"is {100 * (without - 1):.1f} % above the teacher's instead of {100 * (given - 1):.1f} %" in text
+    cells = cells_of_record(recorded("table1-small")) | cells_of_record(recorded("ablations-small"))
+    paper, scratch, ours, longer = (
+        f"{cells[name]['test']:.1f}"
+        for name in ("pretrained-t2r-32", "random-t2r-32", "pretrained-distill", "tokens-30_000_000")
+    )
+    assert f"(perplexity {paper} against {scratch}); our recipe reaches {ours}." in text
+    assert f"the paper's method reaches {longer}." in text
+
+
+def test_the_required_versions_are_those_of_the_package():
+    project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
+    needed = dict(name.split(">=") for name in project["dependencies"] if name.startswith(("torch>", "transformers>")))
+    python = project["requires-python"].removeprefix(">=")
+    assert (
+        f"With Python {python} or newer, torch {needed['torch']} or newer and transformers {needed['transformers']} or "
+        "newer"
+    ) in README.read_text()

@@ -190,7 +190,11 @@ class SwapOptions:
 
     feature_map: str = option("t2r", help="The feature map: t2r, elu, rfa, performer or hedgehog.")
     feature_size: int | None = option(
-        None, help="Feature size: the number of rows of the state.", minimum=1, unset="the map's own", of_map="always"
+        None,
+        help="Feature size: the number of rows of the state.",
+        minimum=1,
+        unset="the map's own; t2r: 32",
+        of_map="always",
     )
     cross_feature_size: int | None = option(
         None, help="Feature size of cross attention.", minimum=1, unset="as feature_size"
@@ -231,7 +235,9 @@ class SwapOptions:
         unset="the map's own",
         of_map="given",
     )
-    activation: str = option("relu", help="Activation of the t2r feature map.", of_map="given")
+    activation: str = option(
+        "relu", help="Activation of the t2r feature map: relu, elu, tanh, cos, gelu or softmax.", of_map="given"
+    )
     key_weights: bool = option(
         False, help="Each key has a learned, query-independent weight (t2r and hedgehog).", of_map="given"
     )

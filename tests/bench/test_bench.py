@@ -33,10 +33,19 @@ def test_a_small_run(monkeypatch):
     for row in report.rows:
         assert min(row.softmax_forward, row.linear_forward, row.linear_training) > 0
         assert row.memory_multiple > 1  # the output and three gradients alone are this large
-    assert report.growth > 0
     json.dumps(asdict(report))
     with Console(quiet=True) as console:
         console.print(*ops.tables(report))
+    assert report.growth is None  # of lengths that were not asked for
+    assert not any("tokens as at" in note for note in ops.tables(report)[1:])
+
+
+def test_the_growth_is_measured_with_the_default_lengths(monkeypatch):
+    monkeypatch.setattr(ops, "LENGTHS", (32,))
+    monkeypatch.setattr(ops, "GROWTH", (64, 256))
+    report = ops.run(heads=2, feature_size=4, head_dim=8, repeats=1)
+    assert report.growth > 0
+    assert f"take {report.growth:.1f} times as long at 256 tokens as at 64 (linear growth: 4;" in ops.tables(report)[2]
 
 
 def test_backends_side_by_side_with_decay(monkeypatch):

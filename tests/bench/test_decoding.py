@@ -132,7 +132,7 @@ def test_invalid_benchmarks_are_refused():
         decoding.run({"a": model}, [8], steps=0)
     with pytest.raises(T2RError, match="encoder-decoder"):
         decoding.run({"a": tiny("bart", torch.float32)}, [8])
-    with pytest.raises(T2RError, match="one dtype and one device"):
+    with pytest.raises(T2RError, match="give one for all, for example --dtype float32"):
         decoding.run({"a": model, "b": tiny("gpt2", torch.float64)}, [8])
     config = OpenAIGPTConfig(vocab_size=97, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     without_cache = {"a": OpenAIGPTLMHeadModel(config).eval()}

@@ -437,6 +437,8 @@ def test_several_models_against_the_first(folder, tokenizer):
     printed = console.export_text()
     for r in results:
         assert f"{r['perplexity']:.2f}" in printed
+        low, high = (round(100 * end) for end in r["recall"][0]["interval"])
+        assert f"{100 * r['recall'][0]['accuracy']:.1f} % ({low}-{high})" in printed
     assert f"{second['kl']:.4f}" in printed
 
 

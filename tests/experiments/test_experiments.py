@@ -462,6 +462,10 @@ def test_evaluations_as_tables():
     quality, recalled = evaluation_tables([one, other])
     assert "| rnn, window 4 | 21.00 (+5.0 %) | 3.0 MiB |" in quality  # no column for missing KL values
     assert "| teacher | 50.0 % (44-56) |" in recalled
+    rounded = other | {"model": "teacher", "kl": 0.1}  # a variant of the same model, without a teacher
+    assert "| KL to the first model |" in evaluation_tables([one, rounded])[0]
+    assert "| KL to the teacher |" in evaluation_tables([one | {"kl": 0.2}, rounded])[0]
+    assert "| KL to the teacher |" in evaluation_tables([one, other | {"kl": 0.1}])[0]
     assert markdown(("a", "b", "c"), [("1", "", "3")]) == "| a | c |\n| --- | --- |\n| 1 | 3 |\n"
     assert training_table({"untrained": {"perplexity": 9.5}, "stages": {}}).endswith("| before | 9.50 |\n")
 

@@ -251,12 +251,29 @@ def test_the_table_of_translation_shows_the_memory_of_causal_and_cross_attention
 
 def test_the_table_of_translation_has_a_column_for_each_test_set():
     rows = [{"bleu": 20.0, "source": "en-de/test.newstest2014.en"}, {"bleu": 30.0, "source": "en-de/test.tatoeba.en"}]
+    for row, tokens in zip(rows, (32, 8), strict=True):
+        row |= {"causal_bytes": tokens << 20, "cross_bytes": tokens << 20, "kept_tokens": tokens}
     teacher = made("teacher-en-de", {"system": "teacher"}, "t2r pretrain x teacher-en-de", 300.0, 60_000_000)
     scored = [{"name": f"quality-{i}", "command": "t2r evaluate teacher-en-de", "seconds": 5.0,
                "result": [row | {"model": "teacher-en-de"}]} for i, row in enumerate(rows)]  # fmt: skip
     head, _, row = grid_table(of_record("table2-small"), record_of("table2", teacher, *scored)).splitlines()
     column = dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True))
     assert (column["BLEU"], column["BLEU, Tatoeba"]) == ("20.00", "30.00")
+    assert column["state or cache, causal + cross"] == "32.00 MiB + 32.00 MiB at 32 tokens"  # those of BLEU
+
+
+def test_the_perplexity_after_training_is_shown_if_a_cell_is_not_evaluated():
+    steps = [made(f"pretrained-{name}", {"system": name}, f"t2r convert teacher pretrained-{name}", 60.0, 1)
+             for name in ("elu", "rfa")]  # fmt: skip
+    for step, perplexity in zip(steps, (30.0, 40.0), strict=True):
+        step["result"]["stages"] = {"finetune": {"perplexity": perplexity, "windows": 100}}
+    scored = [evaluated(f"pretrained-{name}", 22.0, 23.0, 1) for name in ("elu", "rfa")]
+    title = "perplexity after training, 100 windows"
+    partly = grid_table(of_record("table1-small"), record_of("table1", *steps, scored[0])).splitlines()
+    column = [dict(zip(*([x.strip() for x in line.strip("|").split("|")] for line in (partly[0], row)), strict=True))
+              for row in partly[2:]]  # fmt: skip
+    assert [(row["perplexity, test"], row[title]) for row in column] == [("23.00", "30.00"), ("", "40.00")]
+    assert title not in grid_table(of_record("table1-small"), record_of("table1", *steps, *scored))
 
 
 def test_the_table_of_translation_groups_its_rows_by_language_pair():
@@ -376,6 +393,21 @@ def test_claims_about_table_1(change, fails):
     found = verdicts(grid_of("table1", TABLE1 | change))
     assert {name for name, holds in found.items() if holds is False} == fails
     assert None not in found.values()
+
+
+def test_a_claim_that_depends_on_the_training_is_not_decided(monkeypatch):
+    """A time on a shared GPU, in the records of two experiments."""
+    again = grid_of("figure-entropy", {"random-t2r-32": 24.0, "pretrained-t2r-32": 22.0})
+    again["steps"][1]["result"]["seconds"] = {"a": 300.0}
+    records = {"table1-small": grid_of("table1", TABLE1), "figure-entropy-small": again}
+    monkeypatch.setattr("t2r.experiments.claims.recorded", records.get)
+    said = "training from scratch. 5.0 times the training time, counted as holding from 4"
+    assert (
+        f"- **not decided**: Conversion is about 5 times cheaper than {said} (table1); 3.0 times the training time, "
+        "counted as holding from 4 (figure-entropy).\n"
+    ) in claims_list("small")
+    del records["figure-entropy-small"]
+    assert f"- **holds**: Conversion is about 5 times cheaper than {said}.\n" in claims_list("small")
 
 
 def test_claims_about_figures():

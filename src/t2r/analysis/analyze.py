@@ -69,8 +69,8 @@ def analyze(
 ) -> dict[str, Any]:
     """Compare the attention of a model with that of its teacher on a text, and measure features and states.
 
-    Each sample is a window of the text. The attention of its last `words` words over the preceding words is averaged
-    over words and samples, for each layer and head. Without a teacher only the model's own measurements are made: for
+    Each sample is a window of the text. The attention of its last `words` tokens over the preceding ones is averaged
+    over tokens and samples, for each layer and head. Without a teacher only the model's own measurements are made: for
     a model that was trained from random weights, heads do not correspond to those of another model.
 
     Args:
@@ -80,7 +80,7 @@ def analyze(
         source, target: files of sources and targets, for encoder-decoders, instead of `text`. A sample is a pair.
         tokenizer: the tokenizer. Required if the model is an object.
         window: tokens per sample. None: 512, or fewer if a model has fewer positions.
-        words: words at the end of each window whose attention is measured. None: half the window.
+        words: tokens at the end of each window whose attention is measured. None: half the window.
         limit: maximum number of samples. They are spread evenly over the text.
         trials: trials of recall at each distance.
         measure_recall: whether to measure recall.

@@ -60,7 +60,7 @@ def _summary(result: Mapping[str, Any]) -> Listed:
     where = result.get("text") or f"{result.get('source')} → {result.get('target')}"
     samples = counted(result["samples"], "sample")
     if "window" in result:
-        samples += f" of {result['window']} tokens, attention of the last {result['words']} words"
+        samples += f" of {result['window']} tokens, attention of the last {result['words']} tokens"
     mean, features = result["mean"], result.get("features") or {}
     half_life = features.get("half_life") or {}
     rows = [

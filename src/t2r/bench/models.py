@@ -182,7 +182,7 @@ def check_alike(models: Mapping[str, PreTrainedModel]) -> None:
         if (model.dtype, model.device) != (first.dtype, first.device):
             raise T2RError(
                 f"{name} is {model.dtype} on {model.device}, but the first model is {first.dtype} on {first.device}: "
-                "use one dtype and one device for all models"
+                "give one for all, for example --dtype float32"
             )
 
 

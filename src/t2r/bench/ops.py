@@ -78,14 +78,15 @@ class Row:
 class Report:
     settings: Settings
     rows: list[Row]
-    growth: float
-    """Time of forward and backward at the longer length of GROWTH divided by the shorter's, with the first backend."""
+    growth: float | None
+    """Time of forward and backward at the longer length of GROWTH divided by the shorter's, with the first backend.
+    None: lengths were given."""
     bandwidth: float | None = None
     """Bytes per second of a large copy on the same GPU, read and written."""
 
 
 def run(
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] | None = None,
     *,
     batch: int = 1,
     heads: int = 8,
@@ -100,10 +101,12 @@ def run(
     """Measure on this machine. Times are medians over interleaved repeats.
 
     Args:
+        lengths: None: LENGTHS, and the growth of the time from one length of GROWTH to the other.
         backend: one or several backends, separated by commas. `fla` is flash-linear-attention, on a GPU.
         decay: use a decay rate for each feature.
     """
-    for name, number in (("length", min(lengths)), ("batch", batch), ("heads", heads), ("repeats", repeats)):
+    chosen = LENGTHS if lengths is None else lengths
+    for name, number in (("length", min(chosen)), ("batch", batch), ("heads", heads), ("repeats", repeats)):
         if number < 1:
             raise T2RError(f"{name} must be at least 1, got {number}")
     if feature_size < 1 or head_dim < 1:
@@ -115,9 +118,9 @@ def run(
         fla.check(device)
     threads = torch.get_num_threads()
     settings = Settings(batch, heads, feature_size, head_dim, dtype, device, backends, decay, repeats, threads)
-    rows = [row for length in lengths for row in _rows(length, settings)]
+    rows = [row for length in chosen for row in _rows(length, settings)]
     speed = bandwidth(choose_device(device), repeats) if _on_cuda(settings) else None
-    return Report(settings, rows, _growth(settings), speed)
+    return Report(settings, rows, _growth(settings) if lengths is None else None, speed)
 
 
 def _on_cuda(settings: Settings) -> bool:
@@ -301,11 +304,12 @@ def tables(report: Report) -> "list[Table | str]":
             *training,
             f"{row.memory_multiple:.2f}×",
         )
-    notes = [
-        "Training is forward and backward. Memory is its peak for linear attention, relative to q, k, v and out.",
-        f"Training takes {report.growth:.2f}× as long at {GROWTH[1]} as at {GROWTH[0]} "
-        f"(linear: {GROWTH[1] / GROWTH[0]:.0f}, bound: {GROWTH_BOUND}).",
-    ]
+    notes = ["Training is forward and backward. Memory is its peak for linear attention, relative to q, k, v and out."]
+    if report.growth is not None:
+        notes.append(
+            f"Forward and backward take {report.growth:.1f} times as long at {GROWTH[1]:,} tokens as at {GROWTH[0]:,} "
+            f"(linear growth: {GROWTH[1] / GROWTH[0]:.0f}; accepted: up to {GROWTH_BOUND})."
+        )
     if report.bandwidth is not None:
         notes.append(
             "Times are of replayed CUDA graphs. Bandwidth is for reading every input and writing every output once, "

@@ -21,7 +21,7 @@ def analyze(
     window: Annotated[int | None, flag(RUN["window"], help="Tokens per sample.")] = None,
     words: Annotated[
         int | None,
-        typer.Option(min=1, help="Words at the end of a sample whose attention is measured. [default: half of it]"),
+        typer.Option(min=1, help="Tokens at the end of a sample whose attention is measured. [default: half of it]"),
     ] = None,
     limit: Annotated[int, flag(OWN["limit"])] = OWN["limit"].default,
     trials: Annotated[int, flag(OWN["trials"])] = OWN["trials"].default,

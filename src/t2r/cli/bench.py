@@ -11,10 +11,10 @@ from t2r.cli.common import (
     Bf16,
     Compile,
     Device,
-    Dtype,
     Model,
     Quiet,
     calm,
+    flag,
     print_json,
     show,
     swap_options,
@@ -24,6 +24,13 @@ from t2r.cli.stages import ShowsRecipe
 app = typer.Typer(help="Measure speed and memory on this machine.")
 
 PagePath = Annotated[str | None, typer.Option(help="Write the tables and figures to this HTML file.")]
+ModelDtype = Annotated[
+    str,
+    flag(
+        RUN["dtype"],
+        help="auto (as saved; all models must agree; convert saves float32), float32, bfloat16 or float16.",
+    ),
+]
 StateDtype = Annotated[
     str | None, typer.Option(help="Store the states of the engine in bfloat16 or float16. [default: float32]")
 ]
@@ -59,7 +66,7 @@ def bench_ops(
     from t2r.bench import ops
 
     report = ops.run(
-        lengths=length or ops.LENGTHS,
+        length or None,
         batch=batch,
         heads=heads,
         feature_size=feature_size,
@@ -106,7 +113,7 @@ def bench_decode(
     ] = True,
     state_dtype: StateDtype = None,
     feature_size: FeatureSizes = None,
-    dtype: Dtype = RUN["dtype"].default,
+    dtype: ModelDtype = RUN["dtype"].default,
     device: Device = RUN["device"].default,
     page: PagePath = None,
     quiet: Quiet = False,
@@ -118,9 +125,9 @@ def bench_decode(
     than the first one decoded in the same way, and the time that moving its bytes takes.
 
     \b
-    t2r bench decode smollm2 smollm2-rnn
-    t2r bench decode smollm2 smollm2-rnn --batch 1 --batch 16 --length 512 --length 32768
-    t2r bench decode smollm2 smollm2-rnn --page speed.html        also write figures
+    t2r bench decode smollm2 smollm2-rnn --dtype float32
+    t2r bench decode smollm2 smollm2-rnn --dtype float32 --batch 1 --batch 16 --length 512 --length 32768
+    t2r bench decode smollm2 smollm2-rnn --dtype float32 --page speed.html     also write figures
     t2r bench decode random:paper-lm --feature-size 16 --feature-size 32    speed by feature size
     """
     from t2r.bench import commands, decoding
@@ -166,7 +173,7 @@ def bench_translate(
         bool, typer.Option("--compile", help="Compile the captured steps with torch.compile, on a GPU.")
     ] = False,
     feature_size: FeatureSizes = None,
-    dtype: Dtype = RUN["dtype"].default,
+    dtype: ModelDtype = RUN["dtype"].default,
     device: Device = RUN["device"].default,
     page: PagePath = None,
     quiet: Quiet = False,
@@ -179,7 +186,7 @@ def bench_translate(
     \b
     t2r bench translate --device cuda --dtype bfloat16 --page translate.html     the paper's two figures
     t2r bench translate --shape tiny-mt --batch 2 --length 8 --length 64         a small one, on a CPU
-    t2r bench translate opus-mt opus-mt-rnn
+    t2r bench translate opus-mt opus-mt-rnn --dtype float32
     """
     from t2r.bench import commands, translating
 
@@ -219,7 +226,7 @@ def bench_memory(
     repeats: Annotated[int, typer.Option(min=1, help="Number of timings. The median is reported.")] = 3,
     state_dtype: StateDtype = None,
     feature_size: FeatureSizes = None,
-    dtype: Dtype = RUN["dtype"].default,
+    dtype: ModelDtype = RUN["dtype"].default,
     device: Device = RUN["device"].default,
     page: PagePath = None,
     quiet: Quiet = False,
@@ -232,8 +239,8 @@ def bench_memory(
 
     \b
     t2r bench memory --device cuda --dtype bfloat16                        the paper's language model
-    t2r bench memory smollm2 smollm2-rnn --context 32768 --device cuda
-    t2r bench memory smollm2 smollm2-rnn --memory 4 --most 16              on a CPU
+    t2r bench memory smollm2 smollm2-rnn --context 32768 --device cuda --dtype bfloat16
+    t2r bench memory smollm2 smollm2-rnn --memory 4 --most 16 --dtype float32    on a CPU
     """
     from t2r.bench import commands, memory
 

@@ -24,7 +24,9 @@ def inspect(
     """Show what a swap makes recurrent in a model.
 
     Lists layers, parameters and bytes of a swapped model, or of the model that a swap would make. No weights are
-    loaded. For a state file (see generate --save-state), shows its contents.
+    loaded. Without --recipe, the options are those of t2r swap. --recipe distill-lm shows what t2r convert makes.
+
+    For a state file (see generate --save-state), shows its contents.
     """
     if kind_of(model) == "file":
         from t2r.generation.state import describe_state

@@ -63,7 +63,8 @@ def pretrain(
     train: Annotated[
         list[str] | None,
         typer.Option(
-            help="Training text: files, globs, JSONL, datasets:NAME. wiki.txt:2 reads a source twice per epoch; "
+            help="Training text: a file, a glob, JSONL (text or messages; .gz and .xz are read), or "
+            "datasets:NAME[:CONFIG[:SPLIT]]. wiki.txt:2 reads a source twice per epoch; "
             "wiki.txt:60% makes it 60% of the tokens. Repeatable. [default: the recipe's sources]"
         ),
     ] = None,

@@ -48,7 +48,7 @@ class Source(Protocol):
 
 
 def find_sources(names: str | Sequence[str]) -> list[Source]:
-    """Return the sources for files, globs (in sorted order) and `datasets:NAME[:CONFIG][:SPLIT]`.
+    """Return the sources for files, globs (in sorted order) and `datasets:NAME[:CONFIG[:SPLIT]]`.
 
     Raises T2RError if a file does not exist or a glob has no match."""
     sources: list[Source] = []
@@ -216,7 +216,7 @@ def check_unicode(text: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """`datasets:NAME[:CONFIG][:SPLIT]`. The split defaults to `train`. Rows have the same fields as JSONL lines."""
+    """`datasets:NAME[:CONFIG[:SPLIT]]`. The split defaults to `train`. Rows have the same fields as JSONL lines."""
 
     name: str
 

@@ -54,7 +54,7 @@ def tokenize_corpus(
 
     Args:
         sources: text files (any extension), .jsonl files with `text` or `messages`, both optionally .gz or .xz, globs
-            of these, or `datasets:NAME[:CONFIG][:SPLIT]`.
+            of these, or `datasets:NAME[:CONFIG[:SPLIT]]`.
         tokenizer: the tokenizer.
         lines: whether each line of plain text is a document; otherwise each file is one document.
         add_eos: whether to end each document with the EOS token, if the tokenizer has one. Conversations end as in

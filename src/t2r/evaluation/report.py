@@ -104,7 +104,7 @@ def _recalled(results: Sequence[dict[str, Any]]) -> "Table":
     first = results[0]["recall"]
     rows = {
         f"{row['distance']} tokens": [
-            f"{_percent(r['recall'][i]['accuracy'])} ({_range(r['recall'][i]['interval'])}) / "
+            f"{_percent(r['recall'][i]['accuracy'])} ({_percents(r['recall'][i]['interval'])}) / "
             f"{_percent(r['recall'][i]['greedy'])}"
             for r in results
         ]
@@ -167,6 +167,10 @@ def _mebibytes(value: int | None) -> str:
 
 def _range(interval: Sequence[float] | None, digits: int = 2) -> str:
     return "" if interval is None else "-".join(_number(end, digits) for end in interval)
+
+
+def _percents(interval: Sequence[float]) -> str:
+    return "-".join(f"{100 * end:.0f}" for end in interval)
 
 
 def _until(last: int | None) -> str:

@@ -30,15 +30,18 @@ class Cell:
     seconds: list[float] = field(default_factory=list)
     """Seconds of training, of each seed."""
     values: dict[str, list[float]] = field(default_factory=dict)
-    """Measures by name, of each seed: `valid` and `test` (perplexity), `bleu`, `tatoeba` (BLEU on its sentences), or
-    a measure of an analysis."""
+    """Measures by name, of each seed: `valid` and `test` (perplexity), `bleu`, `tatoeba` (BLEU on its sentences), a
+    measure of an analysis, or `trained` (perplexity at the end of training)."""
+    windows: int | None = None
+    """The number of windows of `trained`."""
     parameters: int | None = None
     state: int | None = None
     """Bytes of the state, or of keys and values after a window. For translation, those of causal attention."""
     cross: int | None = None
     """For translation, the bytes of cross attention."""
     kept_tokens: int | None = None
-    """For translation, the tokens of source and target for which bytes were counted, if they depend on it."""
+    """For translation, the tokens of source and target for which bytes were counted, if they depend on it: the mean of
+    the test set of `bleu`."""
     failed: str = ""
     machine: Any = None
     """Where it was trained, as far as its time depends on it. Times of different machines are not comparable."""
@@ -89,6 +92,9 @@ def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) 
     cell.tokens = sum(result.get("trained_tokens", {}).values())
     if words[1] != "swap" and (took := sum(result.get("seconds", {}).values()) or part.get("seconds")):
         cell.seconds.append(took)
+    scores: Mapping[str, Any] = next(reversed(result.get("stages", {}).values()), {})
+    cell.add("trained", scores.get("perplexity"))
+    cell.windows = scores.get("windows", cell.windows)
     if words[1] == "pretrain":  # `swap` counts the base model's
         cell.parameters = result.get("parameters", cell.parameters)
 
@@ -104,12 +110,12 @@ def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:
     for measured in row.get("measured") or [row]:
         if "perplexity" in measured:
             cell.add(text_name(measured["text"]), measured["perplexity"])
-    if "tatoeba" in row.get("source", ""):
-        cell.add("tatoeba", row["bleu"])
-    else:
-        for measure in ("bleu", "tokenized_bleu"):
-            cell.add(measure, row.get(measure))
     cell.parameters = row.get("parameters", cell.parameters)
+    if "tatoeba" in row.get("source", ""):  # its sentences are short: the memory is that of the other test set
+        cell.add("tatoeba", row["bleu"])
+        return
+    for measure in ("bleu", "tokenized_bleu"):
+        cell.add(measure, row.get(measure))
     cell.state = row.get("kept_bytes", row.get("causal_bytes", cell.state))
     cell.cross = row.get("cross_bytes", cell.cross)
     cell.kept_tokens = row.get("kept_tokens", cell.kept_tokens)

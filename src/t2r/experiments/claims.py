@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import correlation
 from typing import Any
@@ -12,8 +12,8 @@ from t2r.experiments.record import recorded
 
 T2R, TRANSLATES = "t2r-32", "t2r-32-4"
 """The paper's sizes, also those of the scale small."""
-Verdict = tuple[bool, str]
-"""Whether a claim holds, and the numbers that say so."""
+Verdict = tuple[bool | None, str]
+"""Whether a claim holds, or None if it is not decided; and the numbers that say so."""
 
 
 class Missing(Exception):
@@ -52,6 +52,8 @@ class Claim:
     judge: Callable[[Any], Verdict]
     read: Callable[[Mapping[str, Any]], Any] = lambda record: Cells(cells_of_record(record))
     """Makes the argument of `judge` from the record."""
+    repeated: tuple[str, ...] = ()
+    """Other experiments whose records may have the same models, trained again."""
 
 
 def claims_list(scale: str) -> str:
@@ -59,7 +61,8 @@ def claims_list(scale: str) -> str:
     lines = []
     for claim in CLAIMS:
         record = recorded(f"{claim.experiment}-{scale}")
-        verdict = None if record is None else judged(claim, record)
+        again = (recorded(f"{name}-{scale}") for name in claim.repeated)
+        verdict = None if record is None else judged(claim, record, [other for other in again if other is not None])
         if verdict is None:
             call = f"t2r reproduce {claim.experiment} --scale {scale}"
             lines.append(f"- **not measured yet**: {claim.text} (`{call}`)\n")
@@ -77,15 +80,23 @@ def claims_of(record: Mapping[str, Any]) -> list[str]:
 
 
 def in_a_word(verdict: Verdict) -> str:
-    return "holds" if verdict[0] else "does not hold"
+    return "not decided" if verdict[0] is None else "holds" if verdict[0] else "does not hold"
 
 
-def judged(claim: Claim, record: Mapping[str, Any]) -> Verdict | None:
-    """Return whether a claim holds in a record. None: the record does not have the values."""
-    try:
-        return claim.judge(claim.read(record))
-    except Missing:
-        return None
+def judged(claim: Claim, record: Mapping[str, Any], repeated: Sequence[Mapping[str, Any]] = ()) -> Verdict | None:
+    """Return whether a claim holds in a record. None: the record does not have the values.
+
+    A claim that holds in some but not all of the `repeated` records is not decided."""
+    found: dict[Verdict, str] = {}
+    for each in (record, *repeated):
+        try:
+            found.setdefault(claim.judge(claim.read(each)), each["experiment"])
+        except Missing:
+            if each is record:
+                return None
+    if len({holds for holds, _ in found}) == 1:
+        return next(iter(found))
+    return None, "; ".join(f"{told} ({name})" for (_, told), name in found.items())
 
 
 # --- Language modeling --------------------------------------------------------------------------------------
@@ -307,6 +318,7 @@ CLAIMS = (
         "Conversion is about 5 times cheaper than training from scratch",
         "table1",
         cheaper_conversion((f"random-{T2R}", f"pretrained-{T2R}"), 4.0),
+        repeated=("figure-feature-size", "figure-entropy", "ablations"),
     ),
     Claim("Training only the map, or all but the map, is worse than training everything", "table1", map_alone_is_worse),
     Claim("T2R adds fewer than 0.2 % parameters", "table1", few_parameters),

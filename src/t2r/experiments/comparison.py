@@ -12,6 +12,7 @@ from t2r.experiments.markup import markdown
 MEASURES = {
     "valid": "perplexity, valid",
     "test": "perplexity, test",
+    "trained": "perplexity after training",
     "bleu": "BLEU",
     "tokenized_bleu": "tokenized BLEU",
     "tatoeba": "BLEU, Tatoeba",
@@ -33,9 +34,11 @@ def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
     cells = dict(sorted(cells.items(), key=lambda item: groups.index(item[1].labels.get(GROUPS))))
     axes = varied_axes(cells)
     measures = [measure for measure in MEASURES if any(measure in cell.values for cell in cells.values())]
+    if "trained" in measures and all(_evaluated(cell) for cell in cells.values() if "trained" in cell.values):
+        measures.remove("trained")
     header = [*(axes or ["model"])]
     for measure in measures:
-        header += [MEASURES[measure], f"{PAPER.get(measure, measure)} in the paper"]
+        header += [_title(measure, cells), f"{PAPER.get(measure, measure)} in the paper"]
     header += ["tokens", "training", "with pretraining", "time against random", "GPU hours in the paper"]
     crossed = any(cell.cross is not None for cell in cells.values())
     header += ["parameters", "state or cache, causal + cross" if crossed else "state or cache"]
@@ -52,6 +55,16 @@ def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
         row += [count(cell.tokens), duration(cell), *with_pretraining(cells, cell), number(paper.get("hours"), 0)]
         rows.append([*row, parameters(cells, cell), kept(cell)])
     return markdown(header, rows)
+
+
+def _evaluated(cell: Cell) -> bool:
+    """Whether more is measured on a cell than the perplexity at the end of its training."""
+    return bool(cell.values.keys() - {"trained"})
+
+
+def _title(measure: str, cells: Mapping[str, Cell]) -> str:
+    windows = {cell.windows for cell in cells.values() if cell.windows} if measure == "trained" else set()
+    return MEASURES[measure] + (f", {windows.pop():,} windows" if len(windows) == 1 else "")
 
 
 def varied_axes(cells: Mapping[str, Cell]) -> list[str]:

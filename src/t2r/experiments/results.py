@@ -82,7 +82,9 @@ def _quality(results: Sequence[Mapping[str, Any]]) -> str:
             f", windows of {part['window']:,}" if windows else ""
         )
         header.append(place)
-    header += ["KL to the teacher", "cache"]
+    # With variants of one model and no teacher, KL is that to the model itself.
+    alone = len({result["model"] for result in results}) == 1 and all(part.get("kl") is None for part in measured[0])
+    header += ["KL to the first model" if alone else "KL to the teacher", "cache"]
     rows = []
     for result, parts in zip(results, measured, strict=True):
         cells = [_name(result)]

@@ -78,7 +78,7 @@ class LineSource(Protocol):
 
 @dataclass(frozen=True)
 class DatasetColumn:
-    """`datasets:NAME[:CONFIG][:SPLIT]@LANGUAGE`: one language of a dataset whose rows have a `translation`, such as
+    """`datasets:NAME[:CONFIG[:SPLIT]]@LANGUAGE`: one language of a dataset whose rows have a `translation`, such as
     `{"translation": {"en": ..., "de": ...}}`, or a column with this name."""
 
     name: str
