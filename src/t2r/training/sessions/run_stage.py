@@ -167,13 +167,13 @@ def announce(job: Job, model: Any, stage: Stage, steps: int, seconds: float | No
     bytes_ = held_bytes(model, stage, job.teacher_of(stage))
     blocks = steps * stage.batch_tokens // stage.block_size
     logger.info(
-        "stage %s (%s, trains %s): %s steps, %s tokens (%.1f epochs)%s; %.1fM of %.1fM parameters are trained; "
+        "stage %s (%s, trains %s): %s steps of %s tokens (%.1f epochs)%s; %.1fM of %.1fM parameters are trained; "
         "weights, gradients and optimizer states need %.2f GB, plus activations",
         stage.name,
         stage.objective,
         stage.train,
         f"{steps:,}",
-        f"{steps * stage.batch_tokens:,}",
+        f"{stage.batch_tokens:,}",
         blocks / epoch_items(job.task.dataset(stage.block_size)),
         "" if seconds is None else f" in about {duration(seconds)}",
         trained / 1e6,

@@ -126,9 +126,8 @@ class Session:
         self.job = Job(self.task, teacher, self.settings)
         sizes = {stage.block_size for stage in self.plan.stages}
         self.task.read()
-        if (
-            self.task.tokens or not self.task.asked_of_teacher
-        ):  # what is there is checked before the teacher writes more
+        # What is there is checked before the teacher writes more.
+        if self.task.tokens or not self.task.asked_of_teacher:
             for size in sizes:
                 self.task.dataset(size)
         if self.run.begun:
