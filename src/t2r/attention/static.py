@@ -102,24 +102,35 @@ class StaticRecurrentLayer(RecurrentLayer):
         raise T2RError("a static cache cannot remove tokens: use the default cache for assisted decoding")
 
 
-class StaticSoftmaxLayer(CacheLayerMixin):
-    """Keys and values of a softmax layer, in buffers of fixed length."""
+class StaticBuffers(CacheLayerMixin):
+    """Keys and values in buffers of fixed length, allocated at creation."""
 
     is_compileable = True
     is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys: Tensor = keys
+        self.values: Tensor = values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: there is nothing left to allocate."""
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[2])
+
+
+class StaticSoftmaxLayer(StaticBuffers):
+    """Keys and values of a softmax layer."""
+
     only_real_tokens = False
     """Whether all further inputs are single tokens without padding (see `StaticT2RCache.only_steps`)."""
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Tensor, counts: bool) -> None:
-        super().__init__()
-        self.keys: Tensor = keys
-        self.values: Tensor = values
+        super().__init__(keys, values)
         self.lengths, self.counts = lengths, counts
-        self.is_initialized = True
         self.filled = False  # whether any token was processed, known without device synchronization
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers are allocated at creation."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add keys and values, and return those to attend to. For one token, these are the whole buffers, and the mask
@@ -164,9 +175,6 @@ class StaticSoftmaxLayer(CacheLayerMixin):
             )
         return int(longest)
 
-    def get_max_length(self) -> int:
-        return int(self.keys.shape[2])
-
     def put_rows(self, rows: Tensor, other: Any, index: Tensor, real: Tensor | None = None) -> None:
         """Copy the rows `index` of another layer to these rows. `real [rows, tokens]` is false for their padding."""
         copy_rows(self, rows, other, index, real)
@@ -181,23 +189,12 @@ class StaticSoftmaxLayer(CacheLayerMixin):
             own.copy_(own.index_select(0, beam_idx))
 
 
-class StaticSourceLayer(CacheLayerMixin):
-    """Keys and values of the source, for softmax cross attention, in buffers of fixed length.
+class StaticSourceLayer(StaticBuffers):
+    """Keys and values of the source, for softmax cross attention.
 
     They are put into rows after a prefill. A mask over the source marks their valid part."""
 
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.keys: Tensor = keys
-        self.values: Tensor = values
-        self.length = 0
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers are allocated at creation."""
+    length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise T2RError("the source of a static cache is put into its rows: a step does not read it")
@@ -207,9 +204,6 @@ class StaticSourceLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return int(self.keys.shape[2]), 0
-
-    def get_max_length(self) -> int:
-        return int(self.keys.shape[2])
 
     def put_rows(self, rows: Tensor, other: Any, index: Tensor) -> None:
         copy_rows(self, rows, other, index)

@@ -26,12 +26,19 @@ def constant_weights(kept: dict[Any, Any]) -> Iterator[None]:
         _thread.kept = before
 
 
+def _usable() -> dict[Any, Any] | None:
+    """Return the cache of this thread, unless there is none or it must not be used now."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    return getattr(_thread, "kept", None)
+
+
 def derived(owner: object, name: Hashable, compute: Callable[[], T]) -> T:
     """Return a value that depends only on `owner`: from the cache of `constant_weights`, or newly computed.
 
     The cache is not used if gradients are enabled or during compilation."""
-    kept: dict[Any, Any] | None = getattr(_thread, "kept", None)
-    if kept is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    kept = _usable()
+    if kept is None:
         return compute()
     key = id(owner), name
     if key not in kept:
@@ -42,6 +49,4 @@ def derived(owner: object, name: Hashable, compute: Callable[[], T]) -> T:
 
 def derived_once(owner: object, name: Hashable, compute: Callable[[], T]) -> T | None:
     """Return a `derived` value where it is computed once, and None elsewhere: for values that serve speed alone."""
-    if getattr(_thread, "kept", None) is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return None
-    return derived(owner, name, compute)
+    return None if _usable() is None else derived(owner, name, compute)
