@@ -80,11 +80,11 @@ class T2RModel(SavedModel, compat.ModelHooks):
         cache = inputs.get("past_key_values")
         if isinstance(cache, tuple | list):
             raise T2RError("past_key_values is a tuple: give a cache, from model.make_cache() or a forward call")
-        packed = is_packed(inputs)
+        packed = is_packed(inputs) if cache is None else restarts(inputs)
         if cache is None and inputs.get("use_cache") is None:
             # In training, a cache would only keep all states in memory.
             inputs["use_cache"] = bool(getattr(self.config, "use_cache", True)) and not (self.training or packed)
-        if packed and (inputs["use_cache"] if cache is None else not torch.compiler.is_compiling()):
+        if packed and (cache is not None or inputs["use_cache"]):
             raise T2RError("packed documents (position_ids that restart) require use_cache=False, and no cache")
         if cache is None and inputs["use_cache"]:
             inputs["past_key_values"] = self.make_cache()
@@ -373,11 +373,23 @@ def __getattr__(name: str) -> Any:
 
 
 def is_packed(inputs: dict[str, Any]) -> bool:
-    """Return whether rows contain several documents, separated by position ids that restart."""
-    positions = inputs.get("position_ids")
+    """Return whether rows contain several documents, as transformers does: if position ids are not consecutive."""
+    steps = position_steps(inputs)
+    return steps is not None and (torch.compiler.is_compiling() or bool((steps != 1).any()))
+
+
+def restarts(inputs: dict[str, Any]) -> bool:
+    """Return whether position ids restart. With a cache they may have gaps, and transformers ignores documents."""
+    steps = position_steps(inputs)
+    return steps is not None and not torch.compiler.is_compiling() and bool((steps <= 0).any())
+
+
+def position_steps(inputs: dict[str, Any]) -> Tensor | None:
+    """Return the differences of position ids. None: they do not separate documents."""
+    positions: Tensor | None = inputs.get("position_ids")
     if positions is None or inputs.get("attention_mask") is not None or positions.shape[-1] == 1:
-        return False
-    return torch.compiler.is_compiling() or bool((positions.diff(dim=-1) != 1).any())
+        return None
+    return positions.diff(dim=-1)
 
 
 def refuse_other_attention(name: Any) -> NoReturn:
