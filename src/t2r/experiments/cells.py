@@ -92,7 +92,7 @@ def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) 
     cell.tokens = sum(result.get("trained_tokens", {}).values())
     if words[1] != "swap" and (took := sum(result.get("seconds", {}).values()) or part.get("seconds")):
         cell.seconds.append(took)
-    scores: Mapping[str, Any] = next(reversed(result.get("stages", {}).values()), None) or {}
+    scores: Mapping[str, Any] = next(reversed(result.get("stages", {}).values()), {}) or {}  # None: not measured
     cell.add("trained", scores.get("perplexity"))
     cell.windows = scores.get("windows", cell.windows)
     if words[1] == "pretrain":  # `swap` counts the base model's
