@@ -17,8 +17,9 @@ from transformers.cache_utils import DynamicCache
 import t2r
 from families import EOS, VOCABULARY, batch, is_seq2seq, tiny
 from processes import same_threads
-from t2r.attention.cache import FORMAT, RecurrentLayer, cache_bytes
+from t2r.attention.cache import RecurrentLayer, cache_bytes
 from t2r.attention.masks import Padding
+from t2r.attention.state_file import FORMAT
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from t2r.attention.layers import (
     stack_layers,
 )
 from t2r.attention.masks import Padding
+from t2r.attention.state_file import FORMAT, fingerprint, read_header
 from t2r.errors import T2RError
 from t2r.storage import whole_file
 
@@ -46,13 +46,8 @@ __all__ = [
     "T2REncoderDecoderCache",
     "adopt",
     "cache_bytes",
-    "fingerprint",
     "load_state",
-    "read_header",
 ]
-
-FORMAT = 2
-"""The format of saved states. In format 1, the fingerprint did not include `rotary`."""
 
 
 class ModelReference:
@@ -213,6 +208,7 @@ class T2RCache(DynamicCache, StateMixin):
     """The cache of a swapped model: recurrent states, and keys and values of softmax layers."""
 
     known: Padding | None = None
+    """The padding, unless `noted` is newer."""
     noted: Tensor | None = None
     """A mask of all tokens, from which the padding is computed when it is needed."""
 
@@ -335,54 +331,6 @@ def load_state(path: str | Path, model: Any) -> Any:
     if isinstance(cache, T2REncoderDecoderCache):
         cache.is_updated = {i: layer.get_seq_length() > 0 for i, layer in enumerate(cache.parts()["cross"])}
     return cache
-
-
-def read_header(path: str | Path) -> dict[str, Any]:
-    """Return the header of a saved state: its format, number of rows, lengths, and the fingerprint of its model.
-
-    Raises T2RError if the file is not a saved state."""
-    if not Path(path).is_file():
-        raise T2RError(f"there is no file {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise T2RError(f"{path} is not a saved state, or is truncated ({error})") from error
-    if "t2r_state" not in metadata:
-        raise T2RError(f"{path} is a safetensors file, but not a saved state")
-    try:
-        header: dict[str, Any] = json.loads(metadata["t2r_state"])
-        numbers = [header["format"], header["rows"], *header["lengths"].values()]
-        if not all(type(number) is int and number >= 0 for number in numbers) or type(header["fingerprint"]) is not str:
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise T2RError(f"{path} is not a saved state: its header is damaged") from error
-    if header["format"] > FORMAT:
-        raise T2RError(
-            f"{path} has state format {header['format']}; this version of t2r supports up to {FORMAT}: upgrade t2r"
-        )
-    return header
-
-
-@torch.no_grad()
-def fingerprint(model: nn.Module, format: int = FORMAT) -> str:
-    """Return a hash that identifies a model, from the names, shapes and a few values of all tensors."""
-    digest = hashlib.sha256()
-    config: Any = getattr(model, "t2r_config", None)
-    if config is not None:  # options that do not affect the names and shapes of tensors
-        if format == 1:
-            options = f"{config.feature_map} {config.activation} {(config.softmax_every, config.softmax_layers)}"
-        else:
-            swapped: Any = model
-            options = f"{config.feature_map} {config.activation} {config.rotary} {swapped.kept_layers()}"
-        digest.update(options.encode())
-    samples = []
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        flat = tensor.flatten()
-        samples.append(flat[:: max(1, flat.numel() // 16)][:16].to(torch.float32))
-    digest.update(torch.cat(samples).cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def adopt(cache: Cache | None, layer_idx: int, recurrent: bool, cross: bool = False) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from t2r.attention.cache import T2RCache, read_header
+from t2r.attention.cache import T2RCache
+from t2r.attention.state_file import read_header
 from t2r.errors import T2RError
 from t2r.model.modeling import T2RModel
 from t2r.surgery.adapters import family_of

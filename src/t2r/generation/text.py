@@ -20,7 +20,7 @@ from t2r.data.languages import set_languages
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
 from t2r.generation.engine import Engine, ForGenerate
-from t2r.generation.engine.request import chosen, token_list
+from t2r.generation.engine.request import option_value, token_list
 from t2r.generation.state import check_vocabulary, refuse_stateless
 from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
@@ -258,7 +258,7 @@ def backend_of(model: Any) -> str | None:
 
 def option(model: Any, options: Mapping[str, Any], name: str) -> Any:
     """Return the value of an option of `generate`, or its default in the given configuration or the model's."""
-    return chosen(model, options.get("generation_config"), options, name)
+    return option_value(model, options.get("generation_config"), options, name)
 
 
 def special_tokens(

@@ -110,7 +110,7 @@ def prepare(
     tokenizer = options.pop("tokenizer", None)
     generation_config = options.pop("generation_config", None) or generation_config
     # transformers does not pass the tokenizer to custom decoding methods.
-    if (strings := chosen(model, generation_config, options, "stop_strings")) is not None:
+    if (strings := option_value(model, generation_config, options, "stop_strings")) is not None:
         if tokenizer is None:
             raise ValueError("stop_strings requires the tokenizer: pass tokenizer=")
         criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
@@ -138,7 +138,7 @@ def prepare(
     return request
 
 
-def chosen(model: Any, generation_config: GenerationConfig | None, options: Mapping[str, Any], name: str) -> Any:
+def option_value(model: Any, generation_config: GenerationConfig | None, options: Mapping[str, Any], name: str) -> Any:
     """Return the value of an option of `generate`: as given, or that of the configuration, or that of the model."""
     if name in options:
         return options[name]
