@@ -3,10 +3,14 @@
 `chunk_linear_attn` computes the same as ours. With decay, the closest is `chunk_gla`: it has a gate for each token and
 feature, of which all tokens have the same here, and does not divide by a denominator. Its inputs are
 `[batch, time, heads, size]`: they are arranged before the time is measured.
+
+Versions 3.4 to 3.7.0 of Triton compile the backward pass of `chunk_linear_attn` wrongly on Hopper GPUs
+(fla-org/flash-linear-attention#640): on an H200 it reads memory that it does not own. It is not run there.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +20,9 @@ from torch import Tensor
 from t2r.errors import T2RError
 
 NAME = "fla"
+FAULTY = ((3, 4, 0), (3, 7, 1))
+"""The first version of Triton with a faulty backward pass on Hopper GPUs, and the first without."""
+UNTRAINED = "this version of Triton compiles the backward pass of fla wrongly for this GPU; it is not run"
 
 
 def check(device: str) -> None:
@@ -29,8 +36,8 @@ def check(device: str) -> None:
 
 def functions(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, decay: Tensor | None
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return the forward pass, and forward and backward."""
+) -> tuple[Callable[[], object], Callable[[], object] | None]:
+    """Return the forward pass, and forward and backward where that can be run."""
     from fla.ops.gla import chunk_gla
     from fla.ops.linear_attn import chunk_linear_attn
 
@@ -51,4 +58,12 @@ def functions(
     def training() -> object:
         return torch.autograd.grad(attend(*inputs, scale=1.0)[0], inputs, weight)
 
-    return forward, training
+    return forward, None if decay is None and faulty(q.device) else training
+
+
+def faulty(device: torch.device) -> bool:
+    """Whether the backward pass without decay is compiled wrongly here."""
+    import triton
+
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
+    return torch.cuda.get_device_capability(device)[0] == 9 and FAULTY[0] <= version < FAULTY[1]

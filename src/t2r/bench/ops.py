@@ -32,6 +32,7 @@ LENGTHS = (512, 2048, 8192)
 GROWTH = (8192, 32768)
 """Four times the length should take about four times as long."""
 GROWTH_BOUND = 4.6
+ABSENT = "-"
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and a gradient for the output."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,10 +63,11 @@ class Row:
     backend: str
     softmax_forward: float
     linear_forward: float
-    linear_training: float
-    """Forward and backward."""
-    memory_multiple: float
-    """Peak bytes beyond the inputs (q, k, v and the gradient of out), divided by the bytes of q, k, v and out."""
+    linear_training: float | None
+    """Forward and backward. None: the backend cannot run it here."""
+    memory_multiple: float | None
+    """Peak bytes of forward and backward beyond the inputs (q, k, v and the gradient of out), divided by the bytes of
+    q, k, v and out."""
     forward_bytes: int
     """Minimum memory traffic of the forward pass: q, k and v read once, out written once."""
     training_bytes: int
@@ -135,25 +137,25 @@ def _rows(length: int, settings: Settings) -> list[Row]:
     if _on_cuda(settings):
         functions.append(lambda: _softmax(*softmax_inputs, grad))
     softmax = len(functions)
-    for name in settings.backends:
-        functions += _linear(inputs, decay, name)
-    times = _medians(functions, settings)
+    pairs = [_linear(inputs, decay, name) for name in settings.backends]
+    functions += [function for pair in pairs for function in pair if function is not None]
+    medians = iter(_medians(functions, settings))
+    softmax_times = [next(medians) for _ in range(softmax)]
     own = q.nbytes + k.nbytes + v.nbytes
     rows = []
-    for i, name in enumerate(settings.backends):
-        forward, training = times[softmax + 2 * i : softmax + 2 * i + 2]
-        peak = _peak_bytes(functions[softmax + 2 * i + 1], v.device)
+    for name, (_, training) in zip(settings.backends, pairs, strict=True):
         rows.append(
             Row(
                 length,
                 name,
-                times[0],
-                forward,
-                training,
-                peak / (own + grad.nbytes),  # the gradient of out is as large as out
+                softmax_times[0],
+                next(medians),
+                None if training is None else next(medians),
+                # The gradient of out is as large as out.
+                None if training is None else _peak_bytes(training, v.device) / (own + grad.nbytes),
                 own + grad.nbytes,
                 3 * own + 3 * grad.nbytes,
-                times[1] if softmax == 2 else None,
+                softmax_times[1] if softmax == 2 else None,
             )
         )
     return rows
@@ -182,8 +184,10 @@ def _decay(settings: Settings) -> Tensor | None:
     return rates.view(settings.heads, settings.feature_size).requires_grad_()
 
 
-def _linear(inputs: Inputs, decay: Tensor | None, backend: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return the forward pass of linear attention, and forward and backward."""
+def _linear(
+    inputs: Inputs, decay: Tensor | None, backend: str
+) -> tuple[Callable[[], object], Callable[[], object] | None]:
+    """Return the forward pass of linear attention, and forward and backward where the backend can run that here."""
     if backend == fla.NAME:
         return fla.functions(*inputs, decay)
     q, k, v, grad = inputs
@@ -202,7 +206,7 @@ def _linear(inputs: Inputs, decay: Tensor | None, backend: str) -> tuple[Callabl
 def _growth(settings: Settings) -> float:
     decay, backend = _decay(settings), settings.backends[0]
     functions = [_linear(_inputs(length, settings), decay, backend)[1] for length in GROWTH]
-    short, long = _medians(functions, settings)
+    short, long = _medians([function for function in functions if function is not None], settings)
     return long / short
 
 
@@ -286,14 +290,15 @@ def tables(report: Report) -> "list[Table | str]":
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in report.rows:
-        training = [f"{row.linear_training:.3f} ms"]
+        ms = row.linear_training
+        training = [ABSENT if ms is None else f"{ms:.3f} ms"]
         if report.bandwidth is not None and row.softmax_training is not None:
             training = [
                 f"{row.softmax_training:.3f} ms",
                 *training,
-                f"{row.softmax_training / row.linear_training:.2f}×",
+                ABSENT if ms is None else f"{row.softmax_training / ms:.2f}×",
                 f"{row.forward_bytes / row.linear_forward * 1e3 / report.bandwidth:.0%}",
-                f"{row.training_bytes / row.linear_training * 1e3 / report.bandwidth:.0%}",
+                ABSENT if ms is None else f"{row.training_bytes / ms * 1e3 / report.bandwidth:.0%}",
             ]
         table.add_row(
             str(row.length),
@@ -302,9 +307,11 @@ def tables(report: Report) -> "list[Table | str]":
             f"{row.linear_forward:.3f} ms",
             f"{row.softmax_forward / row.linear_forward:.2f}×",
             *training,
-            f"{row.memory_multiple:.2f}×",
+            ABSENT if row.memory_multiple is None else f"{row.memory_multiple:.2f}×",
         )
     notes = ["Training is forward and backward. Memory is its peak for linear attention, relative to q, k, v and out."]
+    if any(row.linear_training is None for row in report.rows):
+        notes.append(f"{ABSENT}: {fla.UNTRAINED}")
     if report.growth is not None:
         notes.append(
             f"Forward and backward take {report.growth:.1f} times as long at {GROWTH[1]:,} tokens as at {GROWTH[0]:,} "

@@ -218,7 +218,9 @@ def memory_table(report: Mapping[str, Any]) -> str:
     return markdown(header, rows)
 
 
-def _pair(softmax: float, ours: float) -> list[str]:
+def _pair(softmax: float, ours: float | None) -> list[str]:
+    if ours is None:
+        return [_milliseconds(softmax), "-", "-"]
     ratio = softmax / ours
     return [_milliseconds(softmax), _milliseconds(ours), f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"]
 

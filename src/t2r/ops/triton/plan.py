@@ -107,11 +107,13 @@ class Plan(NamedTuple):
     @property
     def sweep_blocks(self) -> dict[str, Any]:
         """The state of a sweep is one tile."""
-        # Measured on an H200. Decay takes many registers, and a second stage of loads would take more of them. With one
-        # segment there are few programs for each processor, and eight warps hide more of the time of loads.
+        # Measured on an H200. Decay takes many registers, and a second stage of loads would take more of them. If there
+        # is also one segment only, there are few programs for each processor, and eight warps hide more of the time of
+        # loads.
+        decay = self.flags["DECAY"]
         rows, columns = block(self.feature, 128), block(self.value, 128)
-        warps = MANY_WARPS if self.segments == 1 and rows * columns > 4096 else WARPS
-        stages = 1 if self.flags["DECAY"] else 2
+        warps = MANY_WARPS if decay and self.segments == 1 and rows * columns > 4096 else WARPS
+        stages = 1 if decay else 2
         return self.blocks | {"BF": rows, "BV": columns, "num_warps": warps, "num_stages": stages}
 
     @property
