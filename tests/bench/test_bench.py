@@ -7,7 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from t2r.bench import ops
+from t2r.bench import fla, ops
+from t2r.experiments.results import ops_table
 
 
 def test_peak_bytes():
@@ -56,6 +57,28 @@ def test_backends_side_by_side_with_decay(monkeypatch):
     assert report.rows[0].forward_bytes == element * (4 + 4 + 8 + 8)
     assert report.rows[0].training_bytes == element * 3 * (4 + 4 + 8 + 8)
     assert report.bandwidth is None
+
+
+def test_a_backend_without_a_backward_pass(monkeypatch):
+    real = ops._linear
+    monkeypatch.setattr(ops, "_linear", lambda inputs, decay, name: (real(inputs, decay, "chunked")[0], None))
+    report = ops.run([32], heads=2, feature_size=4, head_dim=8, repeats=1, backend="other")
+    assert report.rows[0].linear_forward > 0
+    assert report.rows[0].linear_training is None
+    table, *notes = ops.tables(report)
+    assert list(table.columns[-1].cells) == ["-"]
+    assert any(fla.UNTRAINED in note for note in notes)
+    assert ops_table(json.loads(json.dumps(asdict(report)))).rstrip().endswith("| - | - |")
+
+
+@pytest.mark.parametrize(
+    ("version", "major", "faulty"), [("3.3.1", 9, False), ("3.6.0", 9, True), ("3.7.1", 9, False), ("3.6.0", 8, False)]
+)
+def test_where_fla_is_compiled_wrongly(version, major, faulty, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    assert fla.faulty(torch.device("cuda")) is faulty
 
 
 @pytest.mark.cuda

@@ -4,6 +4,8 @@ import time
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from t2r.cli import app
@@ -488,3 +490,16 @@ def test_the_claims_that_a_record_is_about():
     assert [line.partition(":")[0] for line in found] == ["does not hold", "does not hold"]
     assert "Pearson's correlation over 8 models is" in found[1]
     assert claims_of(recorded("ops-gpu")) == []
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.judge.__name__)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_claims_of_a_part_of_a_record(claim, data):
+    """An experiment that is half done has some of the values of a claim, in any combination."""
+    record = recorded(f"{claim.experiment}-small")
+    if record is None:
+        pytest.skip("no record")
+    steps = data.draw(st.lists(st.sampled_from(record["steps"]), unique_by=lambda part: part["name"]))
+    verdict = judged(claim, record | {"steps": steps})
+    assert verdict is None or isinstance(verdict[1], str)

@@ -238,9 +238,10 @@ def causal_matters_less(cells: Cells) -> Verdict:
         for name, cell in cells.items()
         if "causal" in cell.labels
     }
-    if len(found) < 4:
+    sizes = {size for both in found for size in both} or {0}
+    largest, smallest = max(sizes), min(sizes)
+    if largest == smallest or not {(largest, largest), (largest, smallest), (smallest, largest)} <= set(found):
         raise Missing("feature sizes")
-    largest, smallest = max(cross for cross, _ in found), min(cross for cross, _ in found)
     best = found[largest, largest]
     by_causal, by_cross = best - found[largest, smallest], best - found[smallest, largest]
     told = f"from {largest} to {smallest} features, causal attention loses {by_causal:.1f} BLEU, cross {by_cross:.1f}"

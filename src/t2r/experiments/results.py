@@ -159,7 +159,8 @@ def ops_table(result: Mapping[str, Any]) -> str:
         if gpu:
             cells += _pair(row["softmax_training"], row["linear_training"])
         else:
-            cells += [_milliseconds(row["linear_training"]), f"{row['memory_multiple']:.2f}"]
+            ms, memory = row["linear_training"], row["memory_multiple"]
+            cells += ["-", "-"] if ms is None else [_milliseconds(ms), f"{memory:.2f}"]
         rows.append(cells)
     return markdown(header, rows)
 
