@@ -503,6 +503,17 @@ def test_texts_are_found_prepared_and_shortened(tmp_path):
     assert lines == [f"line {i}" for i in range(TEXTS["speeches"].lines)]
 
 
+def test_a_changed_text_is_prepared_again(tmp_path):
+    source, work = tmp_path / "wikitext" / "valid.raw.txt", tmp_path / "work"
+    source.parent.mkdir()
+    source.write_text(RAW)
+    first = prepared("wikitext/valid", tmp_path, work).read_text()
+    unchanged = prepared("wikitext/valid", tmp_path, work).stat().st_mtime_ns
+    assert prepared("wikitext/valid", tmp_path, work).stat().st_mtime_ns == unchanged
+    source.write_text(RAW.replace("fish", "crabs"))
+    assert prepared("wikitext/valid", tmp_path, work).read_text() == first.replace("fish", "crabs")
+
+
 def test_lines_of_texts_are_read_as_in_training(tmp_path):
     """Without marks at the beginning and at line ends. A text that is not UTF-8 is refused."""
     (tmp_path / "speeches.txt").write_bytes("\ufeffa\r\nb".encode())

@@ -142,6 +142,9 @@ def test_the_command_line_passes_every_label_of_an_axis(tmp_path):
         ({"scales": None}, "one", "has no scales"),
         ({"for": {"map": []}}, "one", "axis map must have"),
         ({"for": [1]}, "one", "`for` must be a mapping"),
+        ({"for": {"seed": [1, 2]}}, "one", "an axis cannot be called seed"),
+        ({"optional": "false"}, "one", "optional must be true or false; got 'false'"),
+        ({"name": "a" * 101}, "one", "a name of at most 100 letters"),
         ({"command": "t2r bench ops {for:other}"}, "one", "{for:other} is not known"),
         ({"command": "t2r bench ops {scale:loop}"}, "one", "contain each other"),
     ],
@@ -315,3 +318,86 @@ def test_processes_share_a_grid_and_lose_nothing_when_one_is_killed(grid):
     assert sum(begins.values()) == len(ends) + 1, lines  # only the command that was killed ran twice
     assert begins[" pretrain teacher"] == 1
     assert json.loads((folder / "grid-slow.json").read_text())["complete"]
+
+
+def ran(grid):
+    return [line.split()[2] for line in (grid / "log").read_text().splitlines() if line.startswith("begin")]
+
+
+def test_results_of_another_model_are_refused(grid):
+    """Also of one that was given for the output of a step."""
+    file, other = str(grid / "grid.yaml"), grid / "models" / "teacher"
+    first = reproduce(file, scale="one", out=grid / "a", where={"map": "t2r"})
+    shutil.copytree(grid / "a" / "teacher", other)
+    with pytest.raises(T2RError, match=r"teacher\.json was made with --model none, not teacher=.*give another --out"):
+        reproduce(file, scale="one", out=grid / "a", models={"teacher": str(other)})
+    given = {"teacher": str(other)}
+    reproduce(file, scale="one", out=grid / "b", models=given, steps=["pretrained-t2r"])
+    (grid / "log").write_text("")
+    with pytest.raises(T2RError, match="was made with --model teacher="):
+        reproduce(file, scale="one", out=grid / "b", where={"map": "t2r"})
+    assert ran(grid) == []  # refused before anything runs
+    assert reproduce(file, scale="one", out=grid / "b", models=given, where={"map": "t2r"})["steps"]
+    assert not any("models" in part for part in first["steps"])
+
+
+def test_a_given_output_needs_no_inputs(grid):
+    file, other = str(grid / "grid.yaml"), grid / "models" / "t2r"
+    reproduce(file, scale="one", out=grid / "a", steps=["pretrained-t2r"])
+    shutil.copytree(grid / "a" / "pretrained-t2r", other)
+    (grid / "log").write_text("")
+    reproduce(file, scale="one", out=grid / "b", steps=["quality-t2r"], models={"pretrained-t2r": str(other)})
+    assert ran(grid) == ["t2r"]  # the evaluation of the given folder; no teacher is trained
+
+
+def test_an_output_of_another_command_is_refused(grid):
+    file = grid / "grid.yaml"
+    reproduce(str(file), scale="one", out=grid / "a", steps=["teacher"])
+    (grid / "a" / "steps" / "teacher.json").unlink()
+    file.write_text(file.read_text().replace("gpt2-tiny {out:teacher}", "gpt2-tiny {out:teacher} --seed 3"))
+    with pytest.raises(T2RError, match=r"teacher was made by another command \(t2r pretrain gpt2-tiny teacher"):
+        reproduce(str(file), scale="one", out=grid / "a", steps=["teacher"])
+
+
+def test_damaged_results_and_empty_selections_are_one_error(grid):
+    file = str(grid / "grid.yaml")
+    reproduce(file, scale="one", out=grid / "a", steps=["teacher"])
+    (grid / "a" / "steps" / "teacher.seconds").write_text("")
+    (grid / "a" / "steps" / "teacher.json").write_text("{")
+    with pytest.raises(T2RError, match=r"teacher\.json is damaged: delete it"):
+        reproduce(file, scale="one", out=grid / "a", steps=["teacher"])
+    with pytest.raises(T2RError, match="no step of experiment grid has these names and these labels"):
+        reproduce(file, scale="one", out=grid / "b", steps=["quality-t2r"], where={"map": "elu"})
+    assert not (grid / "b").exists()
+
+
+def test_seeds_of_another_experiment_do_not_count(grid):
+    """It shares the folder."""
+    reproduce(str(grid / "grid.yaml"), scale="one", out=grid / "a", seeds=2)
+    said = yaml.safe_load((grid / "grid.yaml").read_text())
+    steps = [step | {"name": f"other-{step['name']}"} for step in said["steps"][3:]]
+    (grid / "other.yaml").write_text(yaml.safe_dump(said | {"steps": [*said["steps"][:2], *steps]}))
+    (grid / "alone.yaml").write_text(yaml.safe_dump(said | {"steps": said["steps"][:1]}))
+    assert reproduce(str(grid / "alone.yaml"), scale="one", out=grid / "a")["complete"]
+    assert not reproduce(str(grid / "other.yaml"), scale="one", out=grid / "a", steps=["teacher"])["complete"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "why"),
+    [
+        ((0, 1.0, "{}", "t2r: note"), None),
+        ((2, 1.0, "", "t2r: no such file"), "no such file"),
+        ((1, 1.0, "", ""), "exit code 1"),
+        ((-9, 1.0, "", "t2r: step 3"), "killed by SIGKILL (out of memory?); its last message: step 3"),
+        ((-15, 1.0, "", ""), "killed by SIGTERM"),
+    ],
+)
+def test_why_a_command_failed(ended, why):
+    assert run.reason(command.Ended(*ended)) == why
+
+
+def test_a_command_without_json_fails(grid, monkeypatch):
+    monkeypatch.setattr(run, "call", lambda *_: command.Ended(0, 1.0, "Usage: t2r", ""))
+    given = {"pretrained-t2r": str(grid)}
+    with pytest.raises(T2RError, match="step quality-t2r failed: it printed no JSON"):
+        reproduce(str(grid / "grid.yaml"), scale="one", out=grid / "a", steps=["quality-t2r"], models=given)

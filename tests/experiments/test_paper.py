@@ -500,6 +500,7 @@ def test_claims_of_a_part_of_a_record(claim, data):
     record = recorded(f"{claim.experiment}-small")
     if record is None:
         pytest.skip("no record")
-    steps = data.draw(st.lists(st.sampled_from(record["steps"]), unique_by=lambda part: part["name"]))
+    lacks = data.draw(st.sets(st.sampled_from([part["name"] for part in record["steps"]])))
+    steps = [part for part in record["steps"] if part["name"] not in lacks]
     verdict = judged(claim, record | {"steps": steps})
     assert verdict is None or isinstance(verdict[1], str)

@@ -27,6 +27,8 @@ class Cell:
     """The cell that it was converted from."""
     tokens: int = 0
     """Tokens that it was trained on."""
+    batch_tokens: int = 0
+    """Tokens per optimizer step, if its command says so."""
     seconds: list[float] = field(default_factory=list)
     """Seconds of training, of each seed."""
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -87,6 +89,8 @@ def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) 
     cell.failed = cell.failed or part.get("failed", "")
     if words[1] != "pretrain" and _base(words[2]) in found:
         cell.parent = _base(words[2])
+    if "--batch-tokens" in words:
+        cell.batch_tokens = int(words[words.index("--batch-tokens") + 1])
     cell.machine = _timed_on(part["machine"])
     result = part.get("result", {})
     cell.tokens = sum(result.get("trained_tokens", {}).values())
@@ -107,9 +111,12 @@ def _timed_on(machine: Mapping[str, Any] | None) -> Any:
 
 
 def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:
+    scores: dict[str, float] = {}
     for measured in row.get("measured") or [row]:
-        if "perplexity" in measured:
-            cell.add(text_name(measured["text"]), measured["perplexity"])
+        if "perplexity" in measured:  # of several texts of one name, and of several windows, the first
+            scores.setdefault(text_name(measured["text"]), measured["perplexity"])
+    for name, perplexity in scores.items():
+        cell.add(name, perplexity)
     cell.parameters = row.get("parameters", cell.parameters)
     if "tatoeba" in row.get("source", ""):  # its sentences are short: the memory is that of the other test set
         cell.add("tatoeba", row["bleu"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -9,7 +10,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from t2r.errors import T2RError
-from t2r.storage import kind_of, whole_file
+from t2r.storage import kind_of, whole_file, write_text, writing
 
 PACKED = ("", ".xz", ".gz")
 """Suffixes of plain and compressed files."""
@@ -164,31 +165,40 @@ def check_names(names: Sequence[str], where: str) -> None:
 
 
 def prepared(name: str, folder: Path, work: Path) -> Path:
-    """Return the file of a text: the user's own, or one prepared from it in the folder `work`."""
+    """Return the file of a text: the user's own, or one prepared from it in the folder `work`.
+
+    It is prepared again if its sources have changed since; NAME.source describes them."""
     text = TEXTS[name]
     found, raw = _find(folder, text.files), _find(folder, text.raw)
     if found is not None and text.lines is None:
         return found
-    out = work / f"{name}.txt"
-    if out.is_file():
+    out, note = work / f"{name}.txt", work / f"{name}.source"
+    parts = [prepared(part, folder, work) for part in text.parts] if found is None and raw is None else []
+    if not (sources := [file for file in (found, raw, *parts) if file is not None]):
+        raise T2RError(f"text {name} was not found in {folder}")
+    made_of = json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sources])
+    if out.is_file() and (not note.is_file() or note.read_text(encoding="utf-8") == made_of):
         return out
-    out.parent.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _prepare(text, found, raw, parts, out)
+        write_text(note, made_of)
+    return out
+
+
+def _prepare(text: Text, found: Path | None, raw: Path | None, parts: Sequence[Path], out: Path) -> None:
     if found is not None:
         with whole_file(out) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in islice(_lines(found), text.lines)), encoding="utf-8")
     elif raw is not None:
         import_module(f"t2r.data.{text.form}").prepare(str(raw), out)
-    elif text.parts:
-        files = [prepared(part, folder, work) for part in text.parts]
+    else:
         sizes = cycle(range(1, text.group + 1))
         with whole_file(out) as temporary, temporary.open("w", encoding="utf-8") as whole:
-            for file in files:
+            for file in parts:
                 lines = _lines(file)
                 while group := list(islice(lines, next(sizes))):
                     whole.write(text.space.join(group) + "\n")
-    else:
-        raise T2RError(f"text {name} was not found in {folder}")
-    return out
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -128,12 +128,12 @@ class Experiment:
             and all(step.cell[axis] in chosen for axis, chosen in wanted.items() if axis in step.cell)
         ]
 
-    def required(self, wanted: Sequence[Step]) -> list[Step]:
-        """Return the steps and all those whose outputs they use, in order."""
+    def required(self, wanted: Sequence[Step], given: Collection[str] = ()) -> list[Step]:
+        """Return the steps and all those whose outputs they use, in order, without those whose outputs are given."""
         names = {step.name for step in wanted}
         for step in reversed(self.steps):  # a step uses earlier steps only
-            names.update(step.inputs if step.name in names else ())
-        return [step for step in self.steps if step.name in names]
+            names.update(step.inputs if step.name in names and step.name not in given else ())
+        return [step for step in self.steps if step.name in names and step.name not in given]
 
 
 def texts_of(steps: Sequence[Step]) -> list[str]:
@@ -197,6 +197,8 @@ def make_experiment(said: Any, name: str, scale: str | None = None, seeds: int =
     if not isinstance(said, dict) or not set(said) <= set(FIELDS) or not isinstance(said.get("steps"), list):
         raise T2RError(f"{where}: the fields must be {', '.join(FIELDS)}, and steps must be a list")
     values = chosen_scale(said.get("scales"), scale, where)
+    if not said["steps"]:
+        raise T2RError(f"{where}: it has no steps")
     models = _mapping(said, "models", str, where)
     steps = _steps(said["steps"], values, seeds, where)
     if len({step.name for step in steps}) != len(steps):
@@ -261,7 +263,9 @@ def _steps(said: Sequence[Any], scale: Mapping[str, Any] | None, seeds: int, whe
             )
         for cell, words in cells_of(each.get("for"), scale, where):
             name, command = (filled(str(each.get(key, "")), cell, words, scale, where) for key in ("name", "command"))
-            optional = bool(each.get("optional", False))
+            optional = each.get("optional", False)
+            if not isinstance(optional, bool):
+                raise T2RError(f"{where}, step {name}: optional must be true or false; got {optional!r}")
             if not each.get("seeds") or seeds == 1:
                 steps.append(_step(name, command, optional, cell, where))
                 continue
@@ -277,9 +281,10 @@ def _step(name: str, command: str, optional: bool, cell: dict[str, str], where: 
         words = shlex.split(command)
     except ValueError as error:  # an unclosed quote
         raise T2RError(f"{where}, step {name}: the command cannot be read ({error}): {command!r}") from error
-    if not re.fullmatch(r"[\w-]+", name) or len(words) < 2 or words[0] != "t2r":
+    if not re.fullmatch(r"[\w-]{1,100}", name) or len(words) < 2 or words[0] != "t2r":
         raise T2RError(
-            f"{where}: a step requires a name, and a command that starts with t2r; got {name!r}: {command!r}"
+            f"{where}: a step requires a name of at most 100 letters, and a command that starts with t2r; got "
+            f"{name!r}: {command!r}"
         )
     if words[1] not in COMMANDS:
         raise T2RError(f"{where}, step {name}: the command must be one of {', '.join(COMMANDS)}")

@@ -30,6 +30,8 @@ def cells_of(said: Any, scale: Mapping[str, Any] | None, where: str) -> Iterator
     if not isinstance(said or {}, dict):
         raise T2RError(f"{where}: `for` must be a mapping from axes to labels; got {said!r}")
     for axis, labels in (said or {}).items():
+        if axis == "seed":
+            raise T2RError(f"{where}: an axis cannot be called seed: write `seeds: true` and give --seeds")
         if isinstance(labels, str) and labels:
             axes[str(axis)] = {label: label for label in filled(labels, {}, {}, scale, where).split()}
             continue

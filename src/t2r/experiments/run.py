@@ -10,8 +10,9 @@ import functools
 import json
 import re
 import shlex
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -65,22 +66,28 @@ def reproduce(
     experiment = load_experiment(name, scale)
     folder = Path("runs", experiment.place) if out is None else Path(out)
     # The record has all seeds that are finished, also if fewer are asked for.
-    experiment = load_experiment(name, scale, max(seeds, finished_seeds(folder, known)))
+    own = {step.name for step in experiment.steps}
+    experiment = load_experiment(name, scale, max(seeds, finished_seeds(folder, known, own)))
     wanted = [step for step in experiment.select(steps, where) if int(step.cell.get("seed", 0)) < seeds]
+    if not wanted:
+        raise T2RError(f"no step of experiment {experiment.name} has these names and these labels")
     places = Places(experiment, None if data_folder is None else Path(data_folder), models or {}, folder)
-    places.check([step for step in experiment.required(wanted) if step.name not in places.replaced])
+    places.check(experiment.required(wanted, places.replaced))
     grid = Grid(experiment, places)
+    for step in experiment.steps:
+        grid.result(step)  # raises if it was made in another way, before anything is run
     for each in known:
         grid.take_over(each)
     grid.run(wanted)
     return grid.write_record()
 
 
-def finished_seeds(folder: Path, known: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of seeds of the steps that are finished in a working folder or in records."""
+def finished_seeds(folder: Path, known: Sequence[Mapping[str, Any]], own: Collection[str]) -> int:
+    """Return the number of seeds of an experiment's `own` steps that are finished in a working folder or in records."""
     names = [path.stem for path in (folder / "steps").glob("*.json")]
     names += [part["name"] for each in known for part in each["steps"]]
-    return 1 + max((int(found[1]) for name in names if (found := re.search(r"-seed(\d+)$", name))), default=0)
+    found = [match for name in names if (match := re.fullmatch(r"(.*)-seed(\d+)", name)) and match[1] in own]
+    return 1 + max((int(match[2]) for match in found), default=0)
 
 
 def read_record(name: str | Path) -> dict[str, Any]:
@@ -96,7 +103,7 @@ def read_record(name: str | Path) -> dict[str, Any]:
             raise T2RError(f"there is no record {name}: give its file")
     steps = found.get("steps") if isinstance(found, dict) else None
     if not isinstance(steps, list) or not all(
-        isinstance(part, dict) and {"name", "command"} <= part.keys() for part in steps
+        isinstance(part, dict) and all(isinstance(part.get(key), str) for key in ("name", "command")) for part in steps
     ):
         raise T2RError(f"{name} is not a record: give a file that t2r reproduce wrote, such as record.json")
     return found
@@ -105,8 +112,9 @@ def read_record(name: str | Path) -> dict[str, Any]:
 class Grid:
     """The steps of an experiment in a working folder.
 
-    `steps/NAME.json` is the result of a finished step, `NAME.seconds` the time of an unfinished one, `NAME.failed` the
-    error of one that failed, and `NAME.lock` is locked while a process runs it."""
+    `steps/NAME.json` is the result of a finished step, `NAME.seconds` the time of an unfinished one, `NAME.started` the
+    command that made its output, `NAME.failed` the error of one that failed, and `NAME.lock` is locked while a process
+    runs it."""
 
     def __init__(self, experiment: Experiment, places: Places) -> None:
         self.experiment, self.places = experiment, places
@@ -126,13 +134,29 @@ class Grid:
         if not file.is_file():
             return None
         part: dict[str, Any] = {"cell": step.cell} if step.cell else {}
-        part |= json.loads(file.read_text(encoding="utf-8"))
+        try:
+            part |= json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise T2RError(f"{file} is damaged: delete it, and the step is run again ({error})") from error
         if part["command"] != step.label:
             raise T2RError(
                 f"{file} was made by another command ({part['command']}): the experiment has changed; give another "
                 "--out"
             )
+        before, now = part.pop("models", None), self.models(step)
+        if before is not None and before != now:
+            told = (", ".join(f"{name}={path}" for name, path in each.items()) or "none" for each in (before, now))
+            raise T2RError("{} was made with --model {}, not {}: give another --out".format(file, *told))
         return part
+
+    def models(self, step: Step) -> dict[str, str]:
+        """Return the models of a step by name: those that it loads, those given for its inputs, or for its output."""
+        replaced = self.places.replaced
+        found = {name: self.places.models[name] for name in step.names("model")}
+        found |= {name: replaced[name] for name in step.inputs if name in replaced}
+        if step.name in replaced:
+            found = {step.name: replaced[step.name]}
+        return {name: str(Path(path).resolve()) if Path(path).exists() else path for name, path in found.items()}
 
     def is_done(self, step: Step, *, needed: bool = False) -> bool:
         """Return whether a step is finished and, if it is `needed`, its output folder is there."""
@@ -182,7 +206,7 @@ class Grid:
         while waiting:
             locked = []
             for step in waiting:
-                if not all(self.is_done(self.steps[name], needed=True) for name in step.inputs):
+                if not all(self.is_done(self.steps[name], needed=True) for name in self.inputs(step)):
                     continue
                 with writing(self.folder):
                     lock = take_lock(self.folder / f"{step.name}.lock")
@@ -190,7 +214,7 @@ class Grid:
                     locked.append(step.name)
                     continue
                 with lock:
-                    needed = any(step.name in other.inputs for other in waiting)
+                    needed = any(step.name in self.inputs(other) for other in waiting)
                     if not self.is_done(step, needed=needed):  # another process may have finished it meanwhile
                         if (why := self.failed_meanwhile(step)) is None:
                             self.run_step(step, lock)
@@ -228,17 +252,21 @@ class Grid:
             if step.name in found or self.is_done(step, needed=needed):
                 return
             found.add(step.name)
-            for name in step.inputs:
+            for name in self.inputs(step):
                 visit(self.steps[name], needed=True)
 
         for step in wanted:
             visit(step, needed=False)
         return [step for step in self.experiment.steps if step.name in found]
 
+    def inputs(self, step: Step) -> Sequence[str]:
+        """Return the steps whose outputs a step uses: none if its own output was given."""
+        return () if step.name in self.places.replaced else step.inputs
+
     def give_up(self, waiting: Sequence[Step]) -> None:
         """Mark the steps as failed that wait for a step that failed."""
         for step in waiting:
-            lost = [name for name in step.inputs if not self.is_done(self.steps[name], needed=True)]
+            lost = [name for name in self.inputs(step) if not self.is_done(self.steps[name], needed=True)]
             self.fail(step, f"requires {', '.join(lost)}", 0.0)
 
     # --- One step -------------------------------------------------------------------------------------------
@@ -252,26 +280,48 @@ class Grid:
         else:
             words = step.words(self.places.path)
             say(f"{step.name}: {shlex.join(['t2r', *words])}")
-            before = float(clock.read_text()) if clock.is_file() else 0.0
+            before = 0.0
+            with suppress(FileNotFoundError, ValueError):
+                before = float(clock.read_text())
             if self.made(step) is not None:  # interrupted between the command's end and the record
+                self.check_started(step)
                 ended = Ended(0, before, "", "")
             else:
+                with writing(self.started(step)):
+                    write_text(self.started(step), step.label)
                 ended = call(step.name, words, before, clock, lock)
         mark = self.folder / f"{step.name}.failed"
-        if ended.code:
-            self.fail(step, ended.last.removeprefix("t2r: ") or f"exit code {ended.code}", ended.seconds)
-            with writing(mark):
-                write_text(mark, self.failed[step.name])
-            return
+        why = reason(ended)
         text = ended.output if (made := self.made(step)) is None else made.read_text(encoding="utf-8")
-        kept = record.summary(step.command[0], json.loads(text))
+        if why is None:
+            try:
+                result = json.loads(text)
+            except ValueError:
+                why = "it printed no JSON"
+        if why is not None:
+            self.fail(step, why, ended.seconds)
+            with writing(mark):
+                write_text(mark, why)
+            return
+        kept = record.summary(step.command[0], result)
         part = self.part(step, ended.seconds) | {"result": record.compact(kept, self.places.names)}
+        part["models"] = self.models(step)
         if step.name in self.places.replaced:
             part |= {"seconds": None, "given": True}
         self.save(step, part)
         for file in (clock, mark):
             file.unlink(missing_ok=True)
         say(f"{step.name}: {ended.seconds:.0f} s")
+
+    def started(self, step: Step) -> Path:
+        return self.folder / f"{step.name}.started"
+
+    def check_started(self, step: Step) -> None:
+        """Raise T2RError if the output of a step was made by another command."""
+        with suppress(FileNotFoundError):
+            if (command := self.started(step).read_text(encoding="utf-8")) == step.label:
+                return
+            raise T2RError(f"{self.places.path('out', step.name)} was made by another command ({command}): delete it")
 
     def fail(self, step: Step, why: str, seconds: float) -> None:
         self.failed[step.name] = why
@@ -290,6 +340,17 @@ class Grid:
             return None
         results = Path(self.places.path("out", step.name)) / "results.json"
         return results if results.is_file() else None
+
+
+def reason(ended: Ended) -> str | None:
+    """Return why a command failed, or None."""
+    last = ended.last.removeprefix("t2r: ")
+    if ended.code < 0:  # by a signal
+        with suppress(ValueError):
+            name = signal.Signals(-ended.code).name
+            killed = f"killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
+            return f"{killed}; its last message: {last}" if last else killed
+    return (last or f"exit code {ended.code}") if ended.code else None
 
 
 @functools.cache
