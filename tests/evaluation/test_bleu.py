@@ -5,8 +5,10 @@ import pytest
 from t2r.evaluation.bleu import (
     bleu_by_length,
     copy_accuracy,
+    every,
     language_of,
     moses,
+    numbers,
     paired_bootstrap,
     score,
     tokenized_bleu,
@@ -100,3 +102,12 @@ def test_the_table_of_a_record():
     assert "(-0.50, p = 0.012)" in table
     assert "75.0 %" in table
     assert "names" not in table
+
+
+def test_numbers_and_words_are_whole():
+    """A wrong number is not counted as right, because a part of it is."""
+    assert numbers("12.5G, 3.5kg, 1.2.3 and 5; H200 at 10:30.") == {"1.2.3", "5", "10:30"}
+    found = copy_accuracy(["我用 Python 写代码"], ["I write in Python."], ["I write in 'Python'."])
+    assert found["names"] == {"total": 1, "copied": 1, "accuracy": 1.0}
+    assert {"Python", "O'Neil", "well-known"} <= every("Python's O'Neil, a well-known-")
+    assert language_of("test.tok") == "en"

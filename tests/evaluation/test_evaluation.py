@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,8 +35,9 @@ from transformers.modeling_outputs import CausalLMOutput
 import t2r
 from t2r import T2RError
 from t2r.data import wikitext
-from t2r.evaluation import compare, encode, evaluate, harness, perplexity, recall, repetition, tables
+from t2r.evaluation import compare, encode, evaluate, harness, memory, perplexity, recall, repetition, tables
 from t2r.evaluation.generation import repeated
+from t2r.evaluation.inputs import read_text
 from t2r.evaluation.logits import logits_by_slice
 from t2r.evaluation.perplexity import fitting_batch
 from t2r.model.logits import AT_ONCE
@@ -351,6 +353,21 @@ def test_repetition_of_rigged_models(tokenizer):
     assert repetition(blind(torch.zeros(VOCABULARY)), tokenizer, new_tokens=16) == pytest.approx((1 - 1 / 13, 0))
 
 
+def test_repetition_ignores_the_settings_of_the_model(tokenizer):
+    model = blind(torch.zeros(VOCABULARY))
+    expected = repetition(model, tokenizer, ["The"], new_tokens=32)
+    own = model.generation_config
+    own.min_p, own.no_repeat_ngram_size, own.top_k = 0.999, 2, 3
+    assert repetition(model, tokenizer, ["The"], new_tokens=32) == expected
+    assert model.generation_config is own
+
+
+def test_files_of_a_glob_are_separate_lines(tokenizer, tmp_path):
+    for name, text in (("1", "one two"), ("2", "three\n"), ("3", "four")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    assert read_text(str(tmp_path / "*.txt"), tokenizer) == "one two\nthree\nfour"
+
+
 def test_repetition_has_its_own_random_state_and_no_early_end(tokenizer):
     ends = torch.zeros(VOCABULARY)
     ends[tokenizer.eos_token_id] = 50
@@ -559,6 +576,11 @@ def test_user_errors(folder, tokenizer, tmp_path):
     llama().save_pretrained(tmp_path / "other")
     other.save_pretrained(tmp_path / "other")
     refused("tokenizes this text differently", models=(one, str(tmp_path / "other")))
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, unk_token="?")))
+    same = [encode(words, "?"), encode(words, "? ?")]
+    compare._check([str(tmp_path / "other")], same)
+    with pytest.raises(T2RError, match="differently"):  # only the second text is
+        compare._check([str(tmp_path / "other")], [same[0], replace(same[1], token_ids=same[1].token_ids + 1)])
 
     weights = folder / "two" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -720,3 +742,8 @@ def test_smollm2_on_wikitext(teachers, tmp_path):
     # The first 8 of the 200 windows for which the float32 perplexity is 19.04.
     assert result["tokens"] == 8 * 256
     assert result["perplexity"] == pytest.approx(13.717, abs=0.01)
+
+
+def test_the_memory_of_an_unknown_kind_of_layer_is_not_known():
+    """Hybrid models have them."""
+    assert memory._of_layers([object()]) is None

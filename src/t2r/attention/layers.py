@@ -180,11 +180,11 @@ class RecurrentLayer(CacheLayerMixin):
 
 
 def layer_tensors(layer: Any) -> dict[str, Tensor]:
-    """Return the tensors of a layer by name: a state, or keys and values."""
+    """Return the tensors of a layer by name: a state, or keys and values. Empty for layers of another kind."""
     if isinstance(layer, RecurrentLayer):
         held = {} if layer.state is None else layer.state._asdict()
     else:
-        held = {"keys": layer.keys, "values": layer.values}
+        held = {name: getattr(layer, name, None) for name in ("keys", "values")}
     return {name: x for name, x in held.items() if isinstance(x, Tensor)}
 
 

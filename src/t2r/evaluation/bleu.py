@@ -55,7 +55,7 @@ def metrics(tokenize: str = BLEU_TOKENIZE) -> tuple[Any, Any]:
         raise T2RError(f"BLEU has no tokenizer {tokenize!r}: choose one of {', '.join(BLEU.TOKENIZERS)}")
     try:
         return BLEU(tokenize=tokenize), CHRF()
-    except (ImportError, RuntimeError) as error:  # a tokenizer that needs a package of its own
+    except (ImportError, RuntimeError, OSError) as error:  # a tokenizer that needs a package or a file of its own
         raise T2RError(f"BLEU cannot use its tokenizer {tokenize!r}: {' '.join(str(error).split())}") from error
 
 
@@ -104,7 +104,7 @@ def language_of(reference: str | Path, target_language: str | None = None) -> st
         code = re.split(r"[_-]", target_language)[0].lower()
         return TWO_LETTERS.get(code, code)
     found = re.search(r"[.@]([a-z]{2,3})(?:\.(?:xz|gz|txt))*$", Path(str(reference)).name)
-    if found is None or found[1] in ("txt", "xz", "gz", "ref", "tgt", "trg"):
+    if found is None or found[1] in ("txt", "xz", "gz", "ref", "tgt", "trg", "tok", "out", "bpe", "sgm", "spm"):
         return "en"
     return TWO_LETTERS.get(found[1], found[1])
 
@@ -155,9 +155,11 @@ def bleu_by_length(
 
 # --- Copying ------------------------------------------------------------------------------------------------
 
-NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,:]\d+)*(?![A-Za-z\d])")  # not the digits of H200 or 5G
-LATIN = re.compile(r"[A-Za-zÀ-ÖØ-öø-ɏ][A-Za-z0-9_À-ÖØ-öø-ɏ'-]*")
-WORD = re.compile(r"[^\W\d_][\w'-]*")
+# Not the digits of H200, 5G or 12.5kg, nor a part of them.
+NUMBER = re.compile(r"(?<![A-Za-z\d])(?<!\d[.,:])\d++(?:[.,:]\d++)*+(?![A-Za-z\d])")
+# Words end with a letter or digit: no quotes, hyphens or possessives.
+LATIN = re.compile(r"[A-Za-zÀ-ÖØ-öø-ɏ](?:(?!'s\b)[A-Za-z0-9_À-ÖØ-öø-ɏ'-])*(?<!['-])")
+WORD = re.compile(r"[^\W\d_](?:(?!'s\b)[\w'-])*(?<!['-])")
 
 
 def copy_accuracy(

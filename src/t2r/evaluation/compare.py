@@ -110,7 +110,8 @@ def evaluate(
             raise T2RError("to measure translations, give both sources and references: --src and --ref")
         if texts or tasks or variants or teacher is not None:
             raise T2RError("translations are measured alone: give no text, task, variant or teacher beside --src")
-        check(RunOptions, {"limit": limit, "dtype": dtype, "device": device})
+        searched = {"beams": beams, "length_penalty": length_penalty}
+        check(RunOptions, {"limit": limit, "dtype": dtype, "device": device, **searched})
         return evaluate_translation(
             models,
             source,
@@ -144,7 +145,7 @@ def evaluate(
         tokenizer = _tokenizer_of(models[0])
     everyone = [*models, *([] if teacher is None else [teacher])]
     read = {str(name): encode(tokenizer, read_text(name, tokenizer)) for name in texts}
-    _check(everyone, next(iter(read.values()), None))
+    _check(everyone, list(read.values()))
     windows = [_windows(everyone, size, stride) for size in wanted]
     asked = Asked(
         tokenizer=tokenizer,
@@ -183,8 +184,8 @@ def _measured(
         for variant in (None, *own_variants):
             result = measurement.of(model, _title(entry), variant)
             if asked.tasks and variant is None:
-                own = asked.tokenizer if isinstance(entry, PreTrainedModel) else _tokenizer_of(entry)
-                result["tasks"] = measurement.tasks(model, own)
+                saved = None if isinstance(entry, PreTrainedModel) else load_tokenizer(str(entry))
+                result["tasks"] = measurement.tasks(model, saved or asked.tokenizer)
             results.append(result)
         del model
         gc.collect()  # models contain reference cycles, and the next model needs the memory
@@ -263,7 +264,7 @@ def _tokenizer_of(source: Model) -> Tokenizer:
     return tokenizer
 
 
-def _check(models: Sequence[Model], text: Text | None) -> None:
+def _check(models: Sequence[Model], texts: Sequence[Text]) -> None:
     """Raise T2RError if the models cannot be compared, before the first one is measured.
 
     Perplexities are comparable only over the same tokens, and distributions only over the same vocabulary. A folder
@@ -275,16 +276,18 @@ def _check(models: Sequence[Model], text: Text | None) -> None:
         refuse_seq2seq(config, _title(source))
         auto_class(config)
         sizes.append((_title(source), getattr(config.get_text_config(), "vocab_size", None)))
-        if isinstance(source, PreTrainedModel) or text is None:
+        if isinstance(source, PreTrainedModel) or not texts:
             continue
         tokenizer = load_tokenizer(str(source))
-        if tokenizer is not None and not torch.equal(encode(tokenizer, text.string).token_ids, text.token_ids):
+        if tokenizer is not None and not all(
+            torch.equal(encode(tokenizer, text.string).token_ids, text.token_ids) for text in texts
+        ):
             raise T2RError(
                 f"the tokenizer of {source} tokenizes this text differently, so perplexities per token are not "
                 "comparable: evaluate the models one at a time, and compare their bits per byte"
             )
 
-    if text is not None and len({size for _, size in sizes if size is not None}) > 1:
+    if texts and len({size for _, size in sizes if size is not None}) > 1:
         found = ", ".join(f"{name} has {size}" for name, size in sizes)
         raise T2RError(f"the models must have the same vocabulary size: {found}")
 

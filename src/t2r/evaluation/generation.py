@@ -3,12 +3,13 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from t2r.errors import T2RError
@@ -71,7 +72,11 @@ def repetition(
     rates = {}
     swapped: Any = model
     generate = Engine(model).generate if isinstance(model, T2RModel) else swapped.generate
-    with evaluating(model), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    with (
+        evaluating(model),
+        _without_settings(model),
+        torch.random.fork_rng([model.device] if model.device.type == "cuda" else []),
+    ):
         for name, options in ways.items():
             torch.manual_seed(seed)
             written = [
@@ -81,6 +86,17 @@ def repetition(
             ]
             rates[name] = sum(repeated(ids, n) for ids in written) / len(written)
     return Repetition(**rates)
+
+
+@contextmanager
+def _without_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Ignore the generation settings of a model, such as filters and penalties."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _continue(generate: Any, prompts: Tensor, new_tokens: int, options: dict[str, Any]) -> list[list[int]]:

@@ -36,6 +36,8 @@ def harness(
         model = load_model(source, dtype=dtype, device=device)
     if tokenizer is None:
         raise T2RError("a model given as an object, or saved without a tokenizer, requires the tokenizer argument")
+    if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
+        raise T2RError("tasks require a tokenizer with a BOS or EOS token, which begins texts without context")
     report = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
         tasks=list(tasks),
@@ -66,6 +68,7 @@ def find_tasks(tasks: Sequence[str], task_folder: str | Path | None = None) -> A
         raise T2RError(f"lm-eval has no task {', '.join(unknown)}")
     try:
         manager.load(list(tasks))
-    except OSError as error:  # a missing file, or the Hub is not reachable
-        raise T2RError(f"the data of {', '.join(tasks)} cannot be read: {error}") from error
+    except Exception as error:  # a missing file, the Hub is not reachable, wrong fields in a task's file or its data
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise T2RError(f"the data of {', '.join(tasks)} cannot be read: {told}") from error
     return manager

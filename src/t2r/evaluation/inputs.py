@@ -17,8 +17,13 @@ from t2r.surgery.adapters import FAMILIES, family
 def read_text(names: str | Path | Sequence[str], tokenizer: Tokenizer) -> str:
     """Return the concatenated text of files, globs or `datasets:` names, as for training."""
     names = str(names) if isinstance(names, Path) else names
-    parts = (part for source in find_sources(names) for part in source.read(tokenizer, False, lambda _: None))
-    text = "".join(f"{part.text}\n" if part.ends and part.text else part.text for part in parts)
+    pieces: list[str] = []
+    for source in find_sources(names):
+        if pieces and not pieces[-1].endswith("\n"):  # the last line of the previous file
+            pieces.append("\n")
+        parts = source.read(tokenizer, False, lambda _: None)
+        pieces += [f"{part.text}\n" if part.ends else part.text for part in parts if part.text]
+    text = "".join(pieces)
     if not text.strip():
         raise T2RError(f"{names} is empty")
     return text

@@ -21,7 +21,6 @@ from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation.bleu import (
     BLEU_TOKENIZE,
-    OWN_TOKENIZERS,
     bleu_by_length,
     copy_accuracy,
     language_of,
@@ -114,7 +113,7 @@ def evaluate_translation(
     lengths: list[int] = []
     language: str | None = language_of(reference, target_language)
     try:
-        metrics(OWN_TOKENIZERS.get(str(language), "none"))
+        tokenized_bleu([""], [""], str(language))
     except T2RError as reason:  # it must not end the command after the translations, which take long
         logger.warning("tokenized BLEU is left out: %s", reason)
         language = None

@@ -125,8 +125,13 @@ class WindowedReadout(Readout):
     def __init__(self, model: PreTrainedModel, example: Mapping[str, Tensor], window: SoftmaxWindow) -> None:
         self.window = window
         self.swapped = isinstance(model, T2RModel)
-        super().__init__(model, example)
-        self._check_effect(example)
+        try:
+            super().__init__(model, example)
+            self._check_effect(example)
+        except T2RError:
+            raise
+        except Exception as error:  # a model that cannot take such a mask raises anything
+            raise T2RError(f"{model.config.model_type} models do not support a window: {error}") from error
 
     def _body(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return super()._body(self._limited(inputs, self.window))
@@ -142,7 +147,7 @@ class WindowedReadout(Readout):
         allowed = window.allowed(position[:, None] - position, position)
         # An additive mask, which has the same meaning in every attention implementation.
         mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=ids.device).masked_fill(~allowed, -torch.inf)
-        limited = {**inputs, "attention_mask": mask[None, None]}
+        limited = {**inputs, "attention_mask": mask.expand(len(ids), 1, -1, -1)}
         if takes(self.model.forward, "position_ids"):  # OPT computes them from a two-dimensional mask
             limited["position_ids"] = position.expand(len(ids), -1)
         return limited
