@@ -59,6 +59,11 @@ def test_backends_side_by_side_with_decay(monkeypatch):
     assert report.bandwidth is None
 
 
+def test_the_device_is_chosen():
+    report = ops.run([16], heads=1, feature_size=4, head_dim=4, repeats=1, decay=True, device="auto")
+    assert report.settings.device in ("cpu", "cuda")
+
+
 def test_a_backend_without_a_backward_pass(monkeypatch):
     real = ops._linear
     monkeypatch.setattr(ops, "_linear", lambda inputs, decay, name: (real(inputs, decay, "chunked")[0], None))

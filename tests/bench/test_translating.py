@@ -15,10 +15,12 @@ from t2r.bench import memory, translating
 from t2r.bench.analytic import step_cost
 from t2r.bench.figures import memory_page, translating_page
 from t2r.bench.models import add_feature_sizes, load_models
+from t2r.bench.readers import EngineReader, Reader
 from t2r.bench.summary import place
 from t2r.errors import T2RError
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
+from t2r.generation.state import check_vocabulary
 
 
 def built(*names):
@@ -43,6 +45,31 @@ def test_translation_with_the_models_of_the_paper():
         assert words in notes
     assert "Speed by feature size, at 12 tokens" in translating_page(report).html()
     assert json.loads(json.dumps(asdict(report)))["settings"]["batch"] == 2
+
+
+def test_what_the_engine_does_not_support_is_measured_with_generate(caplog):
+    """Softmax layers of T5 have a relative bias. FSMT has two vocabularies."""
+    report = translating.run({"t5": tiny("t5")}, [4], batch=2, repeats=1)
+    assert [point.model for point in report.points] == ["t5, generate()"]
+    assert "t5 is measured with generate(), not with the engine" in caplog.text
+    model = tiny("fsmt")
+    model.set_input_embeddings(torch.nn.Embedding(7, 32, padding_idx=1))  # of the sources
+    assert translating.Translator(model, 2).source(64).max() == 6
+    with pytest.raises(T2RError, match="ends at 6"):
+        check_vocabulary(model, [7])
+    check_vocabulary(model, [6])
+
+
+def test_a_window_of_equal_memory_takes_the_same_for_any_number_of_steps():
+    models = built("softmax=random:tiny-lm", "T2R 8=random:tiny-lm,feature_size=8,merged")
+    rows = [memory.run(models, context=64, steps=steps, repeats=1, memory=0.02).rows for steps in (1, 8)]
+    assert [row.batch for row in rows[0][1:]] == [row.batch for row in rows[1][1:]]
+    teacher = Reader("teacher", models["softmax"], 2, 0, window=5)
+    reader = EngineReader(teacher)
+    reader.read_until(32)
+    reader.milliseconds(4)
+    assert reader.decode.max_length == 5
+    assert int(reader.decode.own.lengths.max()) == 5
 
 
 def test_a_softmax_model_in_the_engine_computes_the_same():
@@ -164,3 +191,8 @@ def test_one_thread_is_singular():
     assert place(settings) == "float32 on cpu (1 thread)"
     settings.threads = 2
     assert place(settings) == "float32 on cpu (2 threads)"
+
+
+def test_values_that_are_no_yaml_are_refused():
+    with pytest.raises(T2RError, match="is not a value of feature_size"):
+        built("random:tiny-lm,feature_size=[")

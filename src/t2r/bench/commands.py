@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from t2r.bench import decoding, memory, training, translating
 from t2r.bench.figures import decoding_page, memory_page, translating_page
 from t2r.bench.models import add_feature_sizes, half_dtype, load_models
+from t2r.errors import T2RError
 from t2r.hub import choose_device
 from t2r.options import RunOptions
+from t2r.storage import kind_of
 
 
 def load(
@@ -28,6 +30,12 @@ def load(
     return models
 
 
+def check_page(page: str | None) -> None:
+    """Raise T2RError if a page cannot be written, before anything is measured."""
+    if page is not None and kind_of(page) in ("folder", "other"):
+        raise T2RError(f"--page {page} is not a file: give the name of an HTML file")
+
+
 def decode(
     models: dict[str, PreTrainedModel],
     lengths: Sequence[int] = (),
@@ -38,6 +46,7 @@ def decode(
     **options: Any,
 ) -> list[decoding.Report]:
     """Measure decoding with each batch size. `page` is an HTML file to write, `options` are those of `decoding.run`."""
+    check_page(page)
     stored, lengths = half_dtype(state_dtype), lengths or decoding.LENGTHS
     reports = [decoding.run(models, lengths, batch=rows, state_dtype=stored, **options) for rows in batches or [1]]
     if page is not None:
@@ -49,6 +58,7 @@ def translate(
     models: dict[str, PreTrainedModel], lengths: Sequence[int] = (), *, page: str | None = None, **options: Any
 ) -> translating.Report:
     """Measure translation. `page` is an HTML file to write, `options` are those of `translating.run`."""
+    check_page(page)
     report = translating.run(models, lengths or translating.LENGTHS, **options)
     if page is not None:
         translating_page(report).write(Path(page))
@@ -59,6 +69,7 @@ def find_largest_batch(
     models: dict[str, PreTrainedModel], *, state_dtype: str | None = None, page: str | None = None, **options: Any
 ) -> memory.Report:
     """Find the largest batch. `page` is an HTML file to write, `options` are those of `memory.run`."""
+    check_page(page)
     report = memory.run(models, state_dtype=half_dtype(state_dtype), **options)
     if page is not None:
         memory_page(report).write(Path(page))

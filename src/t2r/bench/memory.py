@@ -126,14 +126,15 @@ def run(
         for name, model, tokens in contestants:
             tell(f"{name}: looking for the largest batch")
             each = step_of(model, 1, tokens or context, steps, state_dtype).row_bytes(tokens or context)
-            room = Search(model, tokens or context, steps, limit, memory is not None, state_dtype)
+            room = Search(model, tokens or context, 0 if tokens else steps, limit, memory is not None, state_dtype)
+            release(device)  # loading may have taken more than a step
             batch, limited = room.counted(most)
             if device.type == "cuda":
                 batch, limited = room.measured(most, batch * 3 // 4)
             found: tuple[Any, ...] = (None, None, None, None)
             if batch:
                 tell(f"{name}: decoding a batch of {batch:,}")
-                found = room.time(batch, repeats)
+                found = room.time(batch, steps, repeats)
             rows.append(Row(name, batch, limited, each, *found))
     dtype = str(first.dtype).removeprefix("torch.")
     settings = Settings(context, steps, repeats, dtype, str(device), limit, torch.get_num_threads())
@@ -146,11 +147,10 @@ def prepared(
     """Return names, models for the engine, and windows; the window of the first model is added."""
     ready = {name: on_the_engine(with_positions(model, length)) for name, model in models.items()}
     found: list[tuple[str, Any, int | None]] = [(name, model, None) for name, model in ready.items()]
-    states = [
-        step_of(model, 1, 1, 1, state_dtype).row_bytes(0)
-        for name, model in ready.items()
-        if isinstance(models[name], T2RModel)
-    ]
+    swapped = [model for name, model in ready.items() if isinstance(models[name], T2RModel)]
+    # The memory of models with softmax layers depends on the length.
+    pure = [model for model in swapped if not model.kept_layers()] or swapped
+    states = [step_of(model, 1, 1, 1, state_dtype).row_bytes(0) for model in pure]
     teacher, own = next(iter(ready.items()))
     if states and not isinstance(models[teacher], T2RModel):
         window = max(1, min(states) // step_of(own, 1, 1, 1).row_bytes(1))
@@ -159,17 +159,19 @@ def prepared(
 
 
 def step_of(model: Any, rows: int, length: int, steps: int, state_dtype: torch.dtype | None = None) -> DecodeStep:
-    """Return a step whose rows have read `length` tokens, with room for `steps` more and a warm-up."""
-    size = length + steps + 1 if model.kept_layers() else None
+    """Return a step whose rows have read `length` tokens, with room for `steps` more and a warm-up.
+
+    With 0 steps it has room for `length` tokens: a full window, whose oldest token a step would replace."""
+    size = (length + steps + 1 if steps else length) if model.kept_layers() else None
     decode = DecodeStep(model, rows, size, state_dtype=state_dtype)
     decode.active.fill_(1)
     decode.greedy.fill_(True)
-    decode.own.lengths.fill_(length)
+    decode.own.lengths.fill_(length if steps else length - 1)
     return decode
 
 
 class Search:
-    """The search for the largest batch of one model."""
+    """The search for the largest batch of one model. With 0 `steps`, `length` is that of a window, which stays full."""
 
     def __init__(
         self,
@@ -191,7 +193,7 @@ class Search:
         weights = sum(x.nbytes for x in {id(x): x for x in self.model.parameters()}.values())
         words = self.model.config.get_text_config().vocab_size
         decode = self.step(1)
-        each = decode.row_bytes(self.length + self.steps + 1) + LOGITS * 4 * words
+        each = decode.row_bytes(self.length + self.steps + 1 if self.steps else self.length) + LOGITS * 4 * words
         batch = max(0, (self.limit - weights) // each)
         return (batch, False) if most is None or batch <= most else (most, True)
 
@@ -222,7 +224,7 @@ class Search:
         release(device)  # after the exception, which holds its tensors
         return fits
 
-    def time(self, rows: int, repeats: int) -> tuple[float, float, float, int | None]:
+    def time(self, rows: int, steps: int, repeats: int) -> tuple[float, float, float, int | None]:
         """Return milliseconds, tokens per second and spread of a batch, and the peak of memory on a GPU."""
         decode, device = self.step(rows), self.model.device
         times = []
@@ -230,10 +232,12 @@ class Search:
             decode.own.lengths.fill_(self.length)
             synchronize(device)
             started = time.perf_counter()
-            for _ in range(self.steps):
+            for _ in range(steps):
+                if not self.steps:
+                    decode.own.lengths.fill_(self.length - 1)
                 decode.run()
             synchronize(device)
-            times.append(1e3 * (time.perf_counter() - started) / self.steps)
+            times.append(1e3 * (time.perf_counter() - started) / steps)
         each, spread = median_and_spread(times[1:])
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         decode = None  # type: ignore[assignment]

@@ -94,7 +94,10 @@ def random_model(text: str, bases: dict[str, PreTrainedModel], device: str) -> t
         name, equals, value = part.partition("=")
         if (name not in OPTIONS or not equals) and part != "merged":
             raise T2RError(f"{text!r}: no swap option {part!r}; the options are {', '.join(OPTIONS)}, and merged")
-        options[name] = yaml.safe_load(value) if equals else True
+        try:
+            options[name] = yaml.safe_load(value) if equals else True
+        except yaml.YAMLError as error:
+            raise T2RError(f"{text!r}: {value!r} is not a value of {name}") from error
     merged = options.pop("merged", False)
     place = torch.device(device)
     if shape not in bases:

@@ -118,7 +118,7 @@ def run(
     backends = tuple(name.strip() for name in backend.split(","))
     if fla.NAME in backends:
         fla.check(device)
-    threads = torch.get_num_threads()
+    device, threads = str(choose_device(device)), torch.get_num_threads()
     settings = Settings(batch, heads, feature_size, head_dim, dtype, device, backends, decay, repeats, threads)
     rows = [row for length in chosen for row in _rows(length, settings)]
     speed = bandwidth(choose_device(device), repeats) if _on_cuda(settings) else None

@@ -117,7 +117,9 @@ class EngineReader(Reader):
         super().free()
 
     def milliseconds(self, steps: int) -> float:
-        size = self.length + 1 + steps if self.model.kept_layers() else None
+        # A window stays full: a step replaces its last token, which takes as long as replacing the first one.
+        room, before = (1 + steps, self.length) if self.window is None else (0, self.length - 1)
+        size = self.length + room if self.model.kept_layers() else None
         if self.decode is None or self.decode.max_length != size:
             self.decode = None  # frees its memory before the next is allocated
             how: dict[str, Any] = {"compiled": self.compiled, "state_dtype": self.state_dtype}
@@ -126,10 +128,16 @@ class EngineReader(Reader):
         if self.reads:
             rows = torch.arange(self.batch, device=decode.tokens.device)
             decode.put_rows(rows, self.cache, rows, torch.zeros_like(rows))
-        decode.own.lengths.fill_(self.length)
+        decode.own.lengths.fill_(before)
         decode.active.fill_(1)
         decode.greedy.fill_(True)
-        return self.timed(lambda i: decode.run(), steps)
+
+        def step(i: int) -> None:
+            if self.window is not None:
+                decode.own.lengths.fill_(before)
+            decode.run()
+
+        return self.timed(step, steps)
 
 
 class CapturedReader(Reader):

@@ -7,6 +7,7 @@ long as the translation; a captured step reads all of it. `generate()` reads onl
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,12 @@ from t2r.bench.summary import (
 from t2r.errors import T2RError
 from t2r.evaluation.logits import evaluating
 from t2r.generation.engine import Engine
+from t2r.generation.engine.request import no_static_cache
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.hub import synchronize
 from t2r.surgery.adapters import family_of
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,8 +138,11 @@ def run(
     first = next(iter(models.values()))
     ways: dict[str, Translator] = {}
     for name, model in models.items():
-        ways[name] = EngineTranslator(model, batch, compiled)
-        if generate:
+        if (reason := no_static_cache(on_the_engine(model))) is None:
+            ways[name] = EngineTranslator(model, batch, compiled)
+        else:
+            logger.warning("%s is measured with generate(), not with the engine: %s", name, reason)
+        if generate or reason is not None:
             ways[f"{name}, generate()"] = Translator(model, batch)
     points = []
     with evaluating(*(way.model for way in ways.values())):
@@ -172,7 +179,7 @@ class Translator:
 
     def __init__(self, model: Any, batch: int) -> None:
         self.model, self.batch = model, batch
-        self.words = model.config.vocab_size
+        self.words = model.get_input_embeddings().weight.shape[0]
 
     def source(self, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(length)
@@ -189,6 +196,7 @@ class Translator:
             "num_beams": 1,
             "eos_token_id": None,  # translations have a given length
             "forced_eos_token_id": None,
+            "use_cache": True,
         }
         synchronize(device)
         if device.type == "cuda":

@@ -103,7 +103,7 @@ def generate(
             with _progress(quiet or as_json) as on_tokens:
                 state = read_document(loaded, tokenizer, given.document, state, on_tokens)
             state.save(save_state)
-            if not quiet:
+            if as_json or not quiet:
                 _say(describe_state(save_state), save_state, as_json)
             return
         if given is None:

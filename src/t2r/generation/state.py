@@ -57,8 +57,12 @@ def read_document(
 
 
 def check_vocabulary(model: Any, ids: Sequence[int]) -> None:
-    """Raise T2RError for tokens outside the vocabulary of the model, which would be an index error."""
+    """Raise T2RError for tokens outside the vocabulary of the model, which would be an index error.
+
+    For an encoder-decoder, that is the vocabulary of sources, which may be another."""
     size = getattr(model.config.get_text_config(), "vocab_size", None)
+    if model.config.is_encoder_decoder:
+        size = model.get_input_embeddings().weight.shape[0]
     if size is not None and ids and max(ids) >= size:
         raise T2RError(
             f"the text has token {max(ids)}, but the model's vocabulary ends at {size - 1}: the tokenizer does not "
