@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 import t2r
 from families import tiny
+from t2r import hub
 from t2r.errors import T2RError
 from t2r.hub import INDEX, choose_device, load_config, load_model, need_tokenizer
 
@@ -107,3 +109,16 @@ def test_devices_that_cannot_compute(name):
     assert choose_device("cpu") == torch.device("cpu")
     with pytest.raises(T2RError, match=f"device '{name}' is not available"):
         choose_device(name)
+
+
+@pytest.mark.parametrize(("cause", "reached"), [(RemoteEntryNotFoundError, True), (LocalEntryNotFoundError, False)])
+def test_a_tokenizer_that_cannot_be_reached_is_not_one_that_does_not_exist(cause, reached, monkeypatch):
+    def cached_file(*_, **__):
+        raise OSError("we could not connect\nto the Hub") from cause.__new__(cause)
+
+    monkeypatch.setattr(hub, "cached_file", cached_file)
+    if reached:
+        assert t2r.load_tokenizer("org/name") is None
+    else:
+        with pytest.raises(T2RError, match=r"org/name cannot be loaded from the Hub: we could not connect$"):
+            t2r.load_tokenizer("org/name")

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -118,7 +118,7 @@ def load_tokenizer(
     """Load the tokenizer of a model from a folder or the Hub. Returns None if the model has no tokenizer."""
     source = str(source)
     check_source(source)
-    if not any(has_file(source, name, revision) for name in TOKENIZER_FILES):
+    if not has_tokenizer(source, revision):
         return None
     with explained(source, "the tokenizer of "):
         return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -206,11 +206,21 @@ def check_source(source: str) -> None:
         raise T2RError(f"there is no folder {source or repr(source)}")
 
 
-def has_file(source: str, name: str, revision: str | None) -> bool:
-    try:
-        return cached_file(source, name, revision=revision) is not None
-    except OSError:
-        return False
+def has_tokenizer(source: str, revision: str | None) -> bool:
+    """Return whether a model has a tokenizer. Raises T2RError if the Hub cannot be asked."""
+    unreachable = None
+    for name in TOKENIZER_FILES:
+        try:
+            if cached_file(source, name, revision=revision) is not None:
+                return True
+        except OSError as error:
+            why = error.__cause__
+            absent = isinstance(why, EntryNotFoundError) and not isinstance(why, LocalEntryNotFoundError)
+            unreachable = unreachable if absent else error
+    if unreachable is not None and not Path(source).is_dir():
+        reason = str(unreachable).partition("\n")[0]
+        raise T2RError(f"the tokenizer of {source} cannot be loaded from the Hub: {reason}") from unreachable
+    return False
 
 
 @contextmanager

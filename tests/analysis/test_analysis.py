@@ -218,6 +218,45 @@ def test_encoder_decoders(tmp_path, tokenizer):
         analyze(model, source, tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("model_type", ["fsmt", "marian"])
+def test_the_decoder_reads_the_targets(model_type, tmp_path, tokenizer):
+    """FSMT does not make its decoder inputs from the labels."""
+    model = t2r.swap(tiny(model_type, torch.float32), feature_size=8)
+    source, *targets = (tmp_path / f"{i}.txt" for i in range(3))
+    for path, line in zip((source, *targets), ("w3 w4 w5 w6", "w7 w8 w9 w10", "w11 w12 w13 w14"), strict=True):
+        path.write_text(line + "\n")
+    found = [analyze(model, source=source, target=each, tokenizer=tokenizer)["mean"]["entropy"] for each in targets]
+    assert found[0] != found[1]
+    longer = tmp_path / "longer.txt"
+    longer.write_text("w3 w4 w5 w6 w7 w8\n")
+    assert analyze(model, source=source, target=longer, tokenizer=tokenizer)["tokens"] == 6
+    with pytest.raises(T2RError, match="--window and --words are for --text"):
+        analyze(model, source=source, target=source, tokenizer=tokenizer, words=1)
+    with pytest.raises(T2RError, match="no languages to choose from"):
+        analyze(model, source=source, target=source, tokenizer=tokenizer, target_language="de")
+
+
+@pytest.mark.parametrize("model_type", ["t5", "mt5", "umt5", "marian"])
+def test_a_single_recurrent_layer_is_that_of_a_model_with_the_others_kept(model_type):
+    """The first layer of a T5 computes the bias of all exact layers above, also if it is recurrent itself."""
+    model = t2r.swap(tiny(model_type), feature_size=8, init="identity")
+    inputs = batch(model_type)
+    for layer in range(3):
+        kept = t2r.swap(
+            tiny(model_type), feature_size=8, init="identity", softmax_layers=[i for i in range(3) if i != layer]
+        )
+        kept.load_state_dict(model.state_dict(), strict=False)
+        with torch.no_grad(), t2r.exact_attention(model, recurrent_layers=[layer]):
+            one = model(**inputs).logits
+        with torch.no_grad():
+            torch.testing.assert_close(one, kept(**inputs).logits)
+
+
+def test_a_transformer_is_analyzed_without_notices_of_a_swap(tokenizer, text, caplog):
+    analyze(tiny("mistral", torch.float32), text, tokenizer=tokenizer, window=16, measure_recall=False)
+    assert "recurrent" not in caplog.text
+
+
 def test_pairs_are_cut_at_the_positions_and_unknown_tokens_are_refused(tmp_path, tokenizer):
     path = tmp_path / "long.txt"
     path.write_text("w3 w4 " * POSITIONS + "\n")
@@ -271,6 +310,10 @@ def test_models_that_cannot_be_compared(tokenizer, text):
         analyze(tiny("gpt2", torch.float32), text, tokenizer=tokenizer, window=500)
     with pytest.raises(T2RError, match="positions, but 300"):
         analyze(tiny("gpt2", torch.float32), text, tokenizer=tokenizer, window=300)
+    smaller = tiny("gpt2", torch.float32)
+    smaller.resize_token_embeddings(50)
+    with pytest.raises(T2RError, match="different vocabularies"):
+        analyze(tiny("gpt2", torch.float32), text, teacher=smaller, tokenizer=tokenizer, window=16)
 
 
 # --- Measurements -------------------------------------------------------------------------------------------
@@ -282,6 +325,8 @@ def test_divergence_and_rank():
     assert jensen_shannon(two, two).item() == 0
     assert effective_rank(torch.eye(6)).item() == pytest.approx(6)
     assert effective_rank(torch.ones(4, 6)).item() == pytest.approx(1, abs=1e-3)
+    with pytest.raises(T2RError, match="activations overflow"):
+        effective_rank(torch.full((2, 2), torch.inf))
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (16, 8), (40, 48)])

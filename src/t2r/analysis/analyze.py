@@ -22,6 +22,7 @@ from t2r.analysis.measures import (
 )
 from t2r.analysis.subject import Place, Subject
 from t2r.attention.observation import LinearInputs
+from t2r.data.languages import set_languages
 from t2r.data.parallel.lines import find_file, read_pairs
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
@@ -33,6 +34,7 @@ from t2r.generation.state import check_vocabulary
 from t2r.hub import need_tokenizer
 from t2r.options import AnalysisOptions, RunOptions, check
 from t2r.reporting import environment
+from t2r.tasks.translation import shift_of
 from t2r.training.sessions.sensitivity import scan_layers
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ def analyze(
     teacher: Model | None = None,
     source: str | Path | None = None,
     target: str | Path | None = None,
+    source_language: str | None = None,
+    target_language: str | None = None,
     tokenizer: Tokenizer | None = None,
     window: int | None = None,
     words: int | None = None,
@@ -78,6 +82,7 @@ def analyze(
         text: a file or a glob, for language models.
         teacher: the model that was converted.
         source, target: files of sources and targets, for encoder-decoders, instead of `text`. A sample is a pair.
+        source_language, target_language: codes of languages, for multilingual models.
         tokenizer: the tokenizer. Required if the model is an object.
         window: tokens per sample. None: 512, or fewer if a model has fewer positions.
         words: tokens at the end of each window whose attention is measured. None: half the window.
@@ -100,6 +105,10 @@ def analyze(
     check(RunOptions, {"window": window, "limit": limit, "dtype": dtype, "device": device, "seed": seed})
     if (text is None) == (source is None) or (source is None) != (target is None):
         raise T2RError("give --text for a language model, or --src and --tgt for an encoder-decoder")
+    if source is None and (source_language or target_language):
+        raise T2RError("languages are for translation: give --src and --tgt")
+    if source is not None and (window is not None or words is not None):
+        raise T2RError("--window and --words are for --text: a pair of sentences is read as a whole")
     if trials < 1 or (words is not None and words < 1):
         raise T2RError("trials and words must be at least 1")
     if tokenizer is None and isinstance(model, PreTrainedModel):
@@ -122,14 +131,18 @@ def analyze(
         tokens = samples.numel()
     else:
         assert source is not None and target is not None
+        set_languages(own.model, tokenizer, source_language, target_language)
         positions = _fewest_positions(own, other)
         batches = list(_pairs(tokenizer, source, target, limit, positions))
+        shift = shift_of(own.model)
         for batch in batches:
-            check_vocabulary(own.model, [token for ids in batch.values() for token in ids.flatten().tolist()])
+            check_vocabulary(own.model, batch["input_ids"].flatten().tolist())
+            check_vocabulary(own.model, batch["labels"].flatten().tolist(), targets=True)
+            batch["decoder_input_ids"] = shift(batch["labels"])  # FSMT does not read the labels
         window = words = max(max(x.shape[1] for x in batch.values()) for batch in batches)
         facts |= {"source": str(source), "target": str(target), "samples": len(batches)}
         tokens = sum(batch["labels"].numel() for batch in batches)
-    facts |= {"tokens": tokens, "dtype": dtype}
+    facts |= {"tokens": tokens, "dtype": str(own.model.dtype).removeprefix("torch.")}
     found, nll = _observed(own, other, batches, window, words, progress)
     notes: list[str | None] = list(found.pop("notes"))
     facts |= found
@@ -159,8 +172,8 @@ def _check_pair(own: Subject, other: Subject | None, translates: bool) -> None:
             raise T2RError(f"{subject.name} is analyzed with {wanted}")
     if other is None:
         return
-    sizes = {subject.name: subject.model.config.get_text_config().vocab_size for subject in (own, other)}
-    if len(set(sizes.values())) > 1:
+    sizes = {subject.model.config.get_text_config().vocab_size for subject in (own, other)}
+    if len(sizes) > 1:
         raise T2RError(f"{own.name} and {other.name} have different vocabularies: they cannot read the same tokens")
     if sorted(own.places.values()) != sorted(other.places.values()):
         raise T2RError(f"{own.name} and {other.name} have different layers: attention can only be compared by layer")

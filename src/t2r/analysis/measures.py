@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from t2r.attention.observation import LinearInputs
+from t2r.errors import T2RError
 from t2r.ops import State, absorb
 from t2r.ops.weights import Weights
 
@@ -191,6 +192,8 @@ def effective_rank(s: Tensor) -> Tensor:
     # Square roots of eigenvalues in float64 are at least as precise as singular values in float32.
     s = s.double()
     squares = s @ s.mT if s.shape[-2] < s.shape[-1] else s.mT @ s
+    if not squares.isfinite().all():
+        raise T2RError("states are not finite: activations overflow in this dtype; use --dtype float32 or bfloat16")
     if squares.shape[-1] > BATCHED:
         squares = squares.cpu()
     values = torch.linalg.eigvalsh(squares).clamp_min(0).sqrt().to(s.device)

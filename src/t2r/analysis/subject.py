@@ -18,6 +18,7 @@ from t2r.attention.observation import Observed, observing
 from t2r.attention.recurrence import exact_attention
 from t2r.errors import T2RError
 from t2r.hub import load_model
+from t2r.model import proof
 from t2r.model.logits import evaluating
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
@@ -102,7 +103,7 @@ def _nll(logits: Tensor, input_ids: Tensor) -> Tensor:
 
 @contextmanager
 def _without_notices() -> Iterator[None]:
-    logger = logging.getLogger("t2r.surgery.install")
+    logger = proof.logger
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

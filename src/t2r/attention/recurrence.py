@@ -140,6 +140,11 @@ def mode_of(site: Recurrence) -> Mode | None:
     return mode
 
 
+def exact_somewhere() -> bool:
+    """Return whether some recurrent site computes exact attention now, in this thread."""
+    return getattr(_thread, "mode", None) is not None
+
+
 @contextmanager
 def exact_attention(
     model: nn.Module, *, recurrent_layers: Collection[int] = (), observer: Observer | None = None

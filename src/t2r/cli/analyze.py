@@ -4,8 +4,23 @@ from typing import Annotated
 
 import typer
 
-from t2r.cli.common import RUN, AsJson, Device, Model, Quiet, calm, flag, print_json, show, shows_progress
+from t2r.cli.common import (
+    RUN,
+    AsJson,
+    Device,
+    Model,
+    Quiet,
+    SourceLanguage,
+    TargetLanguage,
+    calm,
+    flag,
+    print_json,
+    show,
+    shows_progress,
+)
+from t2r.errors import T2RError
 from t2r.options import AnalysisOptions, options_of
+from t2r.storage import kind_of
 
 OWN = options_of(AnalysisOptions)
 
@@ -18,6 +33,8 @@ def analyze(
     text: Annotated[str | None, typer.Option(help="Text to read: a file or a glob.")] = None,
     src: Annotated[str | None, typer.Option(help="For encoder-decoders: a file of source sentences.")] = None,
     tgt: Annotated[str | None, typer.Option(help="For encoder-decoders: the targets of --src.")] = None,
+    source_language: SourceLanguage = None,
+    target_language: TargetLanguage = None,
     window: Annotated[int | None, flag(RUN["window"], help="Tokens per sample.")] = None,
     words: Annotated[
         int | None,
@@ -54,6 +71,8 @@ def analyze(
     """
     from t2r import analysis
 
+    if plots is not None and kind_of(plots) in ("file", "other"):
+        raise T2RError(f"--plots {plots} is not a folder")
     with calm(quiet or as_json):
         result = analysis.analyze(
             model,
@@ -61,6 +80,8 @@ def analyze(
             teacher=teacher,
             source=src,
             target=tgt,
+            source_language=source_language,
+            target_language=target_language,
             window=window,
             words=words,
             limit=limit,

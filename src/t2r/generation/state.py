@@ -56,12 +56,12 @@ def read_document(
     return cache
 
 
-def check_vocabulary(model: Any, ids: Sequence[int]) -> None:
+def check_vocabulary(model: Any, ids: Sequence[int], *, targets: bool = False) -> None:
     """Raise T2RError for tokens outside the vocabulary of the model, which would be an index error.
 
-    For an encoder-decoder, that is the vocabulary of sources, which may be another."""
+    The sources of an encoder-decoder may have another vocabulary than its `targets`."""
     size = getattr(model.config.get_text_config(), "vocab_size", None)
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and not targets:
         size = model.get_input_embeddings().weight.shape[0]
     if size is not None and ids and max(ids) >= size:
         raise T2RError(

@@ -286,6 +286,8 @@ def benchmark(page: Page, content: Any, path: Path) -> None:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.4g}"
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
@@ -303,9 +305,11 @@ def _decoding(content: Mapping[str, Any]) -> decoding.Report:
 def short_names(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name for each result: the folder of the model, with as many parent folders as make it unique."""
     names: list[str] = []
-    for parts in range(1, 1 + max(len(Path(r["model"]).parts) for r in results)):
+    folders = [Path(r["model"]).parts or (r["model"],) for r in results]  # that of `.` has no parts
+    for parts in range(1, 1 + max(map(len, folders))):
         names = [
-            "/".join(Path(r["model"]).parts[-parts:]) + (f", {r['variant']}" if "variant" in r else "") for r in results
+            "/".join(folder[-parts:]) + (f", {r['variant']}" if "variant" in r else "")
+            for folder, r in zip(folders, results, strict=True)
         ]
         if len(set(names)) == len(names):
             return names

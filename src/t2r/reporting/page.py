@@ -72,30 +72,30 @@ class Page:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.parts = [f"<h1>{escape(title)}</h1>"]
+        self.parts = [f"<h1>{_plain(title)}</h1>"]
 
     def heading(self, text: str) -> None:
-        self.parts.append(f"<h2>{escape(text)}</h2>")
+        self.parts.append(f"<h2>{_plain(text)}</h2>")
 
     def subheading(self, text: str) -> None:
-        self.parts.append(f"<h3>{escape(text)}</h3>")
+        self.parts.append(f"<h3>{_plain(text)}</h3>")
 
     def paragraph(self, text: str, *, lead: bool = False) -> None:
         start = '<p class="lead">' if lead else "<p>"
-        self.parts.append(f"{start}{escape(text)}</p>")
+        self.parts.append(f"{start}{_plain(text)}</p>")
 
     def code(self, text: str, summary: str | None = None) -> None:
         """Add commands or a file. With a summary, it is folded under that."""
-        block = f"<pre>{escape(_printable(text.strip()))}</pre>"
+        block = f"<pre>{_plain(text.strip())}</pre>"
         if summary is not None:
-            block = f"<details><summary>{escape(summary)}</summary>{block}</details>"
+            block = f"<details><summary>{_plain(summary)}</summary>{block}</details>"
         self.parts.append(block)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
         """Add a table. On a narrow screen, it scrolls in a box of its own."""
         body = "\n".join(_row(cells, "td") for cells in rows)
         # The caption is outside of the box, so that it does not scroll with a wide table.
-        title = f'<p class="caption">{escape(caption)}</p>' if caption else ""
+        title = f'<p class="caption">{_plain(caption)}</p>' if caption else ""
         table = f"<table><thead>{_row(header, 'th')}</thead><tbody>\n{body}\n</tbody></table>"
         self.parts.append(f'{title}<div class="scroll" tabindex="0">{table}</div>')
 
@@ -112,20 +112,20 @@ class Page:
 
     def facts(self, rows: Mapping[str, str]) -> None:
         """Add names and values, without a header."""
-        body = "\n".join(_row((_printable(name), _printable(value)), "td") for name, value in rows.items())
+        body = "\n".join(_row((name, value), "td") for name, value in rows.items())
         self.parts.append(f'<div class="scroll"><table class="facts"><tbody>\n{body}\n</tbody></table></div>')
 
     def quotes(self, texts: Mapping[str, str]) -> None:
         """Add texts side by side, each under its name."""
         each = "".join(
-            f"<div><strong>{escape(_printable(name))}</strong><blockquote>{escape(_printable(text))}</blockquote></div>"
+            f"<div><strong>{_plain(name)}</strong><blockquote>{_plain(text)}</blockquote></div>"
             for name, text in texts.items()
         )
         self.parts.append(f'<div class="side">{each}</div>')
 
     def figures(self, svgs: Mapping[str, str]) -> None:
         """Add figures side by side, each over its caption."""
-        each = "".join(f"<figure>{svg}<figcaption>{escape(name)}</figcaption></figure>" for name, svg in svgs.items())
+        each = "".join(f"<figure>{svg}<figcaption>{_plain(name)}</figcaption></figure>" for name, svg in svgs.items())
         self.parts.append(f'<div class="side">{each}</div>')
 
     def html(self) -> str:
@@ -133,7 +133,7 @@ class Page:
         return (
             '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml">\n<head>\n<meta charset="utf-8"/>\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-            f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+            f"<title>{_plain(self.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
         )
 
     def write(self, path: Path) -> None:
@@ -146,15 +146,15 @@ class Page:
 
 
 def _row(cells: Sequence[str], kind: str) -> str:
-    return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
+    return f"<tr>{''.join(f'<{kind}>{_plain(cell)}</{kind}>' for cell in cells)}</tr>"
 
 
 UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def _printable(text: str) -> str:
-    """Replace characters that XML does not allow, which generated text may contain."""
-    return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+def _plain(text: str) -> str:
+    """Return text for a page. Characters that XML does not allow, which generated text may contain, are replaced."""
+    return escape(UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 # --- Figures ------------------------------------------------------------------------------------------------
@@ -301,4 +301,4 @@ def svg(draw: Any, words: str) -> str:
     used, mark = set(re.findall(r"#([\w.-]+)", drawn)), hashlib.sha256(drawn.encode()).hexdigest()[:8]
     drawn = re.sub(r' id="([^"]*)"', lambda match: f' id="{match[1]}-{mark}"' if match[1] in used else "", drawn)
     drawn = re.sub(r'(url\(#|href="#)([\w.-]+)', rf"\1\2-{mark}", drawn)
-    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(words)}" ', 1)
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{_plain(words)}" ', 1)

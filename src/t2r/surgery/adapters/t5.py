@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from t2r.attention.merged import Affine
 from t2r.attention.projection import ProjectionAttention
+from t2r.attention.recurrence import exact_somewhere
 from t2r.feature_maps import split_heads
 from t2r.surgery.adapters.base import Family, Shape, Site
 
@@ -68,7 +69,7 @@ class T5Recurrence(T5Projections):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        wanted = self.has_relative_attention_bias and (self.exact or self.feeds_softmax)
+        wanted = self.has_relative_attention_bias and (self.feeds_softmax or exact_somewhere())
         if wanted and position_bias is None:
             position_bias = self.bias(hidden_states, past_key_values)
         out, _ = super().forward(hidden_states, past_key_values, mask, key_value_states, position_bias=position_bias)
