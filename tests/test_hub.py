@@ -120,5 +120,8 @@ def test_a_tokenizer_that_cannot_be_reached_is_not_one_that_does_not_exist(cause
     if reached:
         assert t2r.load_tokenizer("org/name") is None
     else:
-        with pytest.raises(T2RError, match=r"org/name cannot be loaded from the Hub: we could not connect$"):
+        with pytest.raises(
+            T2RError,
+            match=r"org/name is not a local folder, and from the Hub it cannot be loaded: we could not connect$",
+        ):
             t2r.load_tokenizer("org/name")

@@ -218,8 +218,8 @@ def has_tokenizer(source: str, revision: str | None) -> bool:
             absent = isinstance(why, EntryNotFoundError) and not isinstance(why, LocalEntryNotFoundError)
             unreachable = unreachable if absent else error
     if unreachable is not None and not Path(source).is_dir():
-        reason = str(unreachable).partition("\n")[0]
-        raise T2RError(f"the tokenizer of {source} cannot be loaded from the Hub: {reason}") from unreachable
+        with explained(source, "the tokenizer of "):
+            raise unreachable
     return False
 
 
