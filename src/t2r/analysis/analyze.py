@@ -20,30 +20,24 @@ from t2r.analysis.measures import (
     half_life_summary,
     measured_positions,
 )
+from t2r.analysis.samples import of_pairs, of_text
 from t2r.analysis.subject import Place, Subject
 from t2r.attention.observation import LinearInputs
 from t2r.data.languages import set_languages
-from t2r.data.parallel.lines import find_file, read_pairs
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
-from t2r.evaluation import Perplexity, encode, read_text, recall
+from t2r.evaluation import Perplexity, recall
 from t2r.evaluation.generation import fitting_distances
 from t2r.evaluation.inputs import positions_of
-from t2r.evaluation.logits import check_positions
-from t2r.generation.state import check_vocabulary
 from t2r.hub import need_tokenizer
 from t2r.options import AnalysisOptions, RunOptions, check
 from t2r.reporting import environment
-from t2r.tasks.translation import shift_of
 from t2r.training.sessions.sensitivity import scan_layers
 
 logger = logging.getLogger(__name__)
 
 Model = str | Path | PreTrainedModel
 
-WINDOW = 512
-BATCH = 4
-"""Windows per forward pass."""
 POSITION_BUCKETS = 16
 NAMED_HEADS = 4
 """Heads named in a note."""
@@ -78,7 +72,7 @@ def analyze(
     a model that was trained from random weights, heads do not correspond to those of another model.
 
     Args:
-        model: a swapped model or a transformer: a folder, a name on the Hub, or an object, which is not modified.
+        model: a swapped model or a transformer: a folder, a name on the Hub, or an object (its weights stay the same).
         text: a file or a glob, for language models.
         teacher: the model that was converted.
         source, target: files of sources and targets, for encoder-decoders, instead of `text`. A sample is a pair.
@@ -118,51 +112,31 @@ def analyze(
     _check_pair(own, other, translates=source is not None)
     if tokenizer is None:  # after the model: with a wrong name, the Hub is asked for a single file
         tokenizer = need_tokenizer(str(model))
-    facts: dict[str, Any] = {"model": own.name, "teacher": None if other is None else other.name}
-    read = None
     if text is not None:
-        read = encode(tokenizer, read_text(text, tokenizer))
-        check_vocabulary(own.model, read.token_ids.unique().tolist())
-        window = _window(own, other, window, len(read.token_ids))
-        words = min(window, words or max(1, window // 2))
-        samples = _windows(read.token_ids, window, limit)
-        batches = [{"input_ids": batch} for batch in samples.split(BATCH)]
-        facts |= {"text": str(text), "window": window, "words": words, "samples": len(samples)}
-        tokens = samples.numel()
+        samples = of_text(own, other, tokenizer, text, window, words, limit)
     else:
         assert source is not None and target is not None
         set_languages(own.model, tokenizer, source_language, target_language)
-        positions = _fewest_positions(own, other)
-        batches = list(_pairs(tokenizer, source, target, limit, positions))
-        shift = shift_of(own.model)
-        for batch in batches:
-            check_vocabulary(own.model, batch["input_ids"].flatten().tolist())
-            check_vocabulary(own.model, batch["labels"].flatten().tolist(), targets=True)
-            batch["decoder_input_ids"] = shift(batch["labels"])  # FSMT does not read the labels
-        window = words = max(max(x.shape[1] for x in batch.values()) for batch in batches)
-        facts |= {"source": str(source), "target": str(target), "samples": len(batches)}
-        tokens = sum(batch["labels"].numel() for batch in batches)
-    facts |= {"tokens": tokens, "dtype": str(own.model.dtype).removeprefix("torch.")}
-    found, nll = _observed(own, other, batches, window, words, progress)
+        samples = of_pairs(own, other, tokenizer, source, target, limit)
+    facts: dict[str, Any] = {"model": own.name, "teacher": None if other is None else other.name, **samples.facts}
+    facts["dtype"] = str(own.model.dtype).removeprefix("torch.")
+    found, nll = _observed(own, other, samples.batches, samples.window, samples.words, progress)
     notes: list[str | None] = list(found.pop("notes"))
     facts |= found
-    if read is not None:
-        facts["by_position"], facts["perplexity"] = _by_position(nll, window)
+    if samples.text is not None:
+        facts["by_position"], facts["perplexity"] = _by_position(nll, samples.window)
         note: str | None = None
         facts["recall"] = []
         if measure_recall:
-            facts["recall"], note = _recall(own, other, tokenizer, read.string, window, trials, seed)
+            facts["recall"], note = _recall(own, other, tokenizer, samples.text, samples.window, trials, seed)
         notes.append(note)
     else:
         notes.append(
             "perplexity by position and recall are of language models; t2r evaluate scores translations by length"
         )
-    facts["sensitivity"], note = _sensitivity(own, other, batches, progress) if sensitivity else (None, None)
+    facts["sensitivity"], note = _sensitivity(own, other, samples.batches, progress) if sensitivity else (None, None)
     facts["notes"] = [told for told in (*notes, note) if told]
     return facts | {"made": environment.made()}
-
-
-# --- Samples ------------------------------------------------------------------------------------------------
 
 
 def _check_pair(own: Subject, other: Subject | None, translates: bool) -> None:
@@ -177,46 +151,6 @@ def _check_pair(own: Subject, other: Subject | None, translates: bool) -> None:
         raise T2RError(f"{own.name} and {other.name} have different vocabularies: they cannot read the same tokens")
     if sorted(own.places.values()) != sorted(other.places.values()):
         raise T2RError(f"{own.name} and {other.name} have different layers: attention can only be compared by layer")
-
-
-def _fewest_positions(own: Subject, other: Subject | None) -> int | None:
-    limits = [positions_of(subject.model.config) for subject in (own, other) if subject is not None]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _window(own: Subject, other: Subject | None, window: int | None, tokens: int) -> int:
-    chosen = min(WINDOW, _fewest_positions(own, other) or WINDOW) if window is None else window
-    if chosen < 2:
-        raise T2RError(f"window must be at least 2; got {chosen}")
-    if tokens < chosen:
-        raise T2RError(
-            f"the text has {tokens} tokens, less than one window of {chosen}: give a longer text or a smaller --window"
-        )
-    for subject in filter(None, (own, other)):
-        check_positions(subject.model, chosen)
-    return chosen
-
-
-def _windows(ids: Tensor, window: int, limit: int) -> Tensor:
-    """Return windows `[samples, window]` that do not overlap, spread evenly over the text."""
-    fitting = len(ids) // window
-    count = min(limit, fitting)
-    return torch.stack([ids[(i * fitting // count) * window :][:window] for i in range(count)])
-
-
-def _pairs(
-    tokenizer: Tokenizer, source: str | Path, target: str | Path, limit: int, positions: int | None
-) -> Iterator[Any]:
-    """Yield the inputs of one pair of sentences at a time, which need no padding. Longer ones are cut at `positions`,
-    or at the tokenizer's own limit."""
-    pairs = [pair for pair in read_pairs(find_file(str(source)), find_file(str(target))) if all(map(str.strip, pair))]
-    if not pairs:
-        raise T2RError(f"{source} and {target} have no pair of lines without an empty side")
-    count = min(limit, len(pairs))
-    for i in range(count):
-        one, two = pairs[i * len(pairs) // count]
-        coded = tokenizer(one, text_target=two, return_tensors="pt", truncation=True, max_length=positions)
-        yield {name: coded[name] for name in ("input_ids", "labels")}
 
 
 # --- Attention ----------------------------------------------------------------------------------------------

@@ -125,8 +125,10 @@ def run(
     with evaluating(*(model for _, model, _ in contestants)):
         for name, model, tokens in contestants:
             tell(f"{name}: looking for the largest batch")
-            each = step_of(model, 1, tokens or context, steps, state_dtype).row_bytes(tokens or context)
-            room = Search(model, tokens or context, 0 if tokens else steps, limit, memory is not None, state_dtype)
+            each = step_of(model, 1, 0, 1, state_dtype).row_bytes(tokens or context)
+            # A window stays full: every step writes its last token.
+            read, size = (context, context + steps + 1) if tokens is None else (tokens - 1, tokens)
+            room = Search(model, read, size, limit, memory is not None, state_dtype)
             release(device)  # loading may have taken more than a step
             batch, limited = room.counted(most)
             if device.type == "cuda":
@@ -150,50 +152,47 @@ def prepared(
     swapped = [model for name, model in ready.items() if isinstance(models[name], T2RModel)]
     # The memory of models with softmax layers depends on the length.
     pure = [model for model in swapped if not model.kept_layers()] or swapped
-    states = [step_of(model, 1, 1, 1, state_dtype).row_bytes(0) for model in pure]
+    states = [step_of(model, 1, 0, 1, state_dtype).row_bytes(0) for model in pure]
     teacher, own = next(iter(ready.items()))
     if states and not isinstance(models[teacher], T2RModel):
-        window = max(1, min(states) // step_of(own, 1, 1, 1).row_bytes(1))
+        window = max(1, min(states) // step_of(own, 1, 0, 1).row_bytes(1))
         found.append((f"{teacher}, window of {window:,}", own, window))
     return found
 
 
-def step_of(model: Any, rows: int, length: int, steps: int, state_dtype: torch.dtype | None = None) -> DecodeStep:
-    """Return a step whose rows have read `length` tokens, with room for `steps` more and a warm-up.
-
-    With 0 steps it has room for `length` tokens: a full window, whose oldest token a step would replace."""
-    size = (length + steps + 1 if steps else length) if model.kept_layers() else None
-    decode = DecodeStep(model, rows, size, state_dtype=state_dtype)
+def step_of(model: Any, rows: int, read: int, size: int, state_dtype: torch.dtype | None = None) -> DecodeStep:
+    """Return a step whose rows have read `read` tokens, with room for `size` keys and values in softmax layers."""
+    decode = DecodeStep(model, rows, size if model.kept_layers() else None, state_dtype=state_dtype)
     decode.active.fill_(1)
     decode.greedy.fill_(True)
-    decode.own.lengths.fill_(length if steps else length - 1)
+    decode.own.lengths.fill_(read)
     return decode
 
 
 class Search:
-    """The search for the largest batch of one model. With 0 `steps`, `length` is that of a window, which stays full."""
+    """The search for the largest batch of one model, whose rows have read `read` tokens and have room for `size`."""
 
     def __init__(
         self,
         model: Any,
-        length: int,
-        steps: int,
+        read: int,
+        size: int,
         limit: int,
         limits_torch: bool,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.length, self.steps, self.limit = model, length, steps, limit
+        self.model, self.read, self.size, self.limit = model, read, size, limit
         self.limits_torch, self.state_dtype = limits_torch, state_dtype
 
     def step(self, rows: int) -> DecodeStep:
-        return step_of(self.model, rows, self.length, self.steps, self.state_dtype)
+        return step_of(self.model, rows, self.read, self.size, self.state_dtype)
 
     def counted(self, most: int | None) -> tuple[int, bool]:
         """Return the batch whose weights, caches and logits take as many bytes as there are."""
         weights = sum(x.nbytes for x in {id(x): x for x in self.model.parameters()}.values())
         words = self.model.config.get_text_config().vocab_size
         decode = self.step(1)
-        each = decode.row_bytes(self.length + self.steps + 1 if self.steps else self.length) + LOGITS * 4 * words
+        each = decode.row_bytes(self.size) + LOGITS * 4 * words
         batch = max(0, (self.limit - weights) // each)
         return (batch, False) if most is None or batch <= most else (most, True)
 
@@ -229,12 +228,12 @@ class Search:
         decode, device = self.step(rows), self.model.device
         times = []
         for _ in range(1 + repeats):
-            decode.own.lengths.fill_(self.length)
+            decode.own.lengths.fill_(self.read)
             synchronize(device)
             started = time.perf_counter()
             for _ in range(steps):
-                if not self.steps:
-                    decode.own.lengths.fill_(self.length - 1)
+                if self.read + steps > self.size:
+                    decode.own.lengths.fill_(self.read)
                 decode.run()
             synchronize(device)
             times.append(1e3 * (time.perf_counter() - started) / steps)

@@ -117,9 +117,9 @@ class EngineReader(Reader):
         super().free()
 
     def milliseconds(self, steps: int) -> float:
-        # A window stays full: a step replaces its last token, which takes as long as replacing the first one.
-        room, before = (1 + steps, self.length) if self.window is None else (0, self.length - 1)
-        size = self.length + room if self.model.kept_layers() else None
+        # A window stays full: every step writes its last token.
+        before, room = (self.length, self.length + 1 + steps) if self.window is None else (self.length - 1, self.length)
+        size = room if self.model.kept_layers() else None
         if self.decode is None or self.decode.max_length != size:
             self.decode = None  # frees its memory before the next is allocated
             how: dict[str, Any] = {"compiled": self.compiled, "state_dtype": self.state_dtype}

@@ -128,7 +128,7 @@ class WindowedReadout(Readout):
         try:
             super().__init__(model, example)
             self._check_effect(example)
-        except T2RError:
+        except (T2RError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model that cannot take such a mask raises anything
             raise T2RError(f"{model.config.model_type} models do not support a window: {error}") from error

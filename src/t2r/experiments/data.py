@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -167,7 +167,7 @@ def check_names(names: Sequence[str], where: str) -> None:
 def prepared(name: str, folder: Path, work: Path) -> Path:
     """Return the file of a text: the user's own, or one prepared from it in the folder `work`.
 
-    It is prepared again if its sources have changed since; NAME.source describes them."""
+    It is prepared again if its sources have changed since, whose digests are in NAME.source."""
     text = TEXTS[name]
     found, raw = _find(folder, text.files), _find(folder, text.raw)
     if found is not None and text.lines is None:
@@ -176,7 +176,7 @@ def prepared(name: str, folder: Path, work: Path) -> Path:
     parts = [prepared(part, folder, work) for part in text.parts] if found is None and raw is None else []
     if not (sources := [file for file in (found, raw, *parts) if file is not None]):
         raise T2RError(f"text {name} was not found in {folder}")
-    made_of = json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sources])
+    made_of = " ".join(_digest(file) for file in sources)
     if out.is_file() and (not note.is_file() or note.read_text(encoding="utf-8") == made_of):
         return out
     with writing(out):
@@ -184,6 +184,11 @@ def prepared(name: str, folder: Path, work: Path) -> Path:
         _prepare(text, found, raw, parts, out)
         write_text(note, made_of)
     return out
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _prepare(text: Text, found: Path | None, raw: Path | None, parts: Sequence[Path], out: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from t2r.errors import T2RError
@@ -12,6 +14,24 @@ from t2r.experiments.experiment import Experiment, Step, texts_of
 from t2r.storage import kind_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+SAMPLE = 1 << 20
+"""Bytes in the middle of each file of weights by which models are told apart."""
+
+
+def identity(model: str) -> str:
+    """Return what a model is, the same on every machine: its folder's name and a digest of parts of its files, or its
+    name on the Hub."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        with suppress(OSError), path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {size} ".encode())
+            file.seek(max(0, size - SAMPLE) // 2)  # weights, not their header
+            digest.update(file.read(SAMPLE))
+    return f"{folder.resolve().name} ({digest.hexdigest()[:12]})"
 
 
 class Places:

@@ -21,7 +21,7 @@ from t2r.errors import T2RError
 from t2r.experiments import record
 from t2r.experiments.command import Ended, call, say
 from t2r.experiments.experiment import TRAINING, Experiment, Step, load_experiment
-from t2r.experiments.places import Places
+from t2r.experiments.places import Places, identity
 from t2r.storage import json_text, take_lock, write_text, writing
 
 POLL = 2.0
@@ -156,7 +156,7 @@ class Grid:
         found |= {name: replaced[name] for name in step.inputs if name in replaced}
         if step.name in replaced:
             found = {step.name: replaced[step.name]}
-        return {name: str(Path(path).resolve()) if Path(path).exists() else path for name, path in found.items()}
+        return {name: identity(path) for name, path in found.items()}
 
     def is_done(self, step: Step, *, needed: bool = False) -> bool:
         """Return whether a step is finished and, if it is `needed`, its output folder is there."""
