@@ -46,13 +46,15 @@ def division(
 
 @triton.jit(do_not_specialize=SIZES)
 def segment_gradients(
-    q, g, inverse, g_dens, decay, mask, document, gradients,
+    q, g, inverse, g_dens, dz_sums, decay, mask, document, gradients,
     q_b, q_h, q_t, g_b, g_h, g_t,
     key_heads, group, time, feature, value, chunks, per, slot,
-    DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, NORMALIZED: tl.constexpr, HOW: tl.constexpr,
-    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
+    DECAY: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, NORMALIZED: tl.constexpr,
+    HOW: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient that the queries of segment i give to the state before it to slot i."""
+    """Write the gradient that the queries of segment i give to the state before it to slot i.
+
+    With SCALED, queries have been multiplied by `sweep.scale`."""
     feature, value = feature * ALIGN, value * ALIGN
     segment = tl.program_id(2)
     value_blocks = (value + BV - 1) // BV
@@ -80,14 +82,21 @@ def segment_gradients(
             head = h * group + j
             row = (b * key_heads * group + head) * time + t
             queries = tile(q + b * q_b + head * q_h, q_t, t, rows, f, f_ok)
-            if DECAY:
+            if DECAY and not SCALED:
                 queries *= tl.exp(-clock[:, None] * rate[None, :])
             g_num = tile(g + b * g_b + head * g_h, g_t, t, rows, d, d_ok)
             if NORMALIZED:
                 g_num *= tl.load(inverse + row, mask=rows, other=0.0)[:, None]
             g_den = tl.load(g_dens + row, mask=rows, other=0.0)
-            ds += dot(tl.trans(queries), g_num, HOW)
-            dz += tl.sum(queries * g_den[:, None], 0)
+            own_s = dot(tl.trans(queries), g_num, HOW)
+            if SCALED:
+                half = tl.exp(-rate * (length / 2))
+                own_s *= half[:, None]
+                own_z = tl.load(dz_sums + ((b * key_heads + h) * chunks + c) * feature + f, mask=f_ok, other=0.0) * half
+            else:
+                own_z = tl.sum(queries * g_den[:, None], 0)
+            ds += own_s
+            dz += own_z
     here = gradients + ((b * key_heads + h) * (tl.num_programs(2) + 1) + segment) * slot
     tl.store(here + f[:, None] * value + d[None, :], ds, mask=f_ok[:, None] & d_ok[None, :])
     if v_block == 0:

@@ -18,15 +18,16 @@ from t2r.ops.triton.math import SIZES, chunk, divide, dot, rounded, saturate, ti
 
 @triton.jit(do_not_specialize=SIZES)
 def segment_states(
-    k, v, decay, mask, document, states, elapsed,
+    k, v, z_sums, decay, mask, document, states, elapsed,
     k_b, k_h, k_t, v_b, v_h, v_t,
     key_heads, time, feature, value, chunks, per, slot,
-    DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr, HOW: tl.constexpr,
-    BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
+    DECAY: tl.constexpr, SCALED: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, SIGNED: tl.constexpr,
+    HOW: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Write the contribution of segment i, of `per` chunks, to the state, decayed to its end, to slot i + 1.
 
-    Also write its number of unmasked tokens, or -1 if a document starts in it, to `elapsed [batch, segments]`."""
+    With SCALED, keys have been multiplied by `sweep.scale`. Also write its number of unmasked tokens, or -1 if a
+    document starts in it, to `elapsed [batch, segments]`."""
     feature, value = feature * ALIGN, value * ALIGN
     segment = tl.program_id(2)
     segments = tl.num_programs(2)
@@ -49,11 +50,18 @@ def segment_states(
         t, _, real, clock, length, _, _, keep, carried = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
         keys = tile(k + b * k_b + h * k_h, k_t, t, real & keep, f, f_ok)
         values = tile(v + b * v_b + h * v_h, v_t, t, real & keep, d, d_ok)
-        if DECAY:
+        if DECAY and not SCALED:
             keys *= tl.exp(-(length - clock)[:, None] * rate[None, :])
+        own_s = dot(tl.trans(keys), values, HOW)
+        if SCALED:
+            half = tl.exp(-rate * (length / 2))
+            own_s *= half[:, None]
+            own_z = tl.load(z_sums + ((b * key_heads + h) * chunks + c) * feature + f, mask=f_ok, other=0.0) * half
+        else:
+            own_z = tl.sum(keys, 0)
         aged = tl.where(carried, tl.exp(-length * rate), 0.0)
-        s = s * aged[:, None] + dot(tl.trans(keys), values, HOW)
-        z = z * aged + tl.sum(keys, 0)
+        s = s * aged[:, None] + own_s
+        z = z * aged + own_z
         if SIGNED:
             z_abs = z_abs * aged + tl.sum(tl.abs(keys), 0)
         age += length

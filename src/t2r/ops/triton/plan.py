@@ -21,6 +21,8 @@ FILL = 256
 """Programs of a sweep over segments, if there are fewer sequences and heads."""
 SWEPT = 8192
 """Elements of the largest state that a sweep keeps in registers."""
+SWEPT_VALUES = 64
+"""Values of a program of a sweep whose outputs are values. With 128, there are half as many programs."""
 
 
 class Plan(NamedTuple):
@@ -49,6 +51,11 @@ class Plan(NamedTuple):
         """Whether programs go through segments of several chunks. Otherwise all chunks run in parallel."""
         fits = max(self.feature, self.value) <= 128 and block(self.feature, 128) * block(self.value, 128) <= SWEPT
         return fits and self.how.startswith("bf16") and self.group == 1 and self.time > 0
+
+    @property
+    def scaled(self) -> bool:
+        """Whether queries and keys are multiplied with their decay factors before the sweeps (`sweep.scale`)."""
+        return self.swept and bool(self.flags["DECAY"])
 
     @property
     def per(self) -> int:
@@ -107,14 +114,17 @@ class Plan(NamedTuple):
     @property
     def sweep_blocks(self) -> dict[str, Any]:
         """The state of a sweep is one tile."""
-        # Measured on an H200. Decay takes many registers, and a second stage of loads would take more of them. If there
-        # is also one segment only, there are few programs for each processor, and eight warps hide more of the time of
-        # loads.
-        decay = self.flags["DECAY"]
+        # Measured on an H200, also with decay: more stages and more warps are slower.
         rows, columns = block(self.feature, 128), block(self.value, 128)
-        warps = MANY_WARPS if decay and self.segments == 1 and rows * columns > 4096 else WARPS
-        stages = 1 if decay else 2
-        return self.blocks | {"BF": rows, "BV": columns, "num_warps": warps, "num_stages": stages}
+        return self.blocks | {"BF": rows, "BV": columns, "num_stages": 2}
+
+    @property
+    def swept_columns(self) -> int:
+        return block(self.value, SWEPT_VALUES)
+
+    @property
+    def swept_column_blocks(self) -> int:
+        return -(-self.value // self.swept_columns)
 
     @property
     def row_blocks(self) -> int:

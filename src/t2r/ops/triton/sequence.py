@@ -11,8 +11,8 @@ from t2r.ops.common import State, Sums
 from t2r.ops.triton import backward as back
 from t2r.ops.triton import forward as fore
 from t2r.ops.triton import sweep
-from t2r.ops.triton.blocks import inner, on_device
-from t2r.ops.triton.plan import MANY_WARPS, WARPS, Plan
+from t2r.ops.triton.blocks import block, inner, on_device
+from t2r.ops.triton.plan import MANY_WARPS, Plan
 from t2r.ops.triton.presence import INTERPRETED
 
 SCANNED = 4 if INTERPRETED else 16
@@ -72,15 +72,17 @@ def _scan(
     return last
 
 
-def _states(plan: Plan, k: Tensor, v: Tensor, first: State | None, shared: _Shared) -> tuple[Tensor, Tensor, State]:
+def _states(
+    plan: Plan, k: Tensor, v: Tensor, z_sums: Tensor, first: State | None, shared: _Shared
+) -> tuple[Tensor, Tensor, State]:  # fmt: skip
     """Compute the states before each segment and after the last, the tokens of each segment, and the final state."""
     shape = (plan.batch, plan.key_heads, plan.segments + 1, plan.state_slot)
     states = torch.empty(shape, dtype=torch.float32, device=k.device)
     elapsed = states.new_empty(plan.batch, plan.segments)
     fore.segment_states[(plan.batch * plan.key_heads, plan.row_blocks * plan.column_blocks, plan.segments)](
-        k, v, *shared, states, elapsed, *_strides(k, v),
+        k, v, z_sums, *shared, states, elapsed, *_strides(k, v),
         plan.key_heads, plan.time, *plan.units, plan.chunks, plan.per, plan.state_slot,
-        SIGNED=plan.signed, **plan.flags, **plan.blocks,
+        SCALED=plan.scaled, SIGNED=plan.signed, **plan.flags, **plan.blocks,
     )  # fmt: skip
     return states, elapsed, _scan(plan, states, plan.state_slot, first, shared, elapsed, reverse=False)
 
@@ -112,6 +114,31 @@ class _Begin(NamedTuple):
         return self.slots, self.s_slot, self.z_slot
 
 
+class _Scaled(NamedTuple):
+    """Queries and keys with their decay factors, as the sweeps multiply them, and what chunks add to z and dz."""
+
+    q: Tensor
+    k: Tensor
+    z_sums: Tensor
+    dz_sums: Tensor
+
+
+def _scaled(plan: Plan, q: Tensor, k: Tensor, shared: _Shared, g_den: Tensor | None = None) -> _Scaled:
+    """Return them for the sweeps with decay, and placeholders for others. Only a backward pass has g_den."""
+    if not plan.scaled:
+        return _Scaled(q, k, q, q)
+    scaled_q, scaled_k = q.new_empty(2, plan.batch, plan.heads, plan.time, plan.feature, dtype=torch.bfloat16)
+    shape = (2, plan.batch, plan.heads, plan.chunks, plan.feature)
+    z_sums, dz_sums = torch.empty(shape, dtype=torch.float32, device=q.device)
+    flags = {name: plan.flags[name] for name in ("HAS_MASK", "PACKED")}
+    sweep.scale[(plan.batch * plan.heads, plan.chunks)](
+        q, k, z_sums if g_den is None else g_den, *shared, scaled_q, scaled_k, z_sums, dz_sums,
+        *_strides(q, k, scaled_q), plan.heads, plan.time, plan.units[0],
+        BACK=g_den is not None, **flags, BT=plan.size, BF=block(plan.feature, 128), ALIGN=plan.align, num_warps=4,
+    )  # fmt: skip
+    return _Scaled(scaled_q, scaled_k, z_sums, dz_sums)
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, z: Tensor | None, z_abs: Tensor | None, decay: Tensor | None,
     mask: Tensor | None, starts: Tensor | None, signed: bool, normalized: bool,
@@ -125,18 +152,19 @@ def _forward(
     totals = torch.empty_like(dens) if signed else dens.new_empty(0)
     first = None if s is None or z is None else State(s, z, z_abs)
     with on_device(q):
+        q, k, z_sums, _ = _scaled(plan, q, k, shared)
         if plan.segments == 1 and plan.swept:
             last = _empty_state(plan, dens, signed=False)
             begin = _Begin.whole(plan, first, last)
         else:
-            states, _, last = _states(plan, k, v, first, shared)
+            states, _, last = _states(plan, k, v, z_sums, first, shared)
             begin = _Begin.segments(plan, states)
         if plan.swept:
-            sweep.outputs[(plan.batch * plan.heads, plan.segments)](
-                q, k, v, *shared, begin.s, begin.z, last.s, last.z, out, dens, *_strides(q, k, v, out),
+            sweep.outputs[(plan.batch * plan.heads, plan.swept_column_blocks, plan.segments)](
+                q, k, v, z_sums, *shared, begin.s, begin.z, last.s, last.z, out, dens, *_strides(q, k, v, out),
                 plan.heads, plan.time, *plan.units, plan.chunks, plan.per, *begin.sizes,
                 HAS_FIRST=begin.given, LAST=plan.segments == 1, NORMALIZED=normalized,
-                **plan.flags, **plan.sweep_blocks,
+                **plan.flags, **{**plan.sweep_blocks, "BV": plan.swept_columns},
             )  # fmt: skip
         else:
             fore.outputs[(plan.batch * plan.heads, plan.column_blocks, plan.chunks)](
@@ -170,6 +198,8 @@ def _backward(
                 SIGNED=signed, BT=plan.size, BV=plan.columns, ALIGN=plan.align, num_warps=4,
             )  # fmt: skip
         g_den = torch.zeros_like(dens) if g_den is None else g_den.contiguous()
+        scaled = _scaled(plan, q, k, shared, g_den)
+        q, k, z_sums, dz_sums = scaled
         first = None if s is None or z is None else State(s, z, z_abs)
         last = None
         if ds is not None or dz is not None:
@@ -179,16 +209,17 @@ def _backward(
             begin = _empty_state(plan, dens, signed=False)
             before, after = _Begin.whole(plan, first, begin), _Begin.whole(plan, last, begin)
         else:
-            states, elapsed, _ = _states(plan, k, v, first, shared)
+            states, elapsed, _ = _states(plan, k, v, z_sums, first, shared)
             gradients = states.new_empty(plan.batch, plan.key_heads, plan.segments + 1, plan.slot)
             back.segment_gradients[(plan.batch * plan.key_heads, rows * columns, plan.segments)](
-                q, g, inverse, g_den, *shared, gradients, *_strides(q, g), *sizes, plan.per, plan.slot, **normal
-            )
+                q, g, inverse, g_den, dz_sums, *shared, gradients, *_strides(q, g), *sizes, plan.per, plan.slot,
+                SCALED=plan.scaled, **normal,
+            )  # fmt: skip
             begin = _scan(plan, gradients, plan.slot, last, shared, elapsed, reverse=True)
             before, after = _Begin.segments(plan, states), _Begin.segments(plan, gradients[:, :, 1:])
         if plan.swept:
             d_decay = _sweep_back(
-                plan, q, k, v, g, inverse, g_den, shared, normalized, before, after, begin, dq, dk, dv
+                plan, scaled, v, g, inverse, g_den, shared, normalized, before, after, begin, dq, dk, dv
             )
         else:
             shape = (plan.batch, plan.chunks, plan.key_heads, plan.feature) if decay is not None else (0,)
@@ -206,10 +237,11 @@ def _backward(
 
 
 def _sweep_back(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor, inverse: Tensor, g_den: Tensor, shared: _Shared,
+    plan: Plan, scaled: _Scaled, v: Tensor, g: Tensor, inverse: Tensor, g_den: Tensor, shared: _Shared,
     normalized: bool, before: _Begin, after: _Begin, begin: State, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> Tensor:  # fmt: skip
     """Compute dq, dk, dv and the gradient of the first state, and return that of the decay rates."""
+    q, k, z_sums, dz_sums = scaled
     sizes = (plan.heads, plan.time, *plan.units, plan.chunks, plan.per)
     decay = plan.flags["DECAY"]
     # The gradient of the rates, and nothing else, needs the states before all chunks.
@@ -217,15 +249,18 @@ def _sweep_back(
     s_chunks = q.new_empty(count, plan.feature, plan.value, dtype=torch.bfloat16)
     z_chunks = begin.z.new_empty(count, plan.feature)
     d_queries, d_keys = begin.z.new_empty(2, plan.batch, plan.segments, plan.heads, plan.feature if decay else 0)
-    part = {**plan.flags, **plan.sweep_blocks, "NORMALIZED": normalized, "num_warps": WARPS}
+    part = {**plan.flags, **plan.sweep_blocks, "NORMALIZED": normalized}
+    if decay:
+        part["num_stages"] = 1  # these sweeps need their registers for other tiles
     features = part | {"BF": plan.rows}
     sweep.query_gradients[(plan.batch * plan.heads, plan.row_blocks, plan.segments)](
-        q, k, v, g, inverse, g_den, *shared, before.s, before.z, s_chunks, z_chunks, dq, d_queries,
+        q, k, v, g, inverse, g_den, z_sums, *shared, before.s, before.z, s_chunks, z_chunks, dq, d_queries,
         *_strides(q, k, v, g, dq), *sizes, *before.sizes, HAS_FIRST=before.given, **features,
     )  # fmt: skip
-    for keys, blocks, how in ((True, plan.row_blocks, features), (False, 1, part)):
+    values = part | {"BV": plan.swept_columns}
+    for keys, blocks, how in ((True, plan.row_blocks, features), (False, plan.swept_column_blocks, values)):
         sweep.key_or_value_gradients[(plan.batch * plan.heads, blocks, plan.segments)](
-            q, k, v, g, inverse, g_den, *shared, after.s, after.z, s_chunks, z_chunks, dk, dv, d_keys,
+            q, k, v, g, inverse, g_den, dz_sums, *shared, after.s, after.z, s_chunks, z_chunks, dk, dv, d_keys,
             begin.s, begin.z, *_strides(q, k, v, g, dk, dv), *sizes, *after.sizes,
             KEYS=keys, HAS_LAST=after.given, FIRST=plan.segments == 1, **how,
         )  # fmt: skip

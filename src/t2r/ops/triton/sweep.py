@@ -3,6 +3,10 @@
 A sequence has one segment if there are enough sequences and heads to fill the GPU, and a few otherwise. States are
 written at the ends of segments only, so that most of the memory traffic is that of the inputs and outputs. A state must
 fit into the registers of one program: `plan.Plan.swept`.
+
+With decay, `scale` multiplies queries and keys before. Factors in the sweeps would be computed several times, and the
+tiles would pass through registers, instead of being copied to shared memory while the previous chunk is computed. For
+the same reason, `scale` sums them: a sum over the tokens of a chunk makes all warps of a sweep wait for each other.
 """
 # mypy: ignore-errors
 
@@ -14,25 +18,46 @@ import triton.language as tl
 from t2r.ops.triton.math import SIZES, chunk, divide, dot, narrow, rounded, saturate, tile, visible
 
 
-@triton.jit
-def decays(clock, length, rate, DECAY: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr):
-    """Compute the decay factors of a chunk, relative to its middle, which keeps exponents small (see `t2r.ops.chunks`).
+@triton.jit(do_not_specialize=SIZES)
+def scale(
+    q, k, g_dens, decay, mask, document, scaled_q, scaled_k, z_sums, dz_sums,
+    q_b, q_h, q_t, k_b, k_h, k_t, to_b, to_h, to_t,
+    heads, time, feature,
+    BACK: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr,
+    BT: tl.constexpr, BF: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Multiply queries and keys with their decay factors, relative to the middle of their chunk, which keeps exponents
+    small (see `t2r.ops.chunks`).
 
-    Returns the position of each token from the middle (`offset`), the factors of queries (`down [BT, BF]`) and of keys
-    (`up`), and those of a state from the start of the chunk to its middle (`half`), and from there to its end (`rest`).
-    """
-    middle = length / 2
-    offset = clock - middle
-    down = tl.full([BT, BF], 1.0, tl.float32)
-    up = down
-    half = tl.full([BF], 1.0, tl.float32)
-    rest = half
-    if DECAY:
-        down = tl.exp(-offset[:, None] * rate[None, :])
-        up = tl.exp(offset[:, None] * rate[None, :])
-        half = tl.exp(-rate * middle)
-        rest = tl.exp(-rate * (length - middle))
-    return offset, down, up, half, rest
+    Also write what each chunk adds to z, `z_sums [batch, heads, chunks, feature]`, and with BACK to its gradient."""
+    feature = feature * ALIGN
+    bh = tl.program_id(0).to(tl.int64)
+    b = bh // heads
+    h = bh % heads
+    f = tl.arange(0, BF)
+    f_ok = f < feature
+    rate = tl.load(decay + h * feature + f, mask=f_ok, other=0.0)
+    c = tl.program_id(1)
+    t, there, real, clock, length, _, fresh, keep, _ = chunk(c, b, mask, document, time, HAS_MASK, PACKED, BT)
+    exponent = (clock - length / 2)[:, None] * rate[None, :]
+    queries = tile(q + b * q_b + h * q_h, q_t, t, there, f, f_ok) * tl.exp(-exponent)
+    keys = tile(k + b * k_b + h * k_h, k_t, t, real, f, f_ok) * tl.exp(exponent)
+    to = b * to_b + h * to_h + t[:, None].to(tl.int64) * to_t + f[None, :]
+    both = there[:, None] & f_ok[None, :]
+    queries, keys = queries.to(scaled_q.dtype.element_ty), keys.to(scaled_k.dtype.element_ty)
+    tl.store(scaled_q + to, queries, mask=both)
+    tl.store(scaled_k + to, keys, mask=both)
+    sums = (bh * tl.num_programs(1) + c) * feature + f
+    kept = keys.to(tl.float32)
+    if PACKED:
+        kept = tl.where(keep[:, None], kept, 0.0)
+    tl.store(z_sums + sums, tl.sum(kept, 0), mask=f_ok)
+    if BACK:
+        g_den = tl.load(g_dens + bh * time + t, mask=there, other=0.0)
+        read = queries.to(tl.float32) * g_den[:, None]
+        if PACKED:
+            read = tl.where(fresh[:, None], read, 0.0)
+        tl.store(dz_sums + sums, tl.sum(read, 0), mask=f_ok)
 
 
 @triton.jit
@@ -52,37 +77,34 @@ def begin(
 
 @triton.jit(do_not_specialize=SIZES)
 def outputs(
-    q, k, v, decay, mask, document, s_first, z_first, s_last, z_last, out, dens,
+    q, k, v, z_sums, decay, mask, document, s_first, z_first, s_last, z_last, out, dens,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     heads, time, feature, value, chunks, per, slots, s_slot, z_slot,
     HAS_FIRST: tl.constexpr, LAST: tl.constexpr, NORMALIZED: tl.constexpr,
     DECAY: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of a segment, and with LAST the state after it."""
+    """Compute a block of values of the outputs of a segment, and with LAST of the state after it."""
     feature, value = feature * ALIGN, value * ALIGN
-    segment = tl.program_id(1)
+    segment = tl.program_id(2)
     bh = tl.program_id(0).to(tl.int64)
     b = bh // heads
     h = bh % heads
     f = tl.arange(0, BF)
-    d = tl.arange(0, BV)
+    d = tl.program_id(1) * BV + tl.arange(0, BV)
     f_ok, d_ok = f < feature, d < value
     rate = tl.zeros([BF], tl.float32)
     if DECAY:
         rate = tl.load(decay + h * feature + f, mask=f_ok, other=0.0)
     s, z = begin(s_first, z_first, bh, segment, slots, s_slot, z_slot, value, f, f_ok, d, d_ok, HAS_FIRST, BF, BV)
     for c in range(segment * per, tl.minimum(segment * per + per, chunks)):
-        t, there, real, clock, length, documents, fresh, keep, carried = chunk(
+        t, there, real, _, length, documents, fresh, keep, carried = chunk(
             c, b, mask, document, time, HAS_MASK, PACKED, BT
         )
-        _, down, up, half, rest = decays(clock, length, rate, DECAY, BT, BF)
+        half = tl.exp(-rate * (length / 2))
         queries = tile(q + b * q_b + h * q_h, q_t, t, there, f, f_ok)
         keys = tile(k + b * k_b + h * k_h, k_t, t, real, f, f_ok)
         values = tile(v + b * v_b + h * v_h, v_t, t, real, d, d_ok)
-        if DECAY:
-            queries *= down
-            keys *= up
         queries, keys, values = narrow(queries, HOW), narrow(keys, HOW), narrow(values, HOW)
         num = dot(queries, s * half[:, None], HOW)
         den = tl.sum(queries.to(tl.float32) * (z * half)[None, :], 1)
@@ -93,38 +115,44 @@ def outputs(
         weights = rounded(weights, HOW)  # numerator and denominator have the same weights
         num = dot(weights, values, HOW, num)
         den += tl.sum(weights, 1)
-        tl.store(dens + bh * time + t, den, mask=there)
+        if tl.program_id(1) == 0:
+            tl.store(dens + bh * time + t, den, mask=there)
         if NORMALIZED:
             num = divide(num, den, den, False)
         here = out + b * out_b + h * out_h + t[:, None].to(tl.int64) * out_t + d[None, :]
         tl.store(here, saturate(num, out.dtype.element_ty), mask=there[:, None] & d_ok[None, :])
-        s, z = entered(s, z, keys, values, rate, length, rest, keep, carried, DECAY, PACKED, HOW)
+        own_z = rate
+        if DECAY:
+            own_z = tl.load(z_sums + (bh * chunks + c) * feature + f, mask=f_ok, other=0.0)
+        s, z = entered(s, z, keys, values, own_z, rate, length, half, keep, carried, DECAY, PACKED, HOW)
     if LAST:
         both = f_ok[:, None] & d_ok[None, :]
         tl.store(s_last + bh * feature * value + f[:, None] * value + d[None, :], s, mask=both)
-        tl.store(z_last + bh * feature + f, z, mask=f_ok)
+        if tl.program_id(1) == 0:
+            tl.store(z_last + bh * feature + f, z, mask=f_ok)
 
 
 @triton.jit
 def entered(
-    s, z, keys, values, rate, length, rest, keep, carried,
+    s, z, keys, values, own_z, rate, length, half, keep, carried,
     DECAY: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state after a chunk from the one before it. `keys` have the factor `up`."""
+    """Compute the state after a chunk from the one before it."""
     if PACKED:
         keys = tl.where(keep[:, None], keys, 0.0)
     own_s = dot(tl.trans(keys), values, HOW)
-    own_z = tl.sum(keys.to(tl.float32), 0)
     if DECAY:
-        own_s *= rest[:, None]
-        own_z *= rest
+        own_s *= half[:, None]
+        own_z *= half
+    else:
+        own_z = tl.sum(keys.to(tl.float32), 0)
     aged = tl.where(carried, tl.exp(-length * rate), 0.0)
     return s * aged[:, None] + own_s, z * aged + own_z
 
 
 @triton.jit(do_not_specialize=SIZES)
 def query_gradients(
-    q, k, v, g, inverse, g_dens, decay, mask, document, s_first, z_first, s_chunks, z_chunks, dq, d_decay,
+    q, k, v, g, inverse, g_dens, z_sums, decay, mask, document, s_first, z_first, s_chunks, z_chunks, dq, d_decay,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     heads, time, feature, value, chunks, per, slots, s_slot, z_slot,
     HAS_FIRST: tl.constexpr, NORMALIZED: tl.constexpr,
@@ -152,7 +180,8 @@ def query_gradients(
         t, there, real, clock, length, documents, fresh, keep, carried = chunk(
             c, b, mask, document, time, HAS_MASK, PACKED, BT
         )
-        offset, down, up, half, rest = decays(clock, length, rate, DECAY, BT, BF)
+        offset = clock - length / 2
+        half = tl.exp(-rate * (length / 2))
         if DECAY:
             at = bh * chunks + c
             here = s_chunks + at * feature * value + f[:, None] * value + d[None, :]
@@ -164,8 +193,6 @@ def query_gradients(
         # Not divided here: the quotient would be rounded for the products, whose difference to g_den can be small.
         given = tile(g + b * g_b + h * g_h, g_t, t, there, d, d_ok)
         g_den = tl.load(g_dens + row, mask=there, other=0.0)
-        if DECAY:
-            keys *= up
         keys, values, given = narrow(keys, HOW), narrow(values, HOW), narrow(given, HOW)
         d_weights = dot(given, tl.trans(values), HOW)
         dq_state = dot(given, tl.trans(s * half[:, None]), HOW)
@@ -180,13 +207,15 @@ def query_gradients(
         dq_pairs = dot(d_weights, keys, HOW)
         total = dq_pairs + dq_state
         if DECAY:
-            total *= down
-            # Rounded as in the other sweep: what this adds for the pairs of a chunk, that one nearly subtracts.
-            queries = rounded(tile(q + b * q_b + h * q_h, q_t, t, there, f, f_ok) * down, HOW)
+            total *= tl.exp(-offset[:, None] * rate[None, :])
+            queries = tile(q + b * q_b + h * q_h, q_t, t, there, f, f_ok)
             d_rate -= tl.sum(queries * (offset[:, None] * dq_pairs + clock[:, None] * dq_state), 0)
         here = dq + b * dq_b + h * dq_h + t[:, None].to(tl.int64) * dq_t + f[None, :]
         tl.store(here, total.to(dq.dtype.element_ty), mask=there[:, None] & f_ok[None, :])
-        s, z = entered(s, z, keys, values, rate, length, rest, keep, carried, DECAY, PACKED, HOW)
+        own_z = rate
+        if DECAY:
+            own_z = tl.load(z_sums + (bh * chunks + c) * feature + f, mask=f_ok, other=0.0)
+        s, z = entered(s, z, keys, values, own_z, rate, length, half, keep, carried, DECAY, PACKED, HOW)
     if DECAY:
         at = (b * tl.num_programs(2) + segment) * heads + h
         tl.store(d_decay + at * feature + f, d_rate, mask=f_ok)
@@ -194,7 +223,7 @@ def query_gradients(
 
 @triton.jit(do_not_specialize=SIZES)
 def key_or_value_gradients(
-    q, k, v, g, inverse, g_dens, decay, mask, document, ds_last, dz_last, s_chunks, z_chunks, dk, dv, d_decay,
+    q, k, v, g, inverse, g_dens, dz_sums, decay, mask, document, ds_last, dz_last, s_chunks, z_chunks, dk, dv, d_decay,
     ds_first, dz_first,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     heads, time, feature, value, chunks, per, slots, s_slot, z_slot,
@@ -232,7 +261,8 @@ def key_or_value_gradients(
         t, there, real, clock, length, documents, fresh, keep, carried = chunk(
             c, b, mask, document, time, HAS_MASK, PACKED, BT
         )
-        offset, down, up, half, rest = decays(clock, length, rate, DECAY, BT, BF)
+        offset = clock - length / 2
+        half = tl.exp(-rate * (length / 2))
         seen = visible(documents, PACKED, BT)
         queries = tile(q + b * q_b + h * q_h, q_t, t, there, f, f_ok)
         keys = tile(k + b * k_b + h * k_h, k_t, t, real, f, f_ok)
@@ -240,16 +270,13 @@ def key_or_value_gradients(
         inv = tl.full([BT], 1.0, tl.float32)
         if NORMALIZED:
             inv = tl.load(inverse + bh * time + t, mask=there, other=0.0)
-        if DECAY:
-            queries *= down
-            keys *= up
         queries, keys, given = narrow(queries, HOW), narrow(keys, HOW), narrow(given, HOW)
-        aged_ds = narrow(ds * rest[:, None], HOW)
+        aged_ds = narrow(ds * half[:, None], HOW)
         g_num = narrow(given.to(tl.float32) * inv[:, None], HOW)
         if KEYS:
             g_den = tl.load(g_dens + bh * time + t, mask=there, other=0.0)
             values = narrow(tile(v + b * v_b + h * v_h, v_t, t, real, d, d_ok), HOW)
-            dk_state = dot(values, tl.trans(aged_ds), HOW) + (dz * rest)[None, :]
+            dk_state = dot(values, tl.trans(aged_ds), HOW) + (dz * half)[None, :]
             if PACKED:
                 dk_state = tl.where(keep[:, None], dk_state, 0.0)
             d_weights = dot(given, tl.trans(values), HOW) * inv[:, None] + g_den[:, None]
@@ -263,7 +290,7 @@ def key_or_value_gradients(
                 elapsed = offset[:, None] * dk_pairs - (length - clock)[:, None] * dk_state
                 d_rate += tl.sum(keys.to(tl.float32) * elapsed, 0)
                 d_rate -= tl.where(carried, length * tl.exp(-rate * length) * passed, 0.0)
-                total *= up
+                total *= tl.exp(offset[:, None] * rate[None, :])
             here = dk + b * dk_b + h * dk_h + t[:, None].to(tl.int64) * dk_t + f[None, :]
             total = tl.where(real[:, None], total, 0.0)
             tl.store(here, total.to(dk.dtype.element_ty), mask=there[:, None] & f_ok[None, :])
@@ -281,7 +308,11 @@ def key_or_value_gradients(
         aged = tl.where(carried, tl.exp(-length * rate), 0.0)
         ds = ds * aged[:, None] + dot(tl.trans(queries), g_num, HOW) * half[:, None]
         if KEYS:
-            dz = dz * aged + tl.sum(queries.to(tl.float32) * g_den[:, None], 0) * half
+            if DECAY:
+                own_dz = tl.load(dz_sums + (bh * chunks + c) * feature + f, mask=f_ok, other=0.0)
+            else:
+                own_dz = tl.sum(queries.to(tl.float32) * g_den[:, None], 0)
+            dz = dz * aged + own_dz * half
     if KEYS:
         if FIRST:
             tl.store(ds_first + bh * feature * value + f[:, None] * value + d[None, :], ds, mask=both)
