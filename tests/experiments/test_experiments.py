@@ -31,7 +31,7 @@ from t2r.experiments.data import TEXTS, missing, prepared
 from t2r.experiments.experiment import make_experiment
 from t2r.experiments.markup import markdown
 from t2r.experiments.places import Places
-from t2r.experiments.record import compact, recorded
+from t2r.experiments.record import compact, joined, recorded
 from t2r.experiments.results import evaluation_tables, training_table
 from t2r.experiments.tables import page, provenance, record_tables
 from t2r.training.recipes.recipe import load_recipe
@@ -468,6 +468,17 @@ def test_evaluations_as_tables():
     assert "| KL to the teacher |" in evaluation_tables([one, other | {"kl": 0.1}])[0]
     assert markdown(("a", "b", "c"), [("1", "", "3")]) == "| a | c |\n| --- | --- |\n| 1 | 3 |\n"
     assert training_table({"untrained": {"perplexity": 9.5}, "stages": {}}).endswith("| before | 9.50 |\n")
+
+
+def test_a_record_is_of_the_machine_of_most_steps():
+    """A step that was run elsewhere, also the last one, says so itself."""
+    gpu, cpu = ({"date": "2026-11-18", "machine": {"cpu": name}, "versions": {}} for name in ("big", "small"))
+    old = gpu | {"date": "2026-11-01", "machine": {"cpu": "old"}}
+    steps = [{"name": name, **source} for name, source in zip("abcd", (old, gpu, gpu, cpu), strict=True)]
+    found = joined(load_experiment("smollm2-pure"), steps)
+    assert (found["date"], found["machine"]) == ("2026-11-18", {"cpu": "big"})
+    assert [part.get("machine") for part in found["steps"]] == [{"cpu": "old"}, None, None, {"cpu": "small"}]
+    assert joined(load_experiment("smollm2-pure"), [])["machine"] == {}
 
 
 def test_a_record_is_short_and_contains_no_paths():

@@ -32,10 +32,15 @@ def recorded(name: str) -> dict[str, Any] | None:
 
 
 def joined(experiment: Experiment, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the record of finished steps. Steps made elsewhere or on another day than the newest say so themselves."""
+    """Return the record of finished steps.
+
+    Its date is that of the newest step, and its machine that of most of the steps of this date. Other steps say so
+    themselves."""
     nowhere: dict[str, Any] = {"date": None, "machine": {}, "versions": {}, "commit": None}
-    newest: Mapping[str, Any] = max(reversed(parts), key=lambda part: str(part.get("date") or ""), default={})
-    common = nowhere | {key: newest[key] for key in PROVENANCE if key in newest}
+    date = max((str(part.get("date") or "") for part in parts), default="")
+    newest = [part for part in parts if str(part.get("date") or "") == date]
+    sources = [{key: part[key] for key in PROVENANCE if key in part} for part in newest]
+    common = nowhere | max(reversed(sources), key=sources.count, default={})
     head: dict[str, Any] = {"experiment": experiment.name}
     if experiment.scale is not None:
         head["scale"] = experiment.scale

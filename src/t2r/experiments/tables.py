@@ -104,9 +104,9 @@ def provenance(record: Mapping[str, Any]) -> str:
         line += " Not all steps are recorded."
     elsewhere = [found for part in record["steps"] if (found := _device(part.get("machine", {}))) and found != device]
     if elsewhere:
-        line += (
-            f" {len(elsewhere)} of {len(record['steps'])} steps were run on {' and '.join(dict.fromkeys(elsewhere))}."
-        )
+        were = "was" if len(elsewhere) == 1 else "were"
+        on = " and ".join(dict.fromkeys(elsewhere))
+        line += f" {len(elsewhere)} of {len(record['steps'])} steps {were} run on {on}."
     return wrapped(line) + "\n"
 
 
