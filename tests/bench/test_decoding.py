@@ -14,8 +14,9 @@ from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 import t2r
 from families import POSITIONS, tiny
 from t2r.bench import decoding
+from t2r.bench.analytic import step_cost
 from t2r.bench.models import with_positions
-from t2r.bench.readers import EngineReader, Reader, windowed
+from t2r.bench.readers import CapturedReader, EngineReader, Reader, windowed
 from t2r.bench.summary import crossover
 from t2r.errors import T2RError
 
@@ -236,3 +237,42 @@ def test_the_window_has_the_memory_of_states_in_half_precision():
     sizes = [int(r.points[-1].model.split()[3].strip(",")) for r in (whole, half)]
     assert sizes[1] == sizes[0] // 2
     assert half.of("RNN, engine")[0].cache_bytes * 2 == whole.of("RNN, engine")[0].cache_bytes
+
+
+def test_a_captured_step_computes_what_the_model_computes():
+    """It may be repeated any number of times: it always goes on from the context."""
+    with torch.no_grad():
+        own = CapturedReader(Reader("llama", tiny("llama", torch.float64).eval(), 2, 0))
+        own.read_until(12)
+        own.allocate(14)
+        for _ in range(3):
+            own.fill()
+            own.go_to(12)
+            cache = copy.deepcopy(own.cache)
+            for _ in range(2):
+                expected = own.model(input_ids=own.token, past_key_values=cache, use_cache=True).logits
+                torch.testing.assert_close(own.forward(), expected)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama"])
+def test_the_bytes_of_sliding_windows(family):
+    """Layers with a window read and hold its tokens only."""
+    model = tiny(family, torch.float32).eval()
+    reader = Reader(family, model, 1, 0)
+    with torch.no_grad():
+        reader.read_until(16)
+    cost = step_cost(model, 16)
+    assert cost.cache_bytes == reader.held_bytes()
+    window = model.config.sliding_window if family != "llama" else 17
+    layers, token = model.config.num_hidden_layers, cost.cache_written // model.config.num_hidden_layers
+    types = getattr(model.config, "layer_types", None) or ["sliding_attention"] * layers
+    assert cost.cache_read == token * sum(window if kind == "sliding_attention" else 17 for kind in types)
+
+
+def test_the_bytes_of_states_in_half_precision():
+    model = t2r.swap(tiny("gpt2", torch.float32), feature_size=4)
+    full, half = step_cost(model, 16), step_cost(model, 16, state_dtype=torch.bfloat16)
+    assert (half.cache_bytes, half.cache_read, half.cache_written) == (full.cache_bytes // 2,) * 3
+    report = decoding.run({"RNN": model}, [8], engine=True, state_dtype=torch.bfloat16, **SHORT)
+    moved = {point.model: point.bytes_moved for point in report.points}
+    assert moved["RNN"] - moved["RNN, engine"] == full.moved(1) - half.moved(1) == full.cache_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -18,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from t2r.attention.recurrence import Recurrence
 from t2r.feature_maps import AffineMap, FeatureMap
 from t2r.surgery.adapters import family_of
+from t2r.surgery.adapters.base import Site, windowed
 
 SOURCE_PROJECTIONS = ("k_proj", "v_proj", "k", "v", "merged_projections.k")
 """Projections of the source in cross attention, which are computed once and not in a step."""
@@ -48,12 +50,15 @@ class StepCost:
         return self.weight_bytes + batch * (self.cache_read + self.cache_written)
 
 
-def step_cost(model: PreTrainedModel, length: int, source: int = 0) -> StepCost | None:
+def step_cost(
+    model: PreTrainedModel, length: int, source: int = 0, state_dtype: torch.dtype | None = None
+) -> StepCost | None:
     """Return the cost of a step after `length` tokens, or None if the output layer is not a matrix.
 
     Args:
         model: a swapped or other model of a supported family.
         source: tokens of the source, for an encoder-decoder.
+        state_dtype: the dtype in which states are stored, if not that of their feature maps.
     """
     family, head = family_of(model), getattr(model.get_output_embeddings(), "weight", None)
     if head is None:
@@ -74,10 +79,11 @@ def step_cost(model: PreTrainedModel, length: int, source: int = 0) -> StepCost 
         heads, kv_heads, size = family.shape(site.module)
         module: Any = site.module
         if not isinstance(site.module, Recurrence) or module.keeps_softmax:
-            tokens = source if site.cross else length + 1
+            before = source if site.cross else within_window(model, site, length)
+            tokens = before if site.cross else before + 1
             token = 2 * kv_heads * size * each
             attention += 4 * heads * tokens * size
-            read, held = read + tokens * token, held + (source if site.cross else length) * token
+            read, held = read + tokens * token, held + before * token
             written += 0 if site.cross else token
             continue
         feature_map: FeatureMap = module.feature_map
@@ -85,7 +91,8 @@ def step_cost(model: PreTrainedModel, length: int, source: int = 0) -> StepCost 
         rows, key_rows = (0, 0) if getattr(module, "merged", None) is not None else affine_rows(feature_map)
         mapped += 2 * size * (heads * rows + (0 if site.cross else key_heads * key_rows))
         map_weights += sum(x.numel() for x in feature_map.parameters())
-        state = sum(x.nbytes for x in feature_map.empty_state(1, size, model.dtype, "meta") if x is not None)
+        empty = [x for x in feature_map.empty_state(1, size, model.dtype, "meta") if x is not None]
+        state = sum(x.numel() * (state_dtype or x.dtype).itemsize for x in empty)
         attention += heads * (2 * k * size + 2 * k)
         read, held = read + state, held + state
         if not site.cross:
@@ -93,6 +100,12 @@ def step_cost(model: PreTrainedModel, length: int, source: int = 0) -> StepCost 
             updates += key_heads * (2 * k * size + k + decays)
             written += state
     return StepCost(2 * weights + mapped, attention, updates, (weights + map_weights) * each, read, written, held)
+
+
+def within_window(model: PreTrainedModel, site: Site, length: int) -> int:
+    """Return how many of the `length` tokens so far softmax attention of a layer reads, besides the next one."""
+    window, uses = windowed(model.config.get_text_config(decoder=True), [site])
+    return min(length, window - 1) if window is not None and uses else length
 
 
 def affine_rows(feature_map: FeatureMap) -> tuple[int, int]:

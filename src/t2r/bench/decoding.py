@@ -193,7 +193,7 @@ def point_of(reader: Reader, length: int, times: Sequence[float], speed: float) 
     """Return the measurements of a reader from the times of all rounds, and what its sizes imply at this bandwidth."""
     each, spread = median_and_spread(times)
     try:
-        cost = step_cost(reader.model, reader.length)
+        cost = step_cost(reader.model, reader.length, state_dtype=reader.state_dtype)
     except T2RError:  # an unknown family
         cost = None
     limits: tuple[Any, ...] = (None, None, None)

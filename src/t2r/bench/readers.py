@@ -32,6 +32,9 @@ READ = 512
 class Reader:
     """A model and its cache of the context so far. A step is the model's own forward."""
 
+    state_dtype: torch.dtype | None = None
+    """The dtype in which states are stored, if not that of their feature maps."""
+
     def __init__(self, name: str, model: Any, batch: int, seed: int, window: int | None = None) -> None:
         self.name, self.model, self.batch, self.seed, self.window = name, model, batch, seed, window
         self.generator = torch.Generator().manual_seed(seed)
@@ -150,41 +153,45 @@ class CapturedReader(Reader):
         self.size = 0
 
     def milliseconds(self, steps: int) -> float:
-        size = self.length + 2 + steps
+        size = self.length + 1 + steps  # also of a window: to write its last token again would take more kernels
         if self.graph is None or self.size != size:
             self.size, self.graph = size, None
-            self.capture(size)
+            self.allocate(size)
+            self.capture()
         self.fill()
+        self.go_to(self.length)
         return self.timed(lambda i: self.graph.replay(), steps)
 
-    def capture(self, size: int) -> None:
-        model = self.model
-        self.static: Any = StaticCache(config=model.config, max_cache_len=size)
+    def allocate(self, size: int) -> None:
+        self.static: Any = StaticCache(config=self.model.config, max_cache_len=size)
         self.token = self.tokens(1)
-        model(input_ids=self.token, past_key_values=self.static, use_cache=True)  # allocates the cache
-        self.fill()
-        self.position = torch.full_like(self.token, self.length)
-        self.column = torch.arange(size, device=model.device)  # the graph reads it: it must stay allocated
+        self.model(input_ids=self.token, past_key_values=self.static, use_cache=True)  # allocates the cache
+        self.position = torch.zeros_like(self.token)
+        self.column = torch.arange(size, device=self.model.device)  # the graph reads it: it must stay allocated
+        self.go_to(0)
 
-        def forward() -> None:
-            seen = (self.column <= self.position[:, :1])[:, None, None, :]
-            out = model(
-                input_ids=self.token,
-                position_ids=self.position,
-                attention_mask=seen,
-                past_key_values=self.static,
-                use_cache=True,
-            )
-            self.token.copy_(out.logits[:, -1:].argmax(-1))
-            self.position.add_(1)
+    def forward(self) -> Tensor:
+        """Read a token, and choose the next."""
+        out = self.model(
+            input_ids=self.token,
+            position_ids=self.position,
+            attention_mask=(self.column <= self.position[:, :1])[:, None, None, :],
+            past_key_values=self.static,
+            use_cache=True,
+        )
+        self.token.copy_(out.logits[:, -1:].argmax(-1))
+        self.position.add_(1)
+        logits: Tensor = out.logits
+        return logits
 
-        run = torch.compile(forward, dynamic=False) if self.compiled else forward
-        stream = torch.cuda.Stream(model.device)
-        stream.wait_stream(torch.cuda.current_stream(model.device))
+    def capture(self) -> None:
+        device = self.model.device
+        run = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             run()
-        torch.cuda.current_stream(model.device).wait_stream(stream)
-        self.fill()
+        torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             run()
@@ -192,6 +199,13 @@ class CapturedReader(Reader):
     def free(self) -> None:
         self.graph = self.static = None
         super().free()
+
+    def go_to(self, position: int) -> None:
+        """Set the position of the next token. The static cache counts too, and would write after its end."""
+        self.position.fill_(position)
+        for layer in self.static.layers:
+            if isinstance(count := getattr(layer, "cumulative_length", None), Tensor):
+                count.fill_(position)
 
     def fill(self) -> None:
         """Copy the cache into the static buffers."""
