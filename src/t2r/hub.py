@@ -237,6 +237,9 @@ def explained(source: str, part: str = "") -> Iterator[None]:
         if not isinstance(error, OSError | ValueError | RuntimeError | ImportError | StrictDataclassError):
             reason = f"its files are damaged ({type(error).__name__}: {reason})"
         if "trust_remote_code" in str(error):
-            reason = "it requires custom code; use --trust-remote-code if you trust it"
+            reason = (
+                "it requires custom code, which runs only if you trust it: t2r.load(..., trust_remote_code=True), or "
+                "--trust-remote-code of convert, swap, generate and inspect"
+            )
         here = "" if Path(source).exists() else "is not a local folder, and from the Hub it "
         raise T2RError(f"{part}{source} {here}cannot be loaded: {reason}") from error

@@ -26,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedTokenizerFast,
@@ -615,11 +617,15 @@ def test_the_default_window_fits_every_model(folder, tokenizer, caplog):
     assert "a window of 64 tokens is longer than the 48 positions of LlamaForCausalLM" in warning
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_a_window_beyond_learned_positions_is_refused_without_a_warning(folder, tokenizer, caplog, swapped):
+@pytest.mark.parametrize("kind", ["gpt2", "swapped", "without an adapter"])
+def test_a_window_beyond_learned_positions_is_refused_without_a_warning(folder, tokenizer, caplog, kind):
     short, rotary = gpt2(n_positions=48), llama(0)
     rotary.config.max_position_embeddings = 48  # would be warned of
-    short = t2r.swap(short, feature_size=4) if swapped else short
+    if kind == "swapped":
+        short = t2r.swap(short, feature_size=4)
+    elif kind == "without an adapter":
+        sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": len(tokenizer)}
+        short = OpenAIGPTLMHeadModel(OpenAIGPTConfig(n_positions=48, **sizes))
     caplog.clear()
     with pytest.raises(T2RError, match="has 48 positions, less than a window of 64 tokens: give a smaller one"):
         evaluate([rotary, short], folder / "text.txt", tokenizer=tokenizer, window=64, device="cpu")

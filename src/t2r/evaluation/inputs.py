@@ -71,7 +71,9 @@ def positions_of(config: Any) -> int | None:
 
 
 def has_position_table(config: Any) -> bool:
-    """Return whether positions are learned, so that a model cannot read beyond them. False if it is not known from the
-    configuration, as for model types without an adapter."""
-    model_type = config.get_text_config().model_type
-    return model_type in FAMILIES and family(model_type).positions == "learned"
+    """Return whether positions are learned, so that a model cannot read beyond them. For a model type without an
+    adapter, this is assumed if its configuration has no rotary positions."""
+    text = config.get_text_config()
+    if text.model_type in FAMILIES:
+        return family(text.model_type).positions == "learned"
+    return not any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
