@@ -7,75 +7,20 @@ from functools import partial
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
 
 import t2r
-from families import EOS, PAD, POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
+from engines import CASES, alone, inputs, prompts, swapped, words
+from families import EOS, PAD, POSITIONS, VOCABULARY, tiny
 from t2r import Engine, T2RError
 from t2r.generation.engine import prefill as prefill_module
-
-RECIPE = {
-    "rotary": False,
-    "decay": True,
-    "activation": "softmax",
-    "init": "identity",
-    "key_weights": True,
-    "shared": False,
-    "grouped": False,
-}
-CASES = {
-    "gpt2": ("gpt2", {}),
-    "gpt2 kept": ("gpt2", {"softmax_layers": [0]}),
-    "gpt2 signed": ("gpt2", {"feature_map": "rfa"}),
-    "opt": ("opt", {}),
-    "adaptive_lm": ("adaptive_lm", {}),
-    "llama": ("llama", {}),
-    "llama recipe": ("llama", RECIPE),
-    "llama recipe kept": ("llama", RECIPE | {"softmax_layers": [1]}),
-    "qwen3": ("qwen3", {"rotary": False}),
-    "gemma3": ("gemma3", {}),
-    "marian": ("marian", {}),
-    "marian kept": ("marian", {"softmax_layers": [0]}),
-    "bart causal": ("bart", {"recurrent": "causal"}),
-    "marian cross": ("marian", {"recurrent": "cross"}),
-    "bart": ("bart", {}),
-    "t5": ("t5", {}),
-}
-
-
-def swapped(case, dtype=torch.float64, merged=False):
-    model_type, options = CASES[case]
-    model = t2r.swap(tiny(model_type, dtype), **({"feature_size": 8} | options)).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = PAD
-    return t2r.merge(model, force=True) if merged else model
-
-
-def inputs(case):
-    """Return padded prompts of different lengths."""
-    model_type = CASES[case][0]
-    given = batch(model_type, padding="right" if is_seq2seq(model_type) else "left")
-    return {name: x for name, x in given.items() if not name.startswith("decoder")}
-
-
-def prompts(lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCABULARY, (1, n), generator=generator) for n in lengths]
-
-
-def alone(model, prompt, **options):
-    """Return the tokens that `generate` adds to one prompt."""
-    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    return out[0, 1 if model.config.is_encoder_decoder else prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -173,13 +118,6 @@ def test_each_sequence_stops_by_itself(options):
     assert (expected == PAD).sum() > (given["input_ids"] == PAD).sum()
     torch.manual_seed(0)
     assert torch.equal(Engine(model).generate(**given, max_new_tokens=20, eos_token_id=stops, **options), expected)
-
-
-def words():
-    """Return a tokenizer whose tokens are the letters of the alphabet."""
-    backend = Tokenizer(models.WordLevel({chr(33 + i): i for i in range(VOCABULARY - 3)}, unk_token="!"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="!")
 
 
 def test_stop_strings():
@@ -471,9 +409,16 @@ def test_a_sequence_that_fails_does_not_affect_the_others():
     assert "a processor failed" in str(failing.error)
     assert other.tokens == expected
     assert other.error is None
-    unknown = engine.submit(torch.tensor([[VOCABULARY + 5]]), max_new_tokens=4)  # fails when it is read
+
+    def fail(model, args, inputs):
+        if inputs["input_ids"].shape[1] == 2:
+            raise IndexError("this prompt cannot be read")
+
+    hook = model.register_forward_pre_hook(fail, with_kwargs=True)
+    unreadable = engine.submit(first[:, :2], max_new_tokens=4)  # fails when it is read
     assert engine.generate(second, max_new_tokens=10)[0, 5:].tolist() == expected
-    assert isinstance(unknown.error, IndexError)
+    hook.remove()
+    assert isinstance(unreadable.error, IndexError)
     assert not engine.busy
     how = {"max_new_tokens": 10, "logits_processor": LogitsProcessorList([Failing()])}
     with pytest.raises(RuntimeError, match="a processor failed"):

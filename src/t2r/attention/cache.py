@@ -106,6 +106,13 @@ class StateMixin:
         length = self.get_seq_length() + new_tokens
         return torch.ones(self.rows, length, dtype=torch.long) if self.padding is None else self.padding.mask(length)
 
+    def check_prompts(self, prompts: int) -> None:
+        """Raise T2RError if this many prompts cannot continue from this state: one for each row, or any for one row."""
+        if not self.rows:
+            raise T2RError("the state is empty: the model must read at least one token first")
+        if self.rows not in (1, prompts):
+            raise T2RError(f"{prompts} prompts for a state of {self.rows} sequences: fork or stack the state to match")
+
     def refuse_static(self, what: str) -> None:
         if self.is_static:
             raise T2RError(f"a static cache cannot be {what}: use take() to get its rows as separate caches")
@@ -249,8 +256,11 @@ class T2RCache(DynamicCache, StateMixin):
     def note_padding(self, mask: Tensor, tokens: int) -> None:
         """Store the padding of `tokens` new tokens, the last columns of a mask. They are not yet in the layers."""
         length = int(self.get_seq_length())
-        if mask.shape[1] == length + tokens:  # the usual case, in every step of `generate`: it must cost nothing
-            self.noted = mask
+        if mask.shape[1] == length + tokens:
+            if tokens == 1:  # in every step of `generate`: it must cost nothing
+                self.noted = mask
+            else:  # the mask may be changed by its owner
+                self.padding = Padding.of(mask)
             return
         new = Padding.of(mask[:, -tokens:])
         before = self.padding or Padding(*(torch.zeros_like(x) for x in new))

@@ -150,6 +150,17 @@ def padding_and_starts(
     return None, starts
 
 
+def new_token_mask(mask: Tensor | None, input_ids: Tensor, read: int = 0) -> Tensor:
+    """Return the padding mask of new tokens, from a mask of them, or of all tokens if some were `read` before."""
+    if mask is None:
+        return torch.ones_like(input_ids)
+    rows, tokens = input_ids.shape
+    if mask.shape not in ((rows, tokens), (rows, read + tokens)):
+        wanted = f"that of the new tokens, or of all tokens, {(rows, read + tokens)}" if read else "that of the prompts"
+        raise T2RError(f"attention_mask has shape {tuple(mask.shape)}: it must be {(rows, tokens)}, {wanted}")
+    return mask[:, -tokens:]
+
+
 def documents_from_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
     """Return the document number of each token from restarting position ids, or None if they do not restart.
 

@@ -248,6 +248,11 @@ class StaticT2RCache(T2RCache):
     def rows(self) -> int:
         return self.lengths.shape[0]
 
+    @property
+    def max_length(self) -> int | None:
+        """The maximum number of tokens in softmax layers. None: there are none."""
+        return None if self.kept is None else self.kept.get_max_length()
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         if self.kept is not None:
             return self.kept.get_mask_sizes(query_length)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from t2r.attention.cache import T2RCache
@@ -68,6 +69,16 @@ def check_vocabulary(model: Any, ids: Sequence[int], *, targets: bool = False) -
             f"the text has token {max(ids)}, but the model's vocabulary ends at {size - 1}: the tokenizer does not "
             "belong to the model"
         )
+
+
+def check_source_length(model: Any, length: int) -> None:
+    """Raise T2RError if the encoder of an encoder-decoder has too few positions, which would be an index error."""
+    if not model.config.is_encoder_decoder:
+        return
+    table = getattr(model.get_encoder(), "embed_positions", None)
+    limit = model.config.max_position_embeddings if isinstance(table, nn.Embedding) else None
+    if limit is not None and length > limit:
+        raise T2RError(f"a prompt of {length} tokens is beyond the {limit} positions of the encoder: split it")
 
 
 def refuse_stateless(model: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from t2r import ops
@@ -21,7 +21,7 @@ from t2r.data.text import check_unicode
 from t2r.errors import T2RError
 from t2r.generation.engine import Engine, ForGenerate
 from t2r.generation.engine.request import option_value, token_list
-from t2r.generation.state import check_vocabulary, refuse_stateless
+from t2r.generation.state import check_source_length, check_vocabulary, refuse_stateless
 from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.options import GenerationOptions, RunOptions, check, options_of
@@ -78,7 +78,8 @@ def generate(
         prompts: one prompt or several. The completion of a blank prompt is empty.
         tokenizer: the tokenizer. Required if `model` is a model object.
         dtype, device, revision, trust_remote_code: how to load a model given by name; see `t2r.load`.
-        state: a state, or the path of a saved state, from which each prompt continues.
+        state: a state, or the path of a saved state, from which each prompt continues. It has one sequence, or as many
+            as there are prompts.
         source_language, target_language: for multilingual translation models, codes of the model's tokenizer. They stay
             set in the tokenizer and in the model's generation configuration.
         on_completion: called with each completion as soon as it is finished.
@@ -130,13 +131,15 @@ def complete(
         chat: whether each prompt is a user message, to be formatted with the tokenizer's chat template.
         seed: random seed for sampling.
         on_text: called with each piece of text as it is generated. Requires a single prompt and no beam search.
-        state: a state from which each prompt continues. It is not modified.
+        state: a state from which each prompt continues, of one sequence or of as many as there are prompts. It is not
+            modified.
         options: options of `model.generate`.
     """
     if state is not None:
         if chat:
             raise T2RError("chat cannot be combined with a state, because a chat template starts a new conversation")
         refuse_stateless(model)
+        state.check_prompts(len(prompts))
     check(RunOptions, {"batch_size": batch_size, "seed": seed})
     options = checked_options(model, options)
     ids = [encode(tokenizer, prompt, chat, state is None) if prompt.strip() else [] for prompt in prompts]
@@ -155,7 +158,11 @@ def complete(
         done: dict[int, Completion] = {}
         if real:
             given = [prompts[i] for i in real], [ids[i] for i in real]
-            run = complete_batch(model, tokenizer, *given, options, state, engine)
+            own = state
+            if state is not None and state.rows > 1:
+                own = state.fork()
+                own.batch_select_indices(torch.tensor(real))
+            run = complete_batch(model, tokenizer, *given, options, own, engine)
             done = dict(zip(real, run, strict=True))
         for i in batch:
             yield done.get(i) or Completion(prompts[i], "", [""] * (several - 1), 0, 0, 0.0, 0, *setting(model))
@@ -330,11 +337,7 @@ def given_length(options: Mapping[str, Any]) -> tuple[str, int] | None:
 def check_lengths(model: Any, ids: list[list[int]], options: Mapping[str, Any]) -> None:
     """Raise T2RError if the model has too few positions, instead of an index error during generation."""
     longest = max(map(len, ids), default=0)
-    if model.config.is_encoder_decoder:
-        table = getattr(model.get_encoder(), "embed_positions", None)
-        limit = model.config.max_position_embeddings if isinstance(table, nn.Embedding) else None
-        if limit is not None and longest > limit:
-            raise T2RError(f"a prompt of {longest} tokens is beyond the {limit} positions of the encoder: split it")
+    check_source_length(model, longest)
     if isinstance(model, T2RModel) or model.config.model_type not in FAMILIES:
         return  # a swapped model has its own check
     limit = family_of(model).max_positions(model)

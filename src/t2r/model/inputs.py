@@ -34,6 +34,8 @@ def note_padding(inputs: dict[str, Any]) -> None:
     """Store the padding of the new tokens in a T2RCache. Single tokens in a static cache, or in a compiled step, are
     never padding."""
     cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
+    if isinstance(mask, dict):  # one per layer type, as `generate` prepares them for a static cache
+        mask = next((part for part in mask.values() if part is not None), None)
     if not isinstance(cache, T2RCache) or mask is None:
         return
     given = inputs.get("input_ids")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self, cast
 
@@ -16,13 +17,13 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from t2r import architectures, compat
 from t2r.attention.cache import T2RCache, T2REncoderDecoderCache, load_state
 from t2r.attention.interface import NAME, PADDED, UNMASKED
 from t2r.attention.layers import RecurrentLayer
-from t2r.attention.masks import refuse_full_mask
+from t2r.attention.masks import new_token_mask, refuse_full_mask
 from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, StaticSourceLayer, StaticT2RCache
 from t2r.config import OPTIONS, T2RConfig, reading_class
 from t2r.errors import T2RError
@@ -211,27 +212,23 @@ class T2RModel(SavedModel, compat.ModelHooks):
             raise T2RError(
                 "continue_from supports language models only; pass the cache of an encoder-decoder to generate"
             )
+        if not isinstance(cache, T2RCache):
+            raise T2RError(
+                f"a state is a T2RCache, from model.make_cache() or a forward call; got {type(cache).__name__}"
+            )
         rows, model = input_ids.shape[0], cast(Any, self)
-        if rows != cache.rows:
-            cache = cache.fork(rows) if cache.rows == 1 else cache
-        if rows != cache.rows:
-            raise T2RError(f"{rows} prompts for a state of {cache.rows} sequences: fork or stack the state to match")
+        cache.check_prompts(rows)
         if input_ids.shape[1] == 0:
             raise T2RError("continue_from requires at least one new token")
-        defaults = options.get("generation_config") or model.generation_config
-        ways = [options.get(n) or getattr(defaults, n, None) or 1 for n in ("num_beams", "num_return_sequences")]
-        cache = cache.fork(max(ways))
+        ways = max(
+            option_value(model, options.get("generation_config"), options, name) or 1
+            for name in ("num_beams", "num_return_sequences")
+        )
+        mask = new_token_mask(options.pop("attention_mask", None), input_ids, cache.get_seq_length())
+        cache = cache.fork(ways * rows // cache.rows)
         cache.unseen = cache.get_seq_length()
-        mask = options.pop("attention_mask", None)
-        mask = torch.ones_like(input_ids) if mask is None else mask
-        read = cache.attention_mask()[:: max(ways)].to(mask)
-        if mask.shape not in (input_ids.shape, (rows, read.shape[1] + input_ids.shape[1])):
-            raise T2RError(
-                f"attention_mask has shape {tuple(mask.shape)}, but there are {input_ids.shape[1]} new tokens for "
-                f"{rows} sequences: it must be that of the new tokens, or of all tokens"
-            )
         # From a mask longer than the ids, `generate` infers that the ids are only the new tokens.
-        mask = torch.cat([read, mask[:, -input_ids.shape[1] :]], dim=1)
+        mask = torch.cat([cache.attention_mask()[::ways].to(mask), mask], dim=1)
         cache.check_window(mask)
         return model.generate(input_ids, attention_mask=mask, past_key_values=cache, **options)
 
@@ -263,12 +260,18 @@ class T2RModel(SavedModel, compat.ModelHooks):
             return True
         if type(given) is T2RCache and given.unseen:
             self.check_generated_length(given.unseen + (generation_config.max_length or 0))
-        elif type(given) is T2RCache:
-            read, prompt = given.get_seq_length(), compat.prompt_length(generation_config, model_kwargs)
-            if prompt is not None and prompt <= read:
+        elif isinstance(given, Cache) and not isinstance(given, EncoderDecoderCache):
+            read, prompt = int(given.get_seq_length()), compat.prompt_length(generation_config, model_kwargs)
+            if prompt is not None and 0 < read >= prompt:
+                static = isinstance(given, StaticT2RCache)
+                how = "to continue from a state with only the new tokens, use model.continue_from(cache, input_ids)"
+                how = "to use it for another text, call cache.reset()" if static else how
+                raise T2RError(f"the cache has read {read} tokens and the input has {prompt}: {how}")
+            room = given.max_length if isinstance(given, StaticT2RCache) else None
+            if room is not None and (generation_config.max_length or 0) > room:
                 raise T2RError(
-                    f"the cache has read {read} tokens and the input has {prompt}: to continue from a state with only "
-                    "the new tokens, use model.continue_from(cache, input_ids)"
+                    f"the static cache has room for {room} tokens in softmax layers, but max_length is "
+                    f"{generation_config.max_length}: make a longer one, or generate fewer tokens"
                 )
         return False
 
@@ -309,6 +312,14 @@ class T2RModel(SavedModel, compat.ModelHooks):
             missing = " or ".join(architectures) or "(no class is named)"
             raise T2RError(f"this version of transformers has no model class {missing}")
         return t2r_class(base)
+
+
+def option_value(model: Any, generation_config: GenerationConfig | None, options: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an option of `generate`: as given, or that of the configuration, or that of the model."""
+    if name in options:
+        return options[name]
+    own = getattr(generation_config, name, None)
+    return getattr(model.generation_config, name, None) if own is None else own
 
 
 class T2RForCausalLM(T2RModel):

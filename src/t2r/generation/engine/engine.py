@@ -23,12 +23,21 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from t2r.attention.cache import T2RCache
-from t2r.attention.masks import Padding
+from t2r.attention.masks import Padding, new_token_mask
 from t2r.errors import T2RError
 from t2r.generation.engine.batch import RunningBatch
 from t2r.generation.engine.beams import Beams, BeamSearch, one_per_prompt, uses_beams
 from t2r.generation.engine.prefill import prefill, whole_mask
-from t2r.generation.engine.request import ForGenerate, Request, no_static_cache, not_now, prepare, seeding
+from t2r.generation.engine.request import (
+    ForGenerate,
+    Request,
+    check_padding,
+    check_tokens,
+    no_static_cache,
+    not_now,
+    prepare,
+    seeding,
+)
 from t2r.generation.engine.room import Room
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.step import DecodeStep
@@ -84,8 +93,9 @@ class Engine(RunningBatch):
             raise T2RError("the engine does not run PEFT adapters: merge them first (model = model.merge_and_unload())")
         if not isinstance(model, T2RModel):
             raise T2RError("the engine requires a swapped model: use model.generate for other models")
-        if rows is not None and rows < 1:
-            raise T2RError(f"rows must be at least 1; got {rows}")
+        for name, number in (("rows", rows), ("max_length", max_length), ("source_length", source_length)):
+            if number is not None and number < 1:
+                raise T2RError(f"{name} must be at least 1; got {number}")
         self.generation_config = generation_config
         self.obstacle = no_static_cache(model)
         self.beam_decode: DecodeStep | None = None
@@ -220,7 +230,9 @@ class Engine(RunningBatch):
 
         The options are those of `generate`. With `keep_state`, the finished sequence has its state. A sequence that
         fails, for example in a logits processor, is finished and has an `error`; others go on."""
-        input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+        if isinstance(input_ids, Tensor) and input_ids.dim() == 1:
+            input_ids = input_ids[None]
+        check_tokens(self.model, input_ids)
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         with self.lock:
             try:
@@ -257,9 +269,9 @@ class Engine(RunningBatch):
                         if self.waiting:
                             break
                         options = dict(batch)
-                        seed = options.pop("seed", None)
-                        request = self.prepared(options.pop("input_ids", None), None, False, options)
-                        for sequence in self.admitted(request, None, seed, False).sequences:
+                        seed, state = options.pop("seed", None), options.pop("state", None)
+                        request = self.prepared(options.pop("input_ids", None), state, False, options)
+                        for sequence in self.admitted(request, state, seed, False).sequences:
                             numbers[sequence] = count
                             count += 1
                         self.start_waiting()
@@ -282,21 +294,30 @@ class Engine(RunningBatch):
         """Prepare a call. Raises ForGenerate if the engine does not support it."""
         if state is not None and input_ids is None:
             raise T2RError("continuing from a state requires input_ids: give at least one token")
+        if input_ids is not None:
+            check_tokens(self.model, input_ids)
         if (reason := not_now(self.model) or self.obstacle) is not None:
             raise ForGenerate(reason)
         if state is not None and self.model.config.is_encoder_decoder:
             raise T2RError("continuing from a state requires a language model, not an encoder-decoder")
         if keep_state and self.model.config.is_encoder_decoder:
             raise T2RError("keep_state requires a language model, not an encoder-decoder")
-        device = self.model.device
-        if options.get("attention_mask") is not None:
-            options = {**options, "attention_mask": options["attention_mask"].to(device)}
-        if state is not None:  # as in `continue_from`, new tokens are not padding unless a mask is given
+        mask, read = options.get("attention_mask"), 0
+        if state is not None:
+            if not isinstance(state, T2RCache):
+                raise T2RError(f"state must be a T2RCache; got {type(state).__name__}")
             assert input_ids is not None
-            options = {"attention_mask": torch.ones_like(input_ids, device=device), **options}
+            state.check_prompts(input_ids.shape[0])
+            read = state.get_seq_length()
+        ids = None if input_ids is None else input_ids.to(self.model.device)
+        # As in `continue_from`, tokens after a state are not padding unless a mask is given.
+        if ids is not None and (mask is not None or state is not None):
+            mask = new_token_mask(mask, ids, read)
+        if mask is not None:
+            options = {**options, "attention_mask": mask.to(self.model.device)}
         with torch.no_grad():
-            ids = None if input_ids is None else input_ids.to(device)
             request = prepare(self.model, ids, options, self.generation_config)
+        check_padding(request)
         if self.model.kept_layers() and not self.model.config.is_encoder_decoder:
             mask = whole_mask(request, state)
             if mask is not None and not Padding.of(mask).is_known:  # a row holds real tokens only

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from t2r.errors import T2RError
 from t2r.generation.engine.request import Request
 from t2r.generation.state import PIECE
 
@@ -16,10 +15,7 @@ def whole_mask(request: Request, state: Any) -> Tensor | None:
     """Return the padding mask of prompts, after that of the state from which they continue. None: no padding."""
     ids, mask = request.ids, request.inputs.get("attention_mask")
     if state is not None:
-        times, rest = divmod(ids.shape[0], state.rows)
-        if rest:
-            raise T2RError(f"{ids.shape[0]} prompts for a state of {state.rows} sequences")
-        read = state.attention_mask().to(ids.device).repeat_interleave(times, dim=0)
+        read = state.attention_mask().to(ids.device).repeat_interleave(ids.shape[0] // state.rows, dim=0)
         mask = torch.cat([read, torch.ones_like(ids) if mask is None else mask.to(read)], dim=1)
     return None if mask is None or bool(mask.all()) else mask
 

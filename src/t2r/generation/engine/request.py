@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import MaxLengthCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
 from t2r.attention.recurrence import computes_exactly
 from t2r.errors import T2RError
+from t2r.generation.state import check_source_length, check_vocabulary
+from t2r.model.modeling import option_value
 
 MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -53,7 +56,7 @@ READ = {
 """Inputs of the forward pass that the engine supports. Calls with any other input are for `generate()`."""
 
 
-class ForGenerate(Exception):
+class ForGenerate(T2RError):
     """Raised for calls that `generate()` supports and the engine does not. The message is the reason."""
 
 
@@ -67,6 +70,12 @@ class Request(NamedTuple):
     config: GenerationConfig
     inputs: dict[str, Any]
     """Further inputs of the forward pass: masks, positions, an empty cache, encoder outputs."""
+
+    @property
+    def max_length(self) -> int:
+        """The maximum number of tokens. A stopping criterion that the user gives replaces that of transformers."""
+        given = [c.max_length for c in self.criteria if isinstance(c, MaxLengthCriteria)]
+        return int(min(given, default=self.config.max_length))
 
     @property
     def source(self) -> Tensor | None:
@@ -101,10 +110,6 @@ def prepare(
             raise ForGenerate(f"{name} is given")
     if input_ids is None and (not model.config.is_encoder_decoder or options.get("encoder_outputs") is None):
         raise T2RError("there are no prompts: give input_ids, or encoder_outputs of an encoder-decoder")
-    if input_ids is not None and input_ids.shape[0] == 0:
-        raise T2RError("the batch has no prompts: give at least one")
-    if input_ids is not None and input_ids.shape[-1] == 0:
-        raise T2RError("a prompt has no tokens: give at least one, for example the BOS token")
     if options.get("encoder_outputs") is not None:  # transformers repeats its rows, for beams, in the object itself
         options["encoder_outputs"] = copy.copy(options["encoder_outputs"])
     tokenizer = options.pop("tokenizer", None)
@@ -138,12 +143,34 @@ def prepare(
     return request
 
 
-def option_value(model: Any, generation_config: GenerationConfig | None, options: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an option of `generate`: as given, or that of the configuration, or that of the model."""
-    if name in options:
-        return options[name]
-    own = getattr(generation_config, name, None)
-    return getattr(model.generation_config, name, None) if own is None else own
+def check_tokens(model: Any, input_ids: Any) -> None:
+    """Raise T2RError if these are not prompts that the model can read."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else None
+        what = f"a {type(input_ids).__name__}" if shape is None else f"one of shape {shape}"
+        raise T2RError(
+            f"input_ids must be a tensor [batch, tokens]; got {what} (tokenizer(texts, return_tensors='pt') makes one)"
+        )
+    if input_ids.shape[0] == 0:
+        raise T2RError("the batch has no prompts: give at least one")
+    if input_ids.shape[1] == 0:
+        raise T2RError("a prompt has no tokens: give at least one, for example the BOS token")
+    least, most = (int(x) for x in input_ids.aminmax())
+    if least < 0:
+        raise T2RError(f"input_ids has token {least}: tokens are not negative")
+    check_vocabulary(model, [most])
+    check_source_length(model, input_ids.shape[1])
+
+
+def check_padding(request: Request) -> None:
+    """Raise T2RError for prompts that end with padding, after which `generate` would continue the padding."""
+    mask = request.inputs.get("attention_mask")
+    if mask is None or request.source is not None or bool(mask[:, -1].all()):
+        return
+    row = int((mask[:, -1] == 0).nonzero()[0])
+    if not bool(mask[row].any()):
+        raise T2RError("a prompt has padding only: give at least one token, for example the BOS token")
+    raise T2RError("a prompt ends with padding: pad prompts on the left (padding_side='left' of a tokenizer)")
 
 
 def token_list(tokens: int | list[int] | None) -> list[int]:
@@ -177,6 +204,8 @@ def not_now(model: Any) -> str | None:
     """Return why the engine does not support the model in its current state, or None if it does."""
     if model.training:
         return "the model is in training mode"
+    if torch.is_autocast_enabled(model.device.type):  # a captured step would keep its dtype
+        return "autocast is enabled"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is on several devices"
     return "recurrent layers compute exact attention" if computes_exactly(model) else None

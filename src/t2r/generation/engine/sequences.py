@@ -61,11 +61,12 @@ class Group:
         self.sequences = [Sequence(i) for i in range(ids.shape[0])]
         eos = [c.eos_token_id.tolist() for c in request.criteria if isinstance(c, EosTokenCriteria)]
         self.stops = {token for tokens in eos for token in tokens}
-        self.max_length: int = config.max_length
+        self.max_length = request.max_length
         self.new_tokens = self.max_length - ids.shape[1]
         """The maximum number of new tokens of a sequence."""
         simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in request.criteria)
-        self.plain = simple and not config.do_sample and all(map(is_constant, request.processors))
+        constant = all(is_constant(processor, self.max_length) for processor in request.processors)
+        self.plain = simple and not config.do_sample and constant
         self.forbidden = forbidden_tokens(request) if self.plain else frozenset()
         """Tokens that the decoding step must not choose, if the group is plain."""
         last = [p for p in request.processors if type(p) is ForcedEOSTokenLogitsProcessor]
@@ -133,24 +134,21 @@ class Group:
         return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
 
 
-def is_constant(processor: LogitsProcessor) -> bool:
-    """Return whether the effect of a processor does not depend on generated tokens, apart from their number."""
+def is_constant(processor: LogitsProcessor, max_length: int) -> bool:
+    """Return whether a processor does the same for all tokens, except the first, and the last of `max_length`."""
     if type(processor) is NoBadWordsLogitsProcessor:
-        return all(len(word) == 1 for word in processor.bad_word_ids)
-    return type(processor) in (
-        SuppressTokensLogitsProcessor,
-        ForcedBOSTokenLogitsProcessor,
-        ForcedEOSTokenLogitsProcessor,
-    )
+        return all(len(word) == 1 for word in processor.sequence_bias)
+    if type(processor) is ForcedEOSTokenLogitsProcessor:
+        return bool(processor.max_length == max_length)
+    return type(processor) in (SuppressTokensLogitsProcessor, ForcedBOSTokenLogitsProcessor)
 
 
 def forbidden_tokens(request: Request) -> frozenset[int]:
     """Return the tokens that constant processors forbid at every position."""
     found: set[int] = set()
-    stops = set(token_list(request.config.eos_token_id))
     for processor in request.processors:
-        if type(processor) is NoBadWordsLogitsProcessor:  # an EOS token is never a bad word
-            found |= {word[0] for word in processor.bad_word_ids} - stops
+        if type(processor) is NoBadWordsLogitsProcessor:  # an EOS token that it knows is not a bad word
+            found |= {word[0] for word in processor.sequence_bias}
         elif type(processor) is SuppressTokensLogitsProcessor:
             found |= set(processor.suppress_tokens.tolist())
     return frozenset(found)

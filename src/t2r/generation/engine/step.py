@@ -49,6 +49,14 @@ class DecodeStep:
     ) -> None:
         self.model, self.rows, self.max_length, self.source_length = model, rows, max_length, source_length
         self.compiled, self.reorders = compiled, reorders
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode cannot be changed outside it
+            self.allocate(state_dtype)
+            self.reset()
+            self.replay = self.capture()
+            self.reset()
+
+    def allocate(self, state_dtype: torch.dtype | None) -> None:
+        model, rows, max_length, source_length = self.model, self.rows, self.max_length, self.source_length
         seq2seq = bool(model.config.is_encoder_decoder)
         self.cache = model.make_static_cache(rows, max_length, source_length, state_dtype)
         self.own = self.cache.self_attention_cache if seq2seq else self.cache
@@ -76,9 +84,6 @@ class DecodeStep:
         """The table of positions that a captured step reads. It stays allocated if the model's table is replaced."""
         self.captured_as: str | None = None
         """`CUDA graph` or `recording`; None if the step runs eagerly."""
-        self.reset()
-        self.replay = self.capture()
-        self.reset()
 
     @property
     def outdated(self) -> bool:
@@ -122,9 +127,9 @@ class DecodeStep:
     def forbid(self, tokens: frozenset[int]) -> None:
         """Set the tokens that are never chosen: their logits become minus infinity."""
         if tokens != self.forbidden:
-            self.forbidden = tokens
             self.bias.zero_()
-            self.bias[sorted(tokens)] = -torch.inf
+            self.bias[sorted(token for token in tokens if 0 <= token < len(self.bias))] = -torch.inf
+            self.forbidden = tokens
 
     def free(self, rows: list[int]) -> None:
         self.active[torch.tensor(rows, device=self.active.device)] = 0
