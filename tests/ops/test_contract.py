@@ -150,3 +150,12 @@ def test_auto_finds_a_backend_that_can(request_):
 def test_choose_names_a_usable_backend(causal):
     name = ops.choose(torch.device("cpu"), causal)
     assert ops.backends()[name] is None
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 3, 0)])
+def test_only_the_time_may_be_empty(shape):
+    empty = torch.zeros(shape)
+    with pytest.raises(T2RError, match="only the time may be 0"):
+        ops.linear_attention(empty, empty, empty)
+    none = torch.zeros(1, 2, 0, 4)
+    assert ops.linear_attention(none, none, none)[0].shape == none.shape

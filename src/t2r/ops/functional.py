@@ -291,6 +291,8 @@ def _check(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or not tensor.is_floating_point():
             raise T2RError(f"{name} must be a floating-point tensor [batch, heads, time, size]")
+        if not tensor.shape[0] * tensor.shape[1] * tensor.shape[3]:
+            raise T2RError(f"{name} has shape {tuple(tensor.shape)}: only the time may be 0")
     batch, heads, time, feature = q.shape
     key_heads, keys = k.shape[1:3]
     if heads % key_heads:
