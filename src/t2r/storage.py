@@ -12,7 +12,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -241,6 +241,16 @@ def refuse_replacing(source: Any, out: str | Path) -> None:
         return
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(out)):
         raise T2RError(f"saving to {out} would replace the model in {source}: choose another folder")
+
+
+def refuse_deleting(files: Iterable[Any], out: str | Path) -> None:
+    """Raise T2RError if saving to `out` would delete one of these files, which are given by name or as a glob."""
+    for name in files:
+        if not isinstance(name, str | Path):
+            continue
+        for path in [name] if kind_of(name) else glob.glob(str(name), recursive=True):
+            if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(out)):
+                raise T2RError(f"saving to {out} would delete {path}: choose another folder")
 
 
 def check_destination(final: Path, overwrite: bool) -> None:

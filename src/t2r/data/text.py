@@ -23,6 +23,7 @@ from t2r.data.chat import Part, conversation
 from t2r.errors import T2RError
 from t2r.storage import kind_of
 
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 READ = 1 << 18
 """Number of bytes read at a time."""
 
@@ -88,7 +89,8 @@ def whole_text(names: str | Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file of JSONL (extension .jsonl) or plain text (any other), optionally compressed (.gz or .xz)."""
+    """A file of JSONL (extension .jsonl, .ndjson or .json) or plain text (any other), optionally compressed (.gz or
+    .xz)."""
 
     path: Path
 
@@ -109,7 +111,7 @@ class FileSource:
 
     def read(self, tokenizer: PreTrainedTokenizerBase, lines: bool, report: Report) -> Iterator[Part]:
         with self.opened() as (file, raw):
-            if self.suffixes[0] == ".jsonl":
+            if self.suffixes[0] in JSON_LINES:
                 parts = self._records(file, tokenizer)
             elif lines:
                 parts = (Part(line.rstrip("\r\n")) for _, line in self._lines(file) if line.strip())
@@ -182,6 +184,8 @@ class FileSource:
             if not line.strip():
                 continue
             where = f"{self.path}:{number}"
+            if self.suffixes[0] == ".json" and number == 1 and line.lstrip().startswith("["):
+                raise T2RError(f"{self.path} is a JSON array: write one object per line (JSONL)")
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:

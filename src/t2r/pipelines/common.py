@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.data.mixture import Sources
+from t2r.data.mixture import Sources, parse_sources
 from t2r.errors import T2RError
 from t2r.reporting import environment
 from t2r.storage import finite
@@ -40,7 +40,7 @@ class Texts:
             if hasattr(given, "column_names"):
                 raise T2RError(
                     f"{name} is a {type(given).__name__} object: give a name, datasets:NAME, or write it to a file "
-                    "(to_json) and give the file"
+                    "(to_json('text.jsonl')) and give the file"
                 )
         for name in ("valid", "valid_source", "valid_target"):
             if isinstance(given := getattr(self, name), Path):
@@ -55,6 +55,12 @@ class Texts:
         """Whether parallel text is given."""
         pairs = (self.source, self.target, self.valid_source, self.valid_target)
         return any(given is not None for given in pairs)
+
+    def names(self) -> list[str]:
+        """Return the names of all texts that are given."""
+        pairs = [parse_sources(given) for given in (self.train, self.source, self.target) if given is not None]
+        valid = (self.valid, self.valid_source, self.valid_target)
+        return [entry.source for entries in pairs for entry in entries] + [name for name in valid if name is not None]
 
     def sources(self, plan: Recipe) -> Sources:
         """Return the sources of training text: those given, or the recipe's."""

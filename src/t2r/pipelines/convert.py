@@ -27,7 +27,7 @@ from t2r.model.swap import swap
 from t2r.options import RunOptions, check, refuse_unknown
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
-from t2r.storage import check_destination, refuse_replacing
+from t2r.storage import check_destination, refuse_deleting, refuse_replacing
 from t2r.surgery.adapters import family_of
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, trainable, within
@@ -133,6 +133,7 @@ def convert(
     given = {"limit": limit, "minutes": minutes, "teacher_tokens": teacher_tokens, "save_steps": save_steps}
     check(RunOptions, given)
     texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
+    refuse_deleting([*texts.names(), recipe, tokenizer], out)
     plan = within(load_recipe(recipe or default_recipe(texts.translates), overrides), minutes)
     auto = parse_auto(softmax_layers)
     swap_options = over(plan.swap, options) | {"seed": seed}

@@ -31,7 +31,7 @@ from t2r.model.swap import swap
 from t2r.options import RunOptions, check, refuse_unknown
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
-from t2r.storage import check_destination, kind_of, refuse_replacing
+from t2r.storage import check_destination, kind_of, refuse_deleting, refuse_replacing
 from t2r.tasks.translation import TEACHER
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, within
@@ -131,6 +131,7 @@ def pretrain(
     refuse_replacing(config if continued else None, out)
     check(RunOptions, {"limit": limit, "minutes": minutes, "save_steps": save_steps})
     texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
+    refuse_deleting([*texts.names(), recipe, tokenizer, config], out)
     if (source_language or target_language) and not texts.translates:
         raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
     if continued and (options or model_overrides or tokenizer is not None):

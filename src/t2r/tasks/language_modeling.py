@@ -16,13 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from t2r.data import TokenCorpus, check_block_size, tokenize_corpus, write_corpus
 from t2r.data.blocks import IGNORED
 from t2r.data.corpus import JoinedCorpus
-from t2r.data.fingerprint import of_tokenizer
+from t2r.data.fingerprint import digest, of_tokenizer
 from t2r.data.mixture import MixedBlocks, Sources, exact, parse_sources, readings_of_shares, warn_of_shares
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.evaluation import Text, encode, perplexity, read_text
 from t2r.evaluation.generation import fitting_distances, recall
 from t2r.evaluation.perplexity import WINDOW
+from t2r.generation.state import check_vocabulary
 from t2r.options import RunOptions
 from t2r.tasks.base import Task, exchanged, max_positions, number
 
@@ -89,6 +90,7 @@ class LanguageModeling(Task):
             "train": list(map(str, self.mixed)),
             "teacher_tokens": self.teacher_tokens if TEACHER in self.sources else None,
             "valid": self.valid,
+            "valid_text": None if self.text is None else digest(self.text.string),
             "limit": self.limit,
             "documents": self.documents,
         }
@@ -107,6 +109,7 @@ class LanguageModeling(Task):
         self.vocabulary = model.config.get_text_config().vocab_size
         if self.valid is not None:
             self.text = encode(self.tokenizer, read_text(self.valid, self.tokenizer))
+            check_vocabulary(model, self.text.token_ids.tolist())
             tokens, window = len(self.text.token_ids), self.window(model)
             if tokens < window:
                 raise T2RError(
@@ -122,6 +125,7 @@ class LanguageModeling(Task):
                 for source in self.sources
                 if source != TEACHER
             }
+        self.check_vocabulary()
 
     @property
     def asked_of_teacher(self) -> int:
@@ -141,10 +145,14 @@ class LanguageModeling(Task):
         if TEACHER in self.sources:
             with self.caching():
                 self.corpora[TEACHER] = self.written_by(teacher, longest)
+        self.check_vocabulary()
+        return [self.corpora[source].key for source in self.sources]
+
+    def check_vocabulary(self) -> None:
+        """Raise T2RError if the tokenizer does not belong to the model."""
         for corpus in self.corpora.values():
             if self.vocabulary is not None:
                 corpus.check_vocabulary(self.vocabulary)
-        return [self.corpora[source].key for source in self.sources]
 
     def written_by(self, teacher: PreTrainedModel | None, length: int) -> TokenCorpus:
         if teacher is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data.blocks import IGNORED
-from t2r.data.fingerprint import of_tokenizer
+from t2r.data.fingerprint import digest, of_tokenizer
 from t2r.data.mixture import Sources, exact, readings_of_shares, warn_of_shares
 from t2r.data.parallel.blocks import PairBlocks
 from t2r.data.parallel.corpus import Pair, ParallelCorpus, encode_sources, encode_targets, tokenize_pairs
@@ -102,6 +102,7 @@ class Translation(Task):
         self.valid: list[tuple[str, str]] = []
         self.valid_lengths: list[int] = []
         self.positions: int | None = None
+        self.block_sizes: list[int] = []
         self.longest: int | None = None
         """The maximum length of a pair that every stage can read. None: no limit."""
         self.vocabularies: tuple[int, int] | None = None
@@ -118,6 +119,7 @@ class Translation(Task):
         return joined | {
             "pairs": list(map(str, self.pairs)),
             "valid": None if self.valid_source is None else [self.valid_source, self.valid_target],
+            "valid_text": digest(self.valid) if self.valid else None,
             "limit": self.limit,
             "beams": self.beams,
             "teacher_beams": self.teacher_beams,
@@ -135,7 +137,8 @@ class Translation(Task):
             if pair.target != TEACHER:
                 find_file(pair.target)
         self.positions = max_positions(model)
-        self.longest = min([*block_sizes, *([] if self.positions is None else [self.positions])], default=None)
+        self.block_sizes = sorted(set(block_sizes), reverse=True)
+        self.longest = min([*self.block_sizes, *([] if self.positions is None else [self.positions])], default=None)
         sides: Any = model.get_input_embeddings(), model.get_output_embeddings()
         self.vocabularies = sides[0].weight.shape[0], sides[1].weight.shape[0]
         self.pad = model.config.pad_token_id or 0
@@ -175,6 +178,7 @@ class Translation(Task):
                     )
                     self.corpora[i] = self.joined(corpus)
         self.blocks.clear()
+        self.check_vocabulary()
         self.asked = sum(about_tokens(pair.source, self.tokenizer) for pair in self.pairs if pair.target == TEACHER)
 
     def joined(self, corpus: ParallelCorpus) -> ParallelCorpus:
@@ -213,12 +217,17 @@ class Translation(Task):
                 )
                 self.corpora[i] = self.joined(corpus)
         self.blocks.clear()
+        self.check_vocabulary()
+        for size in self.block_sizes or [longest]:
+            self.dataset(size).notices()
+        self.warn_of_short_pairs()
+        return [corpus.key for _, corpus in sorted(self.corpora.items())]
+
+    def check_vocabulary(self) -> None:
+        """Raise T2RError if the tokenizer does not belong to the model."""
         for corpus in self.corpora.values():
             for side, size in zip((corpus.source, corpus.target), self.vocabularies or (), strict=False):
                 side.check_vocabulary(size)
-        self.dataset(longest).notices()
-        self.warn_of_short_pairs()
-        return [corpus.key for _, corpus in sorted(self.corpora.items())]
 
     def warn_of_short_pairs(self) -> None:
         """Warn if the lines that are measured are longer than those that are learned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,14 @@ def last_checkpoint(folder: Path) -> Path | None:
             return checkpoint
         logger.warning("%s is damaged; the next older checkpoint is used if there is one", checkpoint)
     return None
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove checkpoints that were being written when their process ended. Trainer would count them, and remove
+    complete ones in their place."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if not (checkpoint / COMPLETE).exists():
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def files(folder: Path) -> Iterator[Path]:

@@ -126,13 +126,29 @@ def many_compilations() -> Any:
     return torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
 
 
+def shared_layers(model: nn.Module) -> list[str]:
+    """Return the linear layers whose weights other modules have too. The others would not have the adapters, but a
+    merged adapter would change them."""
+    owners: dict[int, int] = {}
+    layers = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    for _, module in layers:
+        for weight in module.parameters(recurse=False):
+            owners[id(weight)] = owners.get(id(weight), 0) + 1
+    return [
+        name
+        for name, module in layers
+        if isinstance(module, nn.Linear) and any(owners[id(w)] > 1 for w in module.parameters(recurse=False))
+    ]
+
+
 def with_lora(model: PreTrainedModel, stage: Stage, seed: int) -> Any:
     """Return the model with LoRA adapters on its linear layers. The maps are trained in full."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise T2RError("train: lora requires the peft extra: pip install 't2r[peft]'") from error
-    config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, target_modules="all-linear")
+    how: dict[str, Any] = {"target_modules": "all-linear", "exclude_modules": shared_layers(model)}
+    config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, **how)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)

@@ -278,11 +278,15 @@ class Clock(TrainerCallback):
 
 
 class Watch(TrainerCallback):
-    """Stops a run that diverges. The last good checkpoint is kept."""
+    """Stops a run that diverges, whose last good checkpoint is kept, and uses the intervals of this command."""
 
     def __init__(self) -> None:
         self.best = math.inf
         self.bad = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A checkpoint has those of the command that wrote it.
+        state.save_steps, state.logging_steps = args.save_steps, args.logging_steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         loss = (logs or {}).get("loss")

@@ -47,7 +47,7 @@ class Run:
     Args:
         folder: the folder.
         plan: identifies the run. A run can be resumed only with the same plan.
-        restart: ignore an existing run. It is removed when the lock is taken.
+        restart: ignore an existing run. It is removed before the first fact is written, when the input was checked.
         began: when the work began, by `time.monotonic`.
     """
 
@@ -68,7 +68,7 @@ class Run:
     @property
     def begun(self) -> bool:
         """Whether there is a run that the same command would resume."""
-        return (self.folder / FACTS).exists()
+        return not self.restart and (self.folder / FACTS).exists()
 
     @property
     def seconds(self) -> float:
@@ -89,9 +89,8 @@ class Run:
         if error is not None:
             raise T2RError(error)
         try:
-            if self.restart:
-                self.clear()
-            elif self.version != version(self.folder / FACTS):  # another process wrote before the lock was taken
+            # Another process may have written before the lock was taken.
+            if not self.restart and self.version != version(self.folder / FACTS):
                 self.read()
         except BaseException:
             self.release_lock()
@@ -107,6 +106,9 @@ class Run:
         while self.lock is None:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
+                found = {path.name for path in self.folder.iterdir()}
+            if found and not found & {FACTS, BACKUP, LOCK}:  # it is removed when the run is finished
+                raise T2RError(f"{self.folder} is not a run of t2r, which keeps unfinished work there: move it away")
             try:
                 self.lock = take_lock(self.folder / LOCK)
             except FileNotFoundError:  # the previous owner removed the folder when it finished
@@ -170,6 +172,9 @@ class Run:
             )
 
     def write(self) -> None:
+        if self.restart:
+            self.restart = False
+            self.clear()
         if processes.is_main():
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -254,6 +259,7 @@ def version(path: Path) -> int | None:
 def known_then(plan: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Return a plan without the options of stages that a saved plan lacks, because they did not exist when it was
     saved."""
+    plan = {name: x for name, x in plan.items() if name in saved or name != "valid_text"}
     recipe = plan.get("recipe")
     if recipe is None:
         return plan

@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
 
-from t2r.training.loop.checkpoints import last_checkpoint
+from t2r.training.loop import processes
+from t2r.training.loop.checkpoints import last_checkpoint, remove_incomplete
 from t2r.training.loop.preparation import prepared, with_lora
 from t2r.training.loop.threads import Threads
 from t2r.training.loop.trainer import StageTrainer
@@ -67,6 +68,9 @@ def run_stage(
         trainer.add_callback(KeepsTime(run))
         if seconds is not None and limits.threads is not None:
             trainer.add_callback(Threads(limits.threads))
+        if processes.is_main():
+            remove_incomplete(folder)
+        processes.wait()
         train_or_resume(trainer, last_checkpoint(folder))
     if stage.train == "lora":
         model = trained.merge_and_unload()

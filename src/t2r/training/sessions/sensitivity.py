@@ -33,7 +33,8 @@ def most_sensitive(
     Call this after a transfer: the maps must be trained, and all other weights must still be the teacher's. `remember`
     saves each loss under a name, so that an interrupted scan can be resumed."""
     blocks: Any = task.dataset(block_size)
-    chosen = [blocks[i * len(blocks) // count] for i in range(min(count, len(blocks)))]
+    count = min(count, len(blocks))
+    chosen = [blocks[i * len(blocks) // count] for i in range(count)]
     batches = [task.collate(chosen[i : i + ROWS]) for i in range(0, len(chosen), ROWS)]
     batches = [{name: x.to(model.device) for name, x in batch.items()} for batch in batches]
     return scan_layers(model, lambda: loss_of(model, task, batches), remember=remember, progress=progress)
