@@ -70,6 +70,8 @@ def misunderstanding(model: PreTrainedModel, inputs: dict[str, Tensor], expected
     try:
         with exact_attention(model):
             exact = model(**inputs, use_cache=False).logits
+        with exact_attention(model, observer=lambda *observed: None):  # as in a transfer
+            seen = model(**inputs, use_cache=False).logits
         whole = model(**inputs, use_cache=False).logits
         first = model(ids[:, :half], attention_mask=mask[:, :half], past_key_values=cache, use_cache=True).logits
         rest = model(ids[:, half:], attention_mask=mask, past_key_values=cache, use_cache=True).logits
@@ -77,6 +79,7 @@ def misunderstanding(model: PreTrainedModel, inputs: dict[str, Tensor], expected
         return f"its forward failed after the swap ({type(error).__name__}: {error})".replace("\n", " ")
     for actual, wanted, doubt in (
         (exact, expected, "with softmax attention in its swapped layers it does not match the base model"),
+        (seen, expected, "its queries and keys are not all rotated, or normalized after that: swap with rotary=True"),
         (torch.cat([first, rest], dim=1), whole, "its recurrent layers do not continue from their state"),
     ):
         difference = (actual - wanted)[mask.bool()].abs().max().item()

@@ -112,6 +112,8 @@ class SavedModel:
                 raise
             raise T2RError(f"{source} cannot be loaded: its weights are damaged ({error})") from error
         refuse_incomplete(str(source), info)
+        for name in model.frozen:
+            model.get_parameter(name).requires_grad_(False)
         return (model, info) if wants_info else model  # type: ignore[return-value]
 
     @classmethod

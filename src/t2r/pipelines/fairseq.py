@@ -15,7 +15,7 @@ from t2r.architectures.fairseq.language_model import language_model
 from t2r.architectures.fairseq.translation import languages, save_tokenizer, translation_model
 from t2r.data.vocabulary import word_tokenizer
 from t2r.errors import T2RError
-from t2r.storage import whole_folder
+from t2r.storage import refuse_deleting, whole_folder
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ def import_fairseq(
         dictionary: the dict.txt of the checkpoint; for translation, of the source language.
         target_dictionary: the dict.txt of the target language. None: the same as `dictionary`.
         bpe_codes: BPE codes, which a translation model requires to read raw text."""
+    refuse_deleting([checkpoint, dictionary, target_dictionary, bpe_codes], out)
     with whole_folder(out, overwrite=overwrite) as folder:
         read = read_checkpoint(checkpoint)
         if any(name.startswith("encoder.") for name in read.tensors.left):

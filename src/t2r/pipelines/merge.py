@@ -8,13 +8,14 @@ from t2r.errors import T2RError
 from t2r.hub import load_model, load_tokenizer
 from t2r.model.merge import MergeCost, merge, merge_cost
 from t2r.model.modeling import T2RModel
-from t2r.storage import kind_of, whole_folder
+from t2r.storage import kind_of, refuse_replacing, whole_folder
 
 
 def merge_folder(source: str, out: str, *, force: bool = False, overwrite: bool = False) -> MergeCost:
     """Merge the model in a folder and save it in another. Returns the cost before and after."""
     if kind_of(source) == "folder" and realpath(source) == realpath(out):
         raise T2RError(f"merging cannot be undone: keep {source} and choose another folder")
+    refuse_replacing(source, out)
     with whole_folder(out, overwrite=overwrite) as folder:
         model = load_model(source)
         if not isinstance(model, T2RModel):

@@ -10,12 +10,15 @@ from transformers import PreTrainedModel
 
 from t2r import compat
 from t2r.attention.interface import NAME, InterfaceAttention
+from t2r.attention.joint import has_stock_forward
 from t2r.attention.merged import Mergeable
 from t2r.attention.recurrence import Recurrence
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, feature_map_class, make_feature_map
 from t2r.surgery.adapters import Family, Site, change_class, family_of
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
@@ -26,6 +29,8 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     sites = list(family.sites(model))
     if any(isinstance(site.module, Recurrence) for site in sites):
         raise T2RError("this model is already swapped: start from the base model")
+    if getattr(model.config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True:
+        raise T2RError("this model has bidirectional attention (use_bidirectional_attention): an RNN is causal")
     kept = config.kept_layers(len(family.decoder_layers(model)))
     chosen = [site for site in sites if site.layer not in kept and not config.keeps(site.cross)]
     if not chosen and config.recurrent != "causal,cross" and len(kept) < len(family.decoder_layers(model)):
@@ -38,6 +43,8 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
             f"rotary=False is not supported for {family.model_type}: its attention does not take "
             "position_embeddings, so the rotation cannot be removed"
         )
+    for site in chosen:
+        refuse_replaced_forward(site)
     maps = [make_map(family, site, config, index) for index, site in enumerate(chosen)]
     for site, feature_map in zip(chosen, maps, strict=True):
         operate(site.module, family.recurrent_class(site.module), feature_map)
@@ -54,6 +61,18 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     return chosen
 
 
+def refuse_replaced_forward(site: Site) -> None:
+    """Raise T2RError if a module has a forward of its own, which would hide that of the new class.
+
+    That of accelerate is replaced by `change_class`, also one that it has left behind."""
+    module = site.module
+    if getattr(module, "_hf_hook", None) is not None or "forward" not in vars(module):
+        return
+    if not has_stock_forward(module):
+        raise T2RError(f"the forward of {site.name} was replaced (compiled or patched): swap the model before that")
+    del vars(module)["forward"]
+
+
 def takes_rotation(module: nn.Module) -> bool:
     return "position_embeddings" in inspect.signature(type(module).forward).parameters
 
@@ -63,7 +82,9 @@ def make_map(family: Family, site: Site, config: T2RConfig, index: int) -> Featu
     shape, options = family.shape(site.module), config.map_options(site.cross)
     feature_map_class(config.feature_map).check(shape.head_dim, options["feature_size"])
     options["seed"] += index
-    weight = next(site.module.parameters())
+    weight = next((weight for weight in site.module.parameters() if weight.dtype in FLOATS), None)
+    if weight is None:
+        raise T2RError(f"the weights of {site.name} are quantized: load the model without quantization")
     with torch.device(weight.device):
         feature_map = make_feature_map(config.feature_map, **shape._asdict(), **options)
     return feature_map.to(weight.dtype)
