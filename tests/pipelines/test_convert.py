@@ -529,6 +529,60 @@ def test_restart_starts_again(world, tmp_path, monkeypatch):
     assert not (tmp_path / "out.run").exists()
 
 
+def test_restart_keeps_the_old_run_until_the_input_was_checked(world, tmp_path, monkeypatch):
+    run_until(monkeypatch, "transfer", world, tmp_path / "out")
+    with pytest.raises(T2RError, match="there is no file"):
+        run(world, tmp_path / "out", train=str(world / "trian.txt"), restart=True)
+    assert (tmp_path / "out.run" / "transfer.safetensors").exists()
+    assert list(run(world, tmp_path / "out")["log"]) == ["transfer", "distill"]
+
+
+def test_a_folder_of_the_user_in_the_place_of_a_run_is_kept(world, tmp_path):
+    (tmp_path / "out.run").mkdir()
+    (tmp_path / "out.run" / "notes.txt").write_text("mine")
+    for restart in (False, True):
+        with pytest.raises(T2RError, match=r"out.run is not a run of t2r, which keeps unfinished work there"):
+            run(world, tmp_path / "out", restart=restart)
+    assert (tmp_path / "out.run" / "notes.txt").read_text() == "mine"
+
+
+def test_a_changed_validation_text_is_noticed(world, tmp_path, monkeypatch):
+    valid = tmp_path / "valid.txt"
+    valid.write_text(words(300, seed=1))
+    run_until(monkeypatch, "transfer", world, tmp_path / "out", valid=str(valid))
+    valid.write_text(words(300, seed=2))
+    with pytest.raises(T2RError, match=r"an unfinished run with other options .*valid_text"):
+        run(world, tmp_path / "out", valid=str(valid))
+    valid.write_text(words(300, seed=1))
+    facts = json.loads((tmp_path / "out.run" / "run.json").read_text())
+    del facts["plan"]["valid_text"]  # a run of an older version
+    for name in ("run.json", "run.json.old"):
+        (tmp_path / "out.run" / name).write_text(json.dumps(facts))
+    run(world, tmp_path / "out", valid=str(valid))
+
+
+@pytest.mark.parametrize("steps", [4, 60])
+def test_a_tokenizer_of_another_model_leaves_nothing_behind(world, tmp_path, steps):
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=5, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+    given = {"tokenizer": make_tokenizer(), "overrides": (*SHORT, f"transfer.steps={steps}")}
+    for valid in (None, str(world / "valid.txt")):
+        with pytest.raises(T2RError, match="vocabulary"):
+            run(world, tmp_path / "out", small, valid=valid, **given)
+        assert not list(tmp_path.glob("out*"))
+
+
+def test_overwriting_does_not_delete_the_texts(world, tmp_path):
+    run(world, tmp_path / "out")
+    shutil.copy(world / "train.txt", tmp_path / "out" / "train.txt")
+    text = str(tmp_path / "out" / "train.txt")
+    for given in ({"train": text}, {"train": f"{text}:2"}, {"train": str(tmp_path / "out" / "*.txt")}, {"valid": text}):
+        with pytest.raises(T2RError, match=r"saving to .*out would delete .*train.txt"):
+            run(world, tmp_path / "out", overwrite=True, **given)
+    with pytest.raises(T2RError, match=r"would delete .*recipe.yaml"):
+        run(world, tmp_path / "out", overwrite=True, recipe=str(tmp_path / "out" / "recipe.yaml"))
+    assert Path(text).exists()
+
+
 def test_restart_does_not_clear_a_locked_run(world, tmp_path, monkeypatch):
     """The folder of a run that another process uses is not cleared."""
     run_until(monkeypatch, "transfer", world, tmp_path / "out")

@@ -156,3 +156,38 @@ def test_a_table_of_positions_is_complete_when_it_is_replaced(monkeypatch):
     assert longer.shape[0] == table.num_embeddings == 2 * POSITIONS
     model.check_generated_length(2 * POSITIONS)
     assert table.weight is longer
+
+
+def test_a_forward_that_was_replaced_is_refused():
+    """It would hide the recurrent one."""
+    model = tiny("gpt2")
+    stock = model.transformer.h[1].attn.forward
+    model.transformer.h[1].attn.forward = stock  # as accelerate leaves it
+    swapped = t2r.swap(copy.deepcopy(tiny("gpt2")), feature_size=4)
+    left = t2r.swap(model, feature_size=4)
+    given = batch("gpt2")
+    with torch.no_grad():
+        torch.testing.assert_close(left(**given).logits, swapped(**given).logits)
+    other = tiny("gpt2")
+    patched = other.transformer.h[1].attn
+    patched.forward = lambda *args, **kwargs: type(patched).forward(patched, *args, **kwargs)
+    with pytest.raises(t2r.T2RError, match=r"the forward of transformer.h.1.attn was replaced"):
+        t2r.swap(other, feature_size=4)
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
+def test_bidirectional_attention_is_refused(family):
+    model = tiny(family)
+    model.config.use_bidirectional_attention = True
+    with pytest.raises(t2r.T2RError, match="bidirectional attention"):
+        t2r.swap(model, feature_size=4)
+
+
+def test_quantized_weights_are_refused():
+    model = tiny("llama", torch.float32)
+    for layer in model.model.layers:
+        for name, x in list(layer.self_attn.named_parameters()):
+            owner = layer.self_attn.get_submodule(name.rpartition(".")[0])
+            owner.weight = torch.nn.Parameter(x.to(torch.uint8), requires_grad=False)
+    with pytest.raises(t2r.T2RError, match="are quantized: load the model without quantization"):
+        t2r.swap(model, feature_size=4)

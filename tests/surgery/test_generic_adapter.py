@@ -131,3 +131,24 @@ def test_an_encoder_does_not_generate():
     config = transformers.BertConfig(**TOKENS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     with pytest.raises(t2r.T2RError, match="does not generate text"):
         t2r.swap(transformers.BertForMaskedLM(config))
+
+
+WINDOW = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
+WINDOW |= {"layer_types": ["sliding_attention"] * 3}
+MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+
+
+def test_a_window_that_only_the_mask_of_the_base_model_has():
+    teacher = build("Qwen2MoeForCausalLM", "Qwen2MoeConfig", DECODER | MOE | WINDOW)
+    model = t2r.swap(copy.deepcopy(teacher), feature_size=8, softmax_layers=[1])
+    real = PADDING["attention_mask"].bool()
+    with torch.no_grad(), t2r.exact_attention(model):
+        torch.testing.assert_close(model(**PADDING).logits[real], teacher(**PADDING).logits[real])
+
+
+def test_layers_without_a_rotation_need_the_stock_rotation():
+    """In a transfer, t2r would rotate them."""
+    teacher = build("SmolLM3ForCausalLM", "SmolLM3Config", DECODER | {"no_rope_layers": [1, 0, 1]})
+    t2r.swap(copy.deepcopy(teacher), feature_size=8)
+    with pytest.raises(t2r.T2RError, match="not all rotated, or normalized after that: swap with rotary=True"):
+        t2r.swap(teacher, feature_size=8, rotary=False)

@@ -3,10 +3,17 @@
 import pytest
 import torch
 
-from families import FAMILIES, batch, named, real_positions
+from families import FAMILIES, batch, named, real_positions, tiny
 from t2r import swap
 from t2r.tasks.language_modeling import LanguageModeling
-from t2r.training.loop.preparation import compile_layers, disable_dropout, many_compilations, prepared, restore_layers
+from t2r.training.loop.preparation import (
+    compile_layers,
+    disable_dropout,
+    many_compilations,
+    prepared,
+    restore_layers,
+    with_lora,
+)
 from t2r.training.recipes.stage import Stage
 from t2r.training.steps.arithmetic import sound_gradients
 from t2r.training.steps.job import Job, Settings
@@ -144,3 +151,18 @@ def test_gradients_of_masked_attention_are_finite_where_scores_are_far_below_zer
         out = attend(0.1 * q + low, 0.1 * k - low, v, attn_mask=mask)
     gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "adaptive_lm", "marian", "t5"])
+def test_merged_adapters_are_the_trained_model(model_type):
+    """Adapters of tied layers would also change the others when they are merged."""
+    model = swap(tiny(model_type), feature_size=4).eval()
+    adapted = with_lora(model, Stage(name="a", objective="distill", steps=1, train="lora", lora_rank=2), 0).eval()
+    for name, x in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(x, std=0.3)
+    given = batch(model_type)
+    with torch.no_grad():
+        before = adapted(**given).logits
+        after = adapted.merge_and_unload()(**given).logits
+    torch.testing.assert_close(after, before)

@@ -9,7 +9,7 @@ import pytest
 
 from families import tiny
 from t2r.errors import T2RError
-from t2r.training.loop.checkpoints import COMPLETE, is_whole, last_checkpoint, seal
+from t2r.training.loop.checkpoints import COMPLETE, is_whole, last_checkpoint, remove_incomplete, seal
 from t2r.training.sessions.run import Run, run_folder
 
 
@@ -125,3 +125,14 @@ def test_a_damaged_stage_is_trained_again(tmp_path, caplog, how):
     assert "stage only is trained again" in caplog.text
     assert not path.exists()
     assert "only.log" not in Run(tmp_path / "run", {}).facts
+
+
+def test_incomplete_checkpoints_are_removed(tmp_path):
+    """Otherwise Trainer counts them, and removes the last complete one."""
+    for step in (8, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "weights").write_bytes(b"12")
+    seal(tmp_path / "checkpoint-8")
+    remove_incomplete(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-8"]
+    remove_incomplete(tmp_path / "none")
