@@ -563,9 +563,9 @@ def test_a_changed_validation_text_is_noticed(world, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("steps", [4, 60])
 def test_a_tokenizer_of_another_model_leaves_nothing_behind(world, tmp_path, steps):
-    small = GPT2LMHeadModel(GPT2Config(vocab_size=5, n_embd=16, n_layer=1, n_head=2, n_positions=64))
     given = {"tokenizer": make_tokenizer(), "overrides": (*SHORT, f"transfer.steps={steps}")}
     for valid in (None, str(world / "valid.txt")):
+        small = GPT2LMHeadModel(GPT2Config(vocab_size=5, n_embd=16, n_layer=1, n_head=2, n_positions=64))
         with pytest.raises(T2RError, match="vocabulary"):
             run(world, tmp_path / "out", small, valid=valid, **given)
         assert not list(tmp_path.glob("out*"))
