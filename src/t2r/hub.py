@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
 from t2r.errors import T2RError
 from t2r.model.saving import refuse_incomplete
@@ -122,6 +123,16 @@ def load_tokenizer(
         return None
     with explained(source, "the tokenizer of "):
         return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def copy_processor(source: str | Path, folder: Path, *, revision: str | None = None) -> None:
+    """Copy the files with which a model reads images, if it has any, to the folder of another model."""
+    for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME):
+        found = None
+        with suppress(OSError):
+            found = cached_file(str(source), name, revision=revision)
+        if found is not None:
+            shutil.copyfile(found, folder / name)
 
 
 def need_tokenizer(

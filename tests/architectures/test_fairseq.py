@@ -629,6 +629,8 @@ def test_an_imported_translation_model_becomes_an_rnn(tmp_path, dictionary, run)
         (LM, {"decoder_normalize_before": False}, "normalizes after each sublayer"),
         (LM, {"adaptive_input_cutoff": "5,20"}, "different bands for input and softmax"),
         (LM, {"adaptive_softmax_cutoff": None}, "requires both or neither"),
+        (LM, {"adaptive_softmax_cutoff": "10,x"}, "has a setting that cannot be read: .*'x'"),
+        (MT, {"dropout": "x"}, "has a setting that cannot be read: .*'x'"),
         (LM, {"adaptive_softmax_cutoff": "9,20", "adaptive_input_cutoff": "9,20"}, "does not match its settings"),
     ],
 )
@@ -638,6 +640,17 @@ def test_unsupported_settings(tmp_path, dictionary, base, changes, message):
     with pytest.raises(T2RError, match=message):
         import_fairseq(str(path), str(tmp_path / "out"), dictionary=dictionary)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_checkpoint_is_not_deleted_by_its_import(tmp_path, dictionary):
+    path = write_args(tmp_path / "checkpoint.pt", LM, lm_state(LM))
+    out = tmp_path / "out"
+    import_fairseq(str(path), str(out), dictionary=dictionary)
+    inside = out / "checkpoint.pt"
+    inside.write_bytes(path.read_bytes())
+    with pytest.raises(T2RError, match=r"saving to .*out would delete .*checkpoint.pt"):
+        import_fairseq(str(inside), str(out), dictionary=dictionary, overwrite=True)
+    assert inside.exists()
 
 
 def replace(name: str, tensor: Tensor | None) -> Any:

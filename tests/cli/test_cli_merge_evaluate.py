@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,27 @@ def test_merge_refuses_and_leaves_nothing_behind(folders, tmp_path, source, says
 def test_merge_keeps_its_source(folders):
     result = run("merge", folders / "gpt2-rnn", folders / "gpt2-rnn")
     assert "cannot be undone" in str(result.exception)
+
+
+def test_merge_does_not_delete_its_source(folders, tmp_path):
+    """A checkpoint in the folder of a model that is overwritten."""
+    shutil.copytree(folders / "gpt2-rnn", tmp_path / "run")
+    shutil.copytree(folders / "gpt2-rnn", tmp_path / "run" / "checkpoint-5")
+    result = run("merge", tmp_path / "run" / "checkpoint-5", tmp_path / "run", "--overwrite")
+    assert "would replace the model in" in str(result.exception)
+    assert (tmp_path / "run" / "checkpoint-5" / "model.safetensors").exists()
+
+
+def test_files_for_images_are_kept(folders, tmp_path):
+    shutil.copytree(folders / "gpt2", tmp_path / "base")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / "base" / name).write_text("{}")
+    assert run("swap", tmp_path / "base", tmp_path / "rnn", "--feature-size", 6).exit_code == 0
+    assert run("merge", tmp_path / "rnn", tmp_path / "merged").exit_code == 0
+    assert run("average", tmp_path / "rnn", tmp_path / "rnn", tmp_path / "mean").exit_code == 0
+    for folder in ("rnn", "merged", "mean"):
+        assert (tmp_path / folder / "preprocessor_config.json").read_text() == "{}"
+        assert (tmp_path / folder / "processor_config.json").read_text() == "{}"
 
 
 def test_evaluate_compares_models_with_the_first(folders):

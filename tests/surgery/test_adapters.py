@@ -191,3 +191,15 @@ def test_quantized_weights_are_refused():
             owner.weight = torch.nn.Parameter(x.to(torch.uint8), requires_grad=False)
     with pytest.raises(t2r.T2RError, match="are quantized: load the model without quantization"):
         t2r.swap(model, feature_size=4)
+
+
+@pytest.mark.parametrize("family", ["marian", "fsmt"])
+def test_weights_are_restored_after_a_long_generation(family):
+    model = t2r.swap(tiny(family), feature_size=4).eval()
+    given = {name: x for name, x in batch(family).items() if not name.startswith("decoder")}
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    model.generate(**given, max_length=POSITIONS + 30, min_length=POSITIONS + 30, num_beams=1)
+    model.load_state_dict(before)
+    again = model.generate(**given, max_length=POSITIONS + 30, num_beams=1)
+    assert torch.equal(again, model.generate(**given, max_length=POSITIONS + 30, num_beams=1))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from t2r.data.fingerprint import of_tokenizer
 from t2r.errors import T2RError
-from t2r.hub import load_config, load_model, load_tokenizer
+from t2r.hub import copy_processor, load_config, load_model, load_tokenizer
 from t2r.storage import refuse_replacing, whole_folder
 
 NOT_COMPARED = ("transformers_version", "t2r_version", "dtype", "name_or_path", "_name_or_path")
@@ -47,6 +47,7 @@ def average(models: Sequence[str], out: str, *, overwrite: bool = False) -> None
             for name, weight in result.named_parameters():
                 weight.copy_(weight.float() + sums[name] / len(models))
         result.save_pretrained(folder)
+        copy_processor(first, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 

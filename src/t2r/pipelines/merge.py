@@ -5,7 +5,7 @@ from __future__ import annotations
 from os.path import realpath
 
 from t2r.errors import T2RError
-from t2r.hub import load_model, load_tokenizer
+from t2r.hub import copy_processor, load_model, load_tokenizer
 from t2r.model.merge import MergeCost, merge, merge_cost
 from t2r.model.modeling import T2RModel
 from t2r.storage import kind_of, refuse_replacing, whole_folder
@@ -23,6 +23,7 @@ def merge_folder(source: str, out: str, *, force: bool = False, overwrite: bool 
         cost = merge_cost(model)
         merge(model, force=force)
         model.save_pretrained(folder)
+        copy_processor(source, folder)
         tokenizer = load_tokenizer(source)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

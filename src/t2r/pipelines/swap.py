@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from t2r.errors import T2RError
-from t2r.hub import load_model, load_tokenizer
+from t2r.hub import copy_processor, load_model, load_tokenizer
 from t2r.model.swap import swap
 from t2r.reporting.inspection import Inspection, inspect_model
 from t2r.storage import refuse_replacing, whole_folder
@@ -37,6 +37,7 @@ def swap_folder(
         tokenizer = load_tokenizer(source, **hub)
         model = swap(load_model(source, dtype=dtype, **hub), **options)
         model.save_pretrained(folder)
+        copy_processor(source, folder, revision=revision)
         if tokenizer is None:
             logger.warning("%s has no tokenizer; none is saved in %s", source, out)
         else:

@@ -42,11 +42,19 @@ def keep_saved_length(table: nn.Module) -> None:
     """Save a table of positions with its configured length, even after it was extended."""
     assert isinstance(table.weight, nn.Parameter)
     table.register_state_dict_post_hook(functools.partial(cut, table.weight.shape[0]))
+    table.register_load_state_dict_pre_hook(lengthen)
 
 
 def cut(rows: int, table: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     if f"{prefix}weight" in state_dict:
         state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"][:rows]
+
+
+def lengthen(table: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Let a table that was extended load the weights of the shorter one."""
+    given = state_dict.get(f"{prefix}weight")
+    if given is not None and given.shape[0] < table.weight.shape[0]:
+        state_dict[f"{prefix}weight"] = torch.cat([given, table.weight[given.shape[0] :].detach().to(given)])
 
 
 FAMILY = SinusoidalTableFamily(
