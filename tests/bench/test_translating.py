@@ -186,6 +186,18 @@ def test_models_with_random_weights():
         add_feature_sizes({"a": models["k 8"]}, [4])
 
 
+def test_folders_may_have_labels(tmp_path):
+    for name in ("one", "a=b"):
+        tiny("gpt2", torch.float32).save_pretrained(tmp_path / name)
+    given = [f"first={tmp_path / 'one'}", str(tmp_path / "one"), str(tmp_path / "a=b"), f"c={tmp_path / 'a=b'}"]
+    models = load_models(given, dtype="float32", device="cpu")
+    assert list(models) == ["first", given[1], given[2], "c"]
+    with pytest.raises(T2RError, match=rf"two models have the name first: give one of them a label, LABEL={given[1]}"):
+        load_models([given[0], given[0]], dtype="float32", device="cpu")
+    with pytest.raises(T2RError, match="nowhere"):
+        load_models([f"x={tmp_path / 'nowhere'}"], dtype="float32", device="cpu")
+
+
 def test_one_thread_is_singular():
     settings = SimpleNamespace(dtype="float32", device="cpu", threads=1)
     assert place(settings) == "float32 on cpu (1 thread)"

@@ -4,6 +4,7 @@ Time and memory do not depend on the values of weights, so models of the paper's
 
     random:paper-mt                                                       the paper's transformer-large
     T2R 32-4=random:paper-mt,feature_size=4,cross_feature_size=32,merged  with a label, swapped and merged
+    RNN=runs/smollm2-rnn                                                  a folder with a label
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from t2r.hub import choose_dtype, load_model
 from t2r.model.merge import merge
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
+from t2r.storage import kind_of
 from t2r.surgery.adapters import family_of
 from t2r.training.recipes.preset import load_preset, shipped_presets
 
@@ -70,15 +72,24 @@ def load_models(names: Sequence[str], *, dtype: str, device: str) -> dict[str, P
     bases: dict[str, PreTrainedModel] = {}
     precision = choose_dtype(dtype)
     for name in names:
-        random = "random:" in name
-        label, model = random_model(name, bases, device) if random else (name, None)
+        model, source = None, name
+        if "random:" in name:
+            label, model = random_model(name, bases, device)
+        else:
+            label, source = labeled(name)
         if label in models:
-            raise T2RError(f"two models have the name {label}: give one of them a label, LABEL=random:SHAPE,...")
-        models[label] = load_model(name, dtype=dtype, device=device) if model is None else model
+            raise T2RError(f"two models have the name {label}: give one of them a label, LABEL={source}")
+        models[label] = load_model(source, dtype=dtype, device=device) if model is None else model
     for name, label in zip(names, models, strict=True):
         if "random:" in name and not isinstance(precision, str):  # after merging, which is exact in float32
             cast(Any, models[label]).to(precision)
     return models
+
+
+def labeled(name: str) -> tuple[str, str]:
+    """Return the label and the source of a model: `LABEL=SOURCE`, or the source itself."""
+    label, equals, source = name.partition("=")
+    return (label, source) if label and source and equals and kind_of(name) is None else (name, name)
 
 
 def random_model(text: str, bases: dict[str, PreTrainedModel], device: str) -> tuple[str, PreTrainedModel]:

@@ -88,8 +88,8 @@ def bench_decode(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="Folders, hub names, or random:SHAPE,option=value for random weights. The first is the teacher; the "
-            "others are compared to it."
+            help="Folders, hub names, or random:SHAPE,option=value for random weights, each with a label if you like "
+            "(RNN=FOLDER). The first is the teacher; the others are compared to it."
         ),
     ],
     length: Annotated[
@@ -157,8 +157,8 @@ def bench_translate(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Folders, hub names, or random:SHAPE,option=value. The first is the reference. [default: softmax, "
-            "ELU 64-64, RFA 32-4 and T2R 32-4 with random weights]"
+            help="Folders, hub names, or random:SHAPE,option=value, also LABEL=FOLDER. The first is the reference. "
+            "[default: softmax, ELU 64-64, RFA 32-4 and T2R 32-4 with random weights]"
         ),
     ] = None,
     shape: Annotated[str, typer.Option(help="Size of the default models: paper-mt, small-mt or tiny-mt.")] = "paper-mt",
@@ -212,8 +212,8 @@ def bench_memory(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Folders, hub names, or random:SHAPE,option=value. The first is the teacher. [default: the paper's "
-            "language model with random weights, and the same with 32 features]"
+            help="Folders, hub names, or random:SHAPE,option=value, also LABEL=FOLDER. The first is the teacher. "
+            "[default: the paper's language model with random weights, and the same with 32 features]"
         ),
     ] = None,
     shape: Annotated[str, typer.Option(help="Size of the default models: paper-lm, small-lm or tiny-lm.")] = "paper-lm",
