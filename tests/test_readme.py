@@ -101,6 +101,13 @@ def test_the_numbers_of_the_first_table_are_recorded():
     assert [row["accuracy"] for row in window["recall"] if row["distance"] <= 256] == [1.0] * 3
 
 
+def test_the_minutes_of_the_conversions_are_recorded():
+    text = " ".join(README.read_text().split())
+    pure, kept = (recorded(f"smollm2-{name}")["steps"][0]["seconds"] / 60 for name in ("pure", "kept"))
+    assert f"as a pure RNN, in {pure:.0f} minutes beside other work" in text
+    assert f"(`--softmax-layers auto:7`), in {kept:.0f} minutes." in text
+
+
 LONGER = ("30_000_000", "60_000_000")
 """Tokens of longer conversions: half of the teacher's, and all."""
 

@@ -629,8 +629,9 @@ def test_an_imported_translation_model_becomes_an_rnn(tmp_path, dictionary, run)
         (LM, {"decoder_normalize_before": False}, "normalizes after each sublayer"),
         (LM, {"adaptive_input_cutoff": "5,20"}, "different bands for input and softmax"),
         (LM, {"adaptive_softmax_cutoff": None}, "requires both or neither"),
-        (LM, {"adaptive_softmax_cutoff": "10,x"}, "has a setting that cannot be read: .*'x'"),
-        (MT, {"dropout": "x"}, "has a setting that cannot be read: .*'x'"),
+        (LM, {"adaptive_softmax_cutoff": "10,x"}, "has adaptive_softmax_cutoff=10,x, which is not a number"),
+        (LM, {"decoder_attention_heads": "a"}, "has decoder_attention_heads=a, which is not a number"),
+        (MT, {"dropout": "x"}, "has dropout=x, which is not a number"),
         (LM, {"adaptive_softmax_cutoff": "9,20", "adaptive_input_cutoff": "9,20"}, "does not match its settings"),
     ],
 )

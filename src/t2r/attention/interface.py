@@ -19,7 +19,7 @@ from t2r.attention.masks import given_mask, make_mask
 from t2r.attention.merged import Affine, Mergeable
 from t2r.attention.observation import observe_softmax
 from t2r.attention.recurrence import Inputs, Mode, Recurrence, mode_of
-from t2r.attention.softmax import SoftmaxWindow, softmax_attention
+from t2r.attention.softmax import SoftmaxWindow, sliding_window_of, softmax_attention
 from t2r.errors import T2RError
 from t2r.feature_maps import join_heads, split_heads
 
@@ -164,8 +164,9 @@ def attention_forward(
             out = module.attend(query, key, value, attention_mask, t2r_call.layer, scaling)
             return out.transpose(1, 2).contiguous(), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if sliding_window is None and causal:
-        sliding_window = configured_window(module)
+    if sliding_window is None and causal and (layer := getattr(module, "layer_idx", None)) is not None:
+        # Some modules do not pass it on, because the masks of transformers contain it.
+        sliding_window = sliding_window_of(getattr(module, "config", None), layer)
     if attention_mask is None and causal:
         attention_mask = t2r_documents
     q, k = query, key
@@ -191,16 +192,6 @@ def attention_forward(
         assert isinstance(module, Recurrence)
         t2r_call.mode.observer(module, Inputs(query, key, value, attention_mask, scaling, causal), out)
     return out.transpose(1, 2).contiguous(), None
-
-
-def configured_window(module: Any) -> int | None:
-    """Return the sliding window of a layer by its configuration. Some modules do not pass it on, because the masks of
-    transformers contain it."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    if layer is None or (types is not None and (layer >= len(types) or types[layer] != "sliding_attention")):
-        return None
-    return window
 
 
 def rotate(module: nn.Module, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from t2r.attention.masks import refuse_full_mask
 from t2r.feature_maps import repeat_heads
+
+
+def sliding_window_of(config: Any, layer: int) -> int | None:
+    """Return the sliding window of a layer of the base model, by its configuration. None: it has none."""
+    types = getattr(config, "layer_types", None)  # None means that all layers have the same type
+    if types is not None and types[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 @dataclass

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from t2r.attention.recurrence import Recurrence
+from t2r.attention.softmax import sliding_window_of
 from t2r.feature_maps import AffineMap, FeatureMap
-from t2r.surgery.adapters import family_of
-from t2r.surgery.adapters.base import Site, windowed
+from t2r.surgery.adapters import Site, family_of
 
 SOURCE_PROJECTIONS = ("k_proj", "v_proj", "k", "v", "merged_projections.k")
 """Projections of the source in cross attention, which are computed once and not in a step."""
@@ -104,8 +104,8 @@ def step_cost(
 
 def within_window(model: PreTrainedModel, site: Site, length: int) -> int:
     """Return how many of the `length` tokens so far softmax attention of a layer reads, besides the next one."""
-    window, uses = windowed(model.config.get_text_config(decoder=True), [site])
-    return min(length, window - 1) if window is not None and uses else length
+    window = sliding_window_of(model.config.get_text_config(decoder=True), site.layer)
+    return length if window is None else min(length, window - 1)
 
 
 def affine_rows(feature_map: FeatureMap) -> tuple[int, int]:

@@ -49,22 +49,6 @@ def import_fairseq(
         target_dictionary: the dict.txt of the target language. None: the same as `dictionary`.
         bpe_codes: BPE codes, which a translation model requires to read raw text."""
     refuse_deleting([checkpoint, dictionary, target_dictionary, bpe_codes], out)
-    try:
-        return _imported(checkpoint, out, dictionary, target_dictionary, bpe_codes, overwrite)
-    except T2RError:
-        raise
-    except ValueError as error:
-        raise T2RError(f"{checkpoint} has a setting that cannot be read: {error}") from error
-
-
-def _imported(
-    checkpoint: str,
-    out: str,
-    dictionary: str,
-    target_dictionary: str | None,
-    bpe_codes: str | None,
-    overwrite: bool,
-) -> Imported:
     with whole_folder(out, overwrite=overwrite) as folder:
         read = read_checkpoint(checkpoint)
         if any(name.startswith("encoder.") for name in read.tensors.left):

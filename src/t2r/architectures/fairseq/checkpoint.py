@@ -69,6 +69,27 @@ class Checkpoint(NamedTuple):
             raise T2RError(f"{self.path} has no setting {name}: it is not a checkpoint of a fairseq transformer")
         return self.settings[name]
 
+    def number(self, name: str) -> float:
+        """Return a setting as a number, 0 if it is not there."""
+        return float(self.converted(name, float, self.settings.get(name) or 0.0))
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """Return a setting as a whole number. Without a default, it is needed."""
+        value = self.need(name) if default is None else self.settings.get(name) or default
+        return int(self.converted(name, int, value))
+
+    def wholes(self, name: str) -> list[int]:
+        """Return a setting as a list of whole numbers, for example "20000,60000"."""
+        value = self.settings.get(name) or ()
+        parts = value.strip("[]() ").split(",") if isinstance(value, str) else value
+        return [int(self.converted(name, int, part)) for part in parts if part != ""]
+
+    def converted(self, name: str, kind: type, value: Any) -> Any:
+        try:
+            return kind(value)
+        except (TypeError, ValueError) as error:
+            raise T2RError(f"{self.path} has {name}={self.settings.get(name)}, which is not a number") from error
+
     def refuse(self, names: tuple[str, ...], target: str) -> None:
         """Raise T2RError for settings that the target model does not support."""
         for name in names:
@@ -94,7 +115,7 @@ class Checkpoint(NamedTuple):
         return ACTIVATIONS[name]
 
     def activation_dropout(self) -> float:
-        return float(self.settings.get("activation_dropout") or self.settings.get("relu_dropout") or 0.0)
+        return self.number("activation_dropout") or self.number("relu_dropout")
 
 
 class Tensors:

@@ -61,16 +61,16 @@ def language_model(checkpoint: Checkpoint) -> AdaptiveLMForCausalLM:
         vocab_size=sum(words[f"model.embed_tokens.embeddings.{i}.weight"].shape[0] for i in range(len(cutoffs) + 1)),
         hidden_size=hidden_size,
         num_hidden_layers=layers,
-        num_attention_heads=int(checkpoint.need("decoder_attention_heads")),
+        num_attention_heads=checkpoint.whole("decoder_attention_heads"),
         intermediate_size=intermediate_size,
         activation_function=checkpoint.activation(),
-        dropout=float(settings.get("dropout") or 0.0),
-        attention_dropout=float(settings.get("attention_dropout") or 0.0),
+        dropout=checkpoint.number("dropout"),
+        attention_dropout=checkpoint.number("attention_dropout"),
         activation_dropout=checkpoint.activation_dropout(),
-        layerdrop=float(settings.get("decoder_layerdrop") or 0.0),
+        layerdrop=checkpoint.number("decoder_layerdrop"),
         cutoffs=cutoffs,
         adaptive_factor=factor,
-        softmax_dropout=float(settings.get("adaptive_softmax_dropout") or 0.0),
+        softmax_dropout=checkpoint.number("adaptive_softmax_dropout"),
         scale_embedding=not settings.get("no_scale_embedding"),
         final_layer_norm=final_norm,
         bos_token_id=2,  # texts begin with the end token of the previous text
@@ -84,7 +84,7 @@ def language_model(checkpoint: Checkpoint) -> AdaptiveLMForCausalLM:
 def bands(checkpoint: Checkpoint) -> tuple[list[int], int]:
     """Return the cutoffs and the adaptive factor. Without cutoffs, embeddings are plain."""
     settings, path = checkpoint.settings, checkpoint.path
-    adaptive_input, cutoffs = bool(settings.get("adaptive_input")), numbers(settings.get("adaptive_softmax_cutoff"))
+    adaptive_input, cutoffs = bool(settings.get("adaptive_input")), checkpoint.wholes("adaptive_softmax_cutoff")
     if adaptive_input != bool(cutoffs):
         raise T2RError(
             f"{path} was trained with adaptive_input={adaptive_input} and adaptive_softmax_cutoff={cutoffs or None}: "
@@ -93,10 +93,7 @@ def bands(checkpoint: Checkpoint) -> tuple[list[int], int]:
     if not adaptive_input:
         return [], 1
     factor = settings.get("adaptive_softmax_factor") or 4
-    if (
-        numbers(settings.get("adaptive_input_cutoff")) != cutoffs
-        or (settings.get("adaptive_input_factor") or 4) != factor
-    ):
+    if checkpoint.wholes("adaptive_input_cutoff") != cutoffs or (settings.get("adaptive_input_factor") or 4) != factor:
         raise T2RError(
             f"{path} was trained with different bands for input and softmax: the adaptive language model requires the "
             "same bands for both"
@@ -110,13 +107,6 @@ def bands(checkpoint: Checkpoint) -> tuple[list[int], int]:
             f"{path} has {count} band of adaptive embeddings: the adaptive language model requires two or more"
         )
     return cutoffs[: count - 1], int(factor)
-
-
-def numbers(value: Any) -> list[int]:
-    """Parse a list of numbers, for example "20000,60000"."""
-    if isinstance(value, str):
-        value = value.strip("[]() ").split(",")
-    return [int(part) for part in value or () if part != ""]
 
 
 def plain_words(checkpoint: Checkpoint, _: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -71,24 +71,22 @@ def translation_model(checkpoint: Checkpoint) -> FSMTForConditionalGeneration:
     for part in layers:
         sides[f"{part}_layers"] = layers[part]
         sides[f"{part}_ffn_dim"] = weights[f"{part}.layers.0.fc1.weight"].shape[0]
-        sides[f"{part}_attention_heads"] = int(checkpoint.need(f"{part}_attention_heads"))
+        sides[f"{part}_attention_heads"] = checkpoint.whole(f"{part}_attention_heads")
         if source.shape[1] % sides[f"{part}_attention_heads"]:
             raise T2RError(
                 f"{path} does not match its settings: its hidden size is not a multiple of {part}_attention_heads"
             )
-        sides[f"{part}_layerdrop"] = float(settings.get(f"{part}_layerdrop") or 0.0)
+        sides[f"{part}_layerdrop"] = checkpoint.number(f"{part}_layerdrop")
     config = FSMTConfig(
         langs=languages(checkpoint),
         src_vocab_size=source.shape[0],
         tgt_vocab_size=target.shape[0],
         d_model=source.shape[1],
         activation_function=checkpoint.activation(),
-        dropout=float(settings.get("dropout") or 0.0),
-        attention_dropout=float(settings.get("attention_dropout") or 0.0),
+        dropout=checkpoint.number("dropout"),
+        attention_dropout=checkpoint.number("attention_dropout"),
         activation_dropout=checkpoint.activation_dropout(),
-        max_position_embeddings=max(
-            int(settings.get(f"max_{side}_positions") or 1024) for side in ("source", "target")
-        ),
+        max_position_embeddings=max(checkpoint.whole(f"max_{side}_positions", 1024) for side in ("source", "target")),
         scale_embedding=not settings.get("no_scale_embedding"),
         tie_word_embeddings=tied,
         **sides,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from t2r.attention.interface import InterfaceAttention
 from t2r.attention.merged import Mergeable
+from t2r.attention.softmax import sliding_window_of
 
 
 class Shape(NamedTuple):
@@ -104,11 +105,12 @@ class Family:
                 f"attention dropout ({dropout}) applies to softmax attention only: "
                 f"the {len(swapped)} recurrent sites do not use it"
             )
-        window, count = windowed(config, swapped)
-        if count:
+        windows = [window for site in swapped if (window := sliding_window_of(config, site.layer)) is not None]
+        if windows:
+            count = len(windows)
             which = "its recurrent layers" if count == len(swapped) else f"{count} of its recurrent layers"
             yield (
-                f"the base model attends to a sliding window of {window} tokens in {which}; "
+                f"the base model attends to a sliding window of {windows[0]} tokens in {which}; "
                 "recurrent layers have no window and process the whole sequence"
             )
 
@@ -144,15 +146,6 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
         return module.get_submodule(path)
     except AttributeError:
         return None
-
-
-def windowed(config: Any, sites: Sequence[Site]) -> tuple[int | None, int]:
-    """Return the size of the sliding window, and how many of these sites use it."""
-    window = getattr(config, "sliding_window", None)
-    if window is None:
-        return None, 0
-    types = getattr(config, "layer_types", None)  # None means that all layers have the same type
-    return window, sum(types is None or types[site.layer] == "sliding_attention" for site in sites)
 
 
 _CLASSES: dict[tuple[type, type], type] = {}

@@ -91,7 +91,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             train_dataset=self.order,
             data_collator=partial(collate, batch=task.collate, rows=task.rows_of, shaped=shaped),
             optimizers=make_optimizers(model, stage, steps, reached),
-            callbacks=[callback for callback in (Watch(), self.deadline, clock, self.average) if callback is not None],
+            callbacks=[x for x in (Intervals(), Watch(), self.deadline, clock, self.average) if x is not None],
         )
         self.replace_callbacks(logs)
         # FSDP gathers weights only inside a forward, so the head cannot be applied separately.
@@ -277,16 +277,19 @@ class Clock(TrainerCallback):
         self.saved = time.monotonic()
 
 
+class Intervals(TrainerCallback):
+    """Saves and logs as often as this command says. A checkpoint has the intervals of the command that wrote it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.save_steps, state.logging_steps = args.save_steps, args.logging_steps
+
+
 class Watch(TrainerCallback):
-    """Stops a run that diverges, whose last good checkpoint is kept, and uses the intervals of this command."""
+    """Stops a run that diverges. The last good checkpoint is kept."""
 
     def __init__(self) -> None:
         self.best = math.inf
         self.bad = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A checkpoint has those of the command that wrote it.
-        state.save_steps, state.logging_steps = args.save_steps, args.logging_steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         loss = (logs or {}).get("loss")
