@@ -122,11 +122,11 @@ class Conversation:
         if self.engine is not None:
             try:
                 how = {"attention_mask": torch.ones_like(given), **options}
-                group = self.engine.attempt(given, state=state, keep_state=True, **how)
+                group = self.engine._attempt(given, state=state, keep_state=True, **how)
                 assert isinstance(group, Group)  # options with beams are refused
                 return group.sequences[0].tokens, group.sequences[0].state
             except ForGenerate as reason:
-                self.engine.say_elsewhere(reason)
+                self.engine._say_elsewhere(reason)
         options = {"return_dict_in_generate": True, **options}
         if state is None:
             out = self.model.generate(given, attention_mask=torch.ones_like(given), **options)

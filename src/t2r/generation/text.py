@@ -19,7 +19,7 @@ from t2r.data.chat import render
 from t2r.data.languages import set_languages
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
-from t2r.generation.engine import Engine, ForGenerate
+from t2r.generation.engine import Engine, ForGenerate, engine_for
 from t2r.generation.engine.request import option_value, token_list
 from t2r.generation.state import check_source_length, check_vocabulary, refuse_stateless
 from t2r.hub import load_model, need_tokenizer
@@ -150,7 +150,7 @@ def complete(
         torch.manual_seed(seed)
     if on_text is not None:
         options["streamer"] = Stream(tokenizer, on_text)
-    engine = Engine(model) if isinstance(model, T2RModel) else None
+    engine = engine_for(model)
     several = option(model, options, "num_return_sequences") or 1
     for start in range(0, len(prompts), batch_size):
         batch = range(len(prompts))[start : start + batch_size]
@@ -225,10 +225,10 @@ def run(
     """Return the sequences and the size of the cache in bytes. Uses the engine if it supports the options."""
     if engine is not None:
         try:
-            done = engine.attempt(input_ids, state=state, **options)
-            return done.result(), engine.state_bytes(done, state)
+            done = engine._attempt(input_ids, state=state, **options)
+            return done.result(), engine._state_bytes(done, state)
         except ForGenerate as reason:
-            engine.say_elsewhere(reason)
+            engine._say_elsewhere(reason)
     options = {"return_dict_in_generate": True, **options}
     if state is None:
         out = model.generate(input_ids, **options)
