@@ -26,7 +26,7 @@ IDLE, BUSY = {4: 0.03, 2: 0.05, 1: 0.09}, {4: 0.7, 2: 0.4, 1: 0.1}
 
 
 def test_the_fastest_number_is_found_by_the_steps_themselves():
-    tuner = Tuner(4)
+    tuner = Tuner(4, seconds=0.5)
     tuner.try_all()
     # One thread is not tried, because two are much slower than four.
     assert steps(tuner, IDLE, 2 * TRIED) == [4] * TRIED + [2] * TRIED

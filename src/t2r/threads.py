@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +27,6 @@ STEADY = 8
 """Number of steps whose median time is compared with the previous median."""
 TRIED = 4
 """Number of steps with each number of threads; the first is a warm-up."""
-LONG = 0.5
-"""Seconds after which a trial of a number of threads ends early, with two steps or more."""
 
 
 def candidates(most: int) -> list[int]:
@@ -58,10 +57,11 @@ class Tuner:
 
     Args:
         most: the largest number of threads to try, and the one to start with.
+        seconds: the time after which the trial of a number ends early, with two steps or more.
     """
 
-    def __init__(self, most: int) -> None:
-        self.counts = candidates(most)
+    def __init__(self, most: int, seconds: float = math.inf) -> None:
+        self.counts, self.seconds = candidates(most), seconds
         self.count = most
         self.recent: list[float] = []
         self.usual: float | None = None
@@ -79,7 +79,7 @@ class Tuner:
         """Record the time of a step."""
         self.recent.append(seconds)
         if self.queue:
-            slow = len(self.recent) > 1 and sum(self.recent) > LONG
+            slow = len(self.recent) > 1 and sum(self.recent) > self.seconds
             if slow or len(self.recent) == TRIED:
                 self.tried[self.queue.pop(0)] = median(self.recent[1:])
                 self._go_on()

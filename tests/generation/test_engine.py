@@ -21,6 +21,7 @@ from engines import CASES, alone, inputs, prompts, swapped, words
 from families import EOS, PAD, POSITIONS, VOCABULARY, tiny
 from t2r import Engine, T2RError
 from t2r.generation.engine import prefill as prefill_module
+from t2r.threads import Tuner
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -564,6 +565,25 @@ def test_adapters_are_merged_first():
     with pytest.raises(T2RError, match="merge_and_unload"):
         Engine(adapted)
     Engine(adapted.merge_and_unload())
+
+
+def test_short_prompts_are_read_with_the_threads_of_a_step():
+    model, (short, long) = swapped("llama"), prompts([5, 65])
+    engine, seen = Engine(model), []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        engine.generate(short, max_new_tokens=2)
+        recording = engine.decode.recording
+        recording.tuned, recording.tuners = True, {2: Tuner(2)}
+        recording.tuners[2].count = 1
+        model.register_forward_pre_hook(lambda *given: seen.append(torch.get_num_threads()))
+        for prompt in (short, long):
+            engine.generate(prompt, max_new_tokens=2)
+        assert seen == [1, 2]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_user_errors():

@@ -65,6 +65,9 @@ class Engine(RunningBatch):
     The model must not change while an engine uses it. A captured step holds copies of some weights and values computed
     from others, and they are not refreshed: after training, merging or switching adapters, make a new engine.
 
+    On a CPU, a step uses at most `torch.get_num_threads()` threads. The number with which steps are fastest is found by
+    timing them, unless OMP_NUM_THREADS is set.
+
     Several threads can use one engine. Their calls run one after the other, and each returns its own tokens; between
     two tokens of `stream`, `run` and `generate_each`, other calls can run. `step` and `run` return the tokens of all
     submitted sequences, so one thread should call them.

@@ -43,6 +43,8 @@ COPIES = {"clone", "contiguous", "flatten", "reshape", "to", "_to_copy"}
 """Operations that copy their input, if their result is not a view."""
 SERIAL = 1 << 15
 """Operations on tensors of at most this many numbers run in one thread, as in PyTorch's elementwise operations."""
+TRIAL = 0.5
+"""Seconds of a trial with one number of threads. If a replay takes longer, two replays are a trial."""
 READS_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::item")
 
 
@@ -136,7 +138,7 @@ class Recording:
         if most == 1 or not self.tuned:
             return most
         if most not in self.tuners:
-            self.tuners[most] = Tuner(most)
+            self.tuners[most] = Tuner(most, TRIAL)
             self.tuners[most].try_all()
         return self.tuners[most].count
 
