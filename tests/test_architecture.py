@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "t2r"
 LAYERS = (
     ("errors", "words"),
     ("options",),
-    ("storage", "compat"),
+    ("storage", "compat", "threads"),
     ("architectures",),
     ("config",),
     ("ops",),

@@ -21,6 +21,7 @@ from engines import CASES, alone, inputs, prompts, swapped, words
 from families import EOS, PAD, POSITIONS, VOCABULARY, tiny
 from t2r import Engine, T2RError
 from t2r.generation.engine import prefill as prefill_module
+from t2r.threads import Tuner
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -518,7 +519,7 @@ def test_a_state_in_half_precision_is_rounded_after_every_token(case, dtype):
     """Compare with a loop that rounds the states of a default cache."""
     model, (prompt,) = swapped(case), prompts([7])
     engine = Engine(model, state_dtype=dtype)
-    found = engine.attempt(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8).result()
+    found = engine._attempt(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8).result()
     cache, tokens, name = model.make_cache(), found[:, :-8], "input_ids"
     encoded = {}
     if model.config.is_encoder_decoder:
@@ -547,7 +548,7 @@ def test_encoder_outputs_replace_the_sources(case, num_beams):
         encoded = model.get_encoder()(**given)
     expected = model.generate(**given, **options)
     mask = given["attention_mask"]
-    assert torch.equal(engine.attempt(encoder_outputs=encoded, attention_mask=mask, **options).result(), expected)
+    assert torch.equal(engine._attempt(encoder_outputs=encoded, attention_mask=mask, **options).result(), expected)
     assert torch.equal(engine.generate(encoder_outputs=encoded, attention_mask=mask, **options), expected)
     batch_ = {"encoder_outputs": encoded, "attention_mask": mask, "max_new_tokens": 6}
     if num_beams == 1:
@@ -566,10 +567,27 @@ def test_adapters_are_merged_first():
     Engine(adapted.merge_and_unload())
 
 
+def test_short_prompts_are_read_with_the_threads_of_a_step():
+    model, (short, long) = swapped("llama"), prompts([5, 65])
+    engine, seen = Engine(model), []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        engine.generate(short, max_new_tokens=2)
+        recording = engine.decode.recording
+        recording.tuned, recording.tuners = True, {2: Tuner(2)}
+        recording.tuners[2].count = 1
+        model.register_forward_pre_hook(lambda *given: seen.append(torch.get_num_threads()))
+        for prompt in (short, long):
+            engine.generate(prompt, max_new_tokens=2)
+        assert seen == [1, 2]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_user_errors():
     model, (prompt,) = swapped("gpt2 kept"), prompts([5])
-    with pytest.raises(T2RError, match="requires a swapped model"):
-        Engine(tiny("gpt2", torch.float32))
     with pytest.raises(T2RError, match="there are no prompts: give input_ids"):
         Engine(model).generate(max_new_tokens=2)
     with pytest.raises(T2RError, match="continuing from a state requires input_ids"):

@@ -1,5 +1,7 @@
 """A recording replays the tensor operations of a function and nothing else."""
 
+import threading
+
 import pytest
 import torch
 
@@ -97,5 +99,55 @@ def test_small_operations_run_in_one_thread_and_large_ones_in_all():
         with pytest.raises(ZeroDivisionError):
             recording()
         assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_is_that_of_the_fastest_replays(monkeypatch):
+    """Replays are timed by a clock of the test, on which two threads are slower than one."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    large, out, seen, clock = torch.rand(1 << 16), torch.zeros(()), [], [0.0]
+    monkeypatch.setattr("t2r.generation.engine.recording.time.perf_counter", lambda: clock[0])
+    recording = Recording(lambda: out.copy_(large.exp().sum(-1)), [large], [out], tuned=True)
+
+    def watch():
+        seen.append(torch.get_num_threads())
+        clock[0] += 0.01 * torch.get_num_threads()
+
+    recording.calls.append(watch)
+    recording.large.append(True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for _ in range(12):
+            recording()
+            assert torch.get_num_threads() == 2
+        assert seen == [2] * 4 + [1] * 8
+        torch.set_num_threads(1)
+        recording()
+        assert seen[12:] == [1]
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        assert not Recording(lambda: out.copy_(large.exp().sum(-1)), [large], [out], tuned=True).tuned
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_thread_that_starts_during_a_replay_has_all_threads():
+    small, large, out, seen = torch.rand(4), torch.rand(1 << 16), torch.zeros(()), []
+    recording = Recording(lambda: out.copy_(small.sum(-1) + large.exp().sum(-1)), [small, large], [out])
+
+    def start():
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+
+    recording.calls.append(start)
+    recording.large.append(False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        recording()
+        assert seen == [3]
     finally:
         torch.set_num_threads(before)

@@ -73,6 +73,8 @@ class StateMixin:
     """The padding of each row, or None without padding."""
     unseen: int = 0
     """Number of processed tokens that are not in the input of `generate` (see `continue_from`)."""
+    chat: dict[str, Any] | None = None
+    """What a conversation has said (`t2r.generation.turns`), if this is a state in one. It is saved with the state."""
     is_static: bool = False
     """Whether rows are at fixed addresses and have lengths of their own (`StaticT2RCache`)."""
     model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
@@ -177,6 +179,7 @@ class StateMixin:
             counts.append(own + longest - length)
         count = torch.cat(counts)
         new.padding = Padding(torch.zeros_like(count), count) if bool(count.any()) else None
+        new.chat = same_chat(caches, longest)
         for name, layers in new.parts().items():
             for i, layer in enumerate(layers):
                 stack_layers(layer, [cache.parts()[name][i] for cache in caches], align=name != "cross")
@@ -204,6 +207,8 @@ class StateMixin:
             self.padding.check()
             tensors |= {"padding": self.padding.tokens.cpu(), "padding_start": self.padding.start.cpu()}
         header = {"format": FORMAT, "fingerprint": fingerprint(model), "lengths": lengths, "rows": self.rows}
+        if self.chat is not None:
+            header["chat"] = self.chat
         try:
             with whole_file(path) as temporary:
                 save_file(tensors, temporary, metadata={"t2r_state": json.dumps(header)})
@@ -241,7 +246,7 @@ class T2RCache(DynamicCache, StateMixin):
 
     def reset(self) -> None:
         super().reset()
-        self.padding, self.unseen = None, 0
+        self.padding, self.unseen, self.chat = None, 0, None
 
     @property
     def padding(self) -> Padding | None:
@@ -309,6 +314,13 @@ class T2REncoderDecoderCache(EncoderDecoderCache, StateMixin):
         return bool(getattr(self.self_attention_cache, "is_static", False))
 
 
+def same_chat(caches: Sequence[StateMixin], length: int) -> dict[str, Any] | None:
+    """Return the conversation of states that are stacked to this length, if it is the same in all of them."""
+    chats = [cache.chat for cache in caches if cache.chat and cache.chat["tokens"] == cache.get_seq_length()]
+    chats = [chat | {"tokens": length} for chat in chats]
+    return chats[0] if len(chats) == len(caches) and all(chat == chats[0] for chat in chats) else None
+
+
 def load_state(path: str | Path, model: Any) -> Any:
     """Load a saved cache for this model, on its device.
 
@@ -338,6 +350,7 @@ def load_state(path: str | Path, model: Any) -> Any:
                 ((count < 0) | (start < 0) | (start + count > length)).any()
             ):
                 raise T2RError(f"{path} is damaged: its padding does not match {rows} sequences of {length} tokens")
+    cache.chat = header.get("chat")
     if isinstance(cache, T2REncoderDecoderCache):
         cache.is_updated = {i: layer.get_seq_length() > 0 for i, layer in enumerate(cache.parts()["cross"])}
     return cache

@@ -19,6 +19,7 @@ FORMAT = 2
 
 def read_header(path: str | Path) -> dict[str, Any]:
     """Return the header of a saved state: its format, number of rows, lengths, and the fingerprint of its model.
+    The state of a conversation has `chat` too: its messages and their text.
 
     Raises T2RError if the file is not a saved state."""
     if not Path(path).is_file():
@@ -35,6 +36,7 @@ def read_header(path: str | Path) -> dict[str, Any]:
         numbers = [header["format"], header["rows"], *header["lengths"].values()]
         if not all(type(number) is int and number >= 0 for number in numbers) or type(header["fingerprint"]) is not str:
             raise ValueError
+        check_chat(header.get("chat"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise T2RError(f"{path} is not a saved state: its header is damaged") from error
     if header["format"] > FORMAT:
@@ -42,6 +44,16 @@ def read_header(path: str | Path) -> dict[str, Any]:
             f"{path} has state format {header['format']}; this version of t2r supports up to {FORMAT}: upgrade t2r"
         )
     return header
+
+
+def check_chat(chat: Any) -> None:
+    """Raise an error unless this is a conversation (see `t2r.generation.turns.Transcript`), or None."""
+    if chat is None:
+        return
+    types = {"messages": list, "text": str, "document": bool, "tokens": int}
+    words = [word for message in chat["messages"] for word in (message["role"], message["content"])]
+    if not all(type(chat[name]) is kind for name, kind in types.items()) or not all(type(w) is str for w in words):
+        raise ValueError
 
 
 @torch.no_grad()

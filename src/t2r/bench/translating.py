@@ -226,9 +226,9 @@ class EngineTranslator(Translator):
         if self.engine is None:
             self.engine = Engine(self.model, compiled=self.compiled)
             self.engine.block = 1  # buffers of softmax layers are exactly as long as the translation
-        done = self.engine.attempt(ids, **how)
+        done = self.engine._attempt(ids, **how)
         assert done.result().shape[1] == 1 + length
-        return self.engine.state_bytes(done)
+        return self.engine._state_bytes(done)
 
     def forget(self) -> None:
         self.engine = None

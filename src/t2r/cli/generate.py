@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from t2r.cli.chat import banner, converse, tell
 from t2r.cli.common import (
     RUN,
     Device,
@@ -56,11 +57,15 @@ def generate(
     batch_size: Annotated[int, flag(RUN["batch_size"], help="Prompts per batch.")] = RUN["batch_size"].default,
     seed: Annotated[int | None, flag(RUN["seed"])] = None,
     load_state: Annotated[
-        Path | None, typer.Option(help="Continue from a saved state instead of reading the document again.")
+        Path | None,
+        typer.Option(help="Continue from a saved state, of a document or a chat, instead of reading it again."),
     ] = None,
     save_state: Annotated[
         Path | None,
-        typer.Option(help="Read the whole input as one document and save the state to this file. Generates nothing."),
+        typer.Option(
+            help="Read the whole input as one document and save the state to this file. Generates nothing. With "
+            "--chat, the document begins a message; in a terminal, the chat is saved after every answer."
+        ),
     ] = None,
     source_language: SourceLanguage = None,
     target_language: TargetLanguage = None,
@@ -78,12 +83,18 @@ def generate(
     The model may be swapped or not. Only generated text is printed: streamed for one prompt, one line each for several.
     In a terminal, without a prompt, it starts a chat.
 
-    To read a long document once and query it many times, save its state with --save-state and use --load-state.
+    To read a long document once and query it many times, save its state with --save-state and use --load-state. With a
+    chat model, use --chat both times. A chat that was saved is resumed by --load-state.
     """
     given = _given(prompts, file)
     if save_state is not None:
         _check_place(save_state)
+        if given is None and not chat:
+            raise T2RError(
+                "no document: give one as an argument, with --file, or on standard input, or --chat to save a chat"
+            )
 
+    from t2r.generation.chat import Conversation
     from t2r.generation.state import describe_state, read_document, refuse_stateless
     from t2r.generation.text import generate as run
     from t2r.hub import load, need_tokenizer
@@ -97,17 +108,18 @@ def generate(
             refuse_stateless(loaded)
         if load_state is not None:
             state = loaded.load_state(load_state)
+        if given is None:
+            conversation = Conversation(loaded, tokenizer, state, seed=seed, **options)
+            if not quiet:
+                tell(banner(model, conversation, load_state, save_state))
+            converse(conversation, save_state, _write)
+            return
         if save_state is not None:
-            if given is None:
-                raise T2RError("no document: give one as an argument, with --file, or on standard input")
             with _progress(quiet or as_json) as on_tokens:
-                state = read_document(loaded, tokenizer, given.document, state, on_tokens)
+                state = read_document(loaded, tokenizer, given.document, state, on_tokens, chat=chat)
             state.save(save_state)
             if as_json or not quiet:
                 _say(describe_state(save_state), save_state, as_json)
-            return
-        if given is None:
-            _converse(loaded, tokenizer, state, seed, options)
             return
         own = loaded.generation_config
         ways = [options.get(name) or getattr(own, name) or 1 for name in ("num_beams", "num_return_sequences")]
@@ -136,22 +148,6 @@ def generate(
             target_language=target_language,
             **options,
         )
-
-
-def _converse(model: Any, tokenizer: Any, state: Any, seed: int | None, options: dict[str, Any]) -> None:
-    """Chat: read a line and answer it, until the input ends."""
-    from t2r.generation.chat import Conversation
-
-    conversation = Conversation(model, tokenizer, state, seed=seed, **options)
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            print()
-            return
-        if line.strip():
-            conversation.say(line, _write)
-            print()
 
 
 def _write(text: str) -> None:

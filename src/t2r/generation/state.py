@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from t2r.attention.cache import T2RCache
 from t2r.attention.state_file import read_header
 from t2r.errors import T2RError
+from t2r.generation.turns import Transcript, opened, refuse_no_template, transcript_of
 from t2r.model.modeling import T2RModel
 from t2r.surgery.adapters import family_of
 
@@ -27,8 +28,13 @@ def read_document(
     text: str,
     state: T2RCache | None = None,
     on_tokens: Callable[[int, int], None] | None = None,
+    *,
+    chat: bool = False,
 ) -> T2RCache:
     """Return the state of a swapped model after reading a text.
+
+        state = t2r.read_document(model, tokenizer, book)
+        t2r.generate(model, "The end is", tokenizer=tokenizer, state=state)
 
     Args:
         model: a swapped language model.
@@ -36,9 +42,15 @@ def read_document(
         text: the text to read.
         state: a state to continue from. It is not modified.
         on_tokens: called with the number of tokens read and the total.
+        chat: whether the text is the beginning of a chat message, formatted with the tokenizer's chat template. The
+            first question then completes this message. After a state inside such a message, the text goes on in it.
     """
     refuse_stateless(model)
-    ids = torch.tensor([tokenizer(text, add_special_tokens=state is None, verbose=False).input_ids]).to(model.device)
+    said = None
+    if chat or is_inside(tokenizer, state):
+        said, text = in_message(tokenizer, text, state)
+    begins = state is None and said is None
+    ids = torch.tensor([tokenizer(text, add_special_tokens=begins, verbose=False).input_ids]).to(model.device)
     if ids.shape[1] == 0:
         raise T2RError("the text has no tokens")
     check_vocabulary(model, ids[0].tolist())
@@ -54,7 +66,27 @@ def read_document(
         model(input_ids=ids[:, start : start + PIECE], past_key_values=cache, use_cache=True)
         if on_tokens is not None:
             on_tokens(min(start + PIECE, ids.shape[1]), ids.shape[1])
+    cache.chat = None if said is None else said.of_state(cache.get_seq_length())
     return cache
+
+
+def in_message(tokenizer: PreTrainedTokenizerBase, text: str, state: T2RCache | None) -> tuple[Transcript, str]:
+    """Return what was said after a document that begins a message of the user, and the text to read after the state."""
+    refuse_no_template(tokenizer)
+    said = transcript_of(state, tokenizer)
+    head = opened(tokenizer, said.messages)
+    if not head.startswith(said.text):
+        raise T2RError("the chat template changes earlier messages: it cannot read a document after them")
+    new = head[len(said.text) :] + text.rstrip() + "\n\n"
+    return Transcript(said.messages, head, document=True), new
+
+
+def is_inside(tokenizer: PreTrainedTokenizerBase, state: T2RCache | None) -> bool:
+    """Return whether a state is inside a message of the user, after the beginning of a document."""
+    if state is None or state.chat is None or not tokenizer.chat_template:
+        return False
+    said = transcript_of(state, tokenizer)
+    return said.document and said.text == opened(tokenizer, said.messages)
 
 
 def check_vocabulary(model: Any, ids: Sequence[int], *, targets: bool = False) -> None:
@@ -99,4 +131,4 @@ def describe_state(path: str | Path) -> dict[str, Any]:
         "layers": len(lengths),
         "bytes": Path(path).stat().st_size,
         "fingerprint": header["fingerprint"],
-    }
+    } | ({} if header.get("chat") is None else {"messages": len(header["chat"]["messages"])})

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from t2r import ops
 from t2r.attention.cache import T2RCache, cache_bytes
-from t2r.data.chat import render
 from t2r.data.languages import set_languages
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
-from t2r.generation.engine import Engine, ForGenerate
+from t2r.generation.engine import Engine, ForGenerate, engine_for
 from t2r.generation.engine.request import option_value, token_list
 from t2r.generation.state import check_source_length, check_vocabulary, refuse_stateless
+from t2r.generation.turns import next_turn, refuse_no_template, rendered, transcript_of
 from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.options import GenerationOptions, RunOptions, check, options_of
@@ -128,7 +128,8 @@ def complete(
         tokenizer: its tokenizer.
         prompts: the prompts.
         batch_size: prompts per batch.
-        chat: whether each prompt is a user message, to be formatted with the tokenizer's chat template.
+        chat: whether each prompt is a user message, to be formatted with the tokenizer's chat template. After a state,
+            it continues the conversation that the state is in, or begins one.
         seed: random seed for sampling.
         on_text: called with each piece of text as it is generated. Requires a single prompt and no beam search.
         state: a state from which each prompt continues, of one sequence or of as many as there are prompts. It is not
@@ -136,13 +137,11 @@ def complete(
         options: options of `model.generate`.
     """
     if state is not None:
-        if chat:
-            raise T2RError("chat cannot be combined with a state, because a chat template starts a new conversation")
         refuse_stateless(model)
         state.check_prompts(len(prompts))
     check(RunOptions, {"batch_size": batch_size, "seed": seed})
     options = checked_options(model, options)
-    ids = [encode(tokenizer, prompt, chat, state is None) if prompt.strip() else [] for prompt in prompts]
+    ids = [encode(tokenizer, prompt, chat, state) if prompt.strip() else [] for prompt in prompts]
     for row in ids:
         check_vocabulary(model, row)
     check_lengths(model, ids, options)
@@ -150,7 +149,7 @@ def complete(
         torch.manual_seed(seed)
     if on_text is not None:
         options["streamer"] = Stream(tokenizer, on_text)
-    engine = Engine(model) if isinstance(model, T2RModel) else None
+    engine = engine_for(model)
     several = option(model, options, "num_return_sequences") or 1
     for start in range(0, len(prompts), batch_size):
         batch = range(len(prompts))[start : start + batch_size]
@@ -225,10 +224,10 @@ def run(
     """Return the sequences and the size of the cache in bytes. Uses the engine if it supports the options."""
     if engine is not None:
         try:
-            done = engine.attempt(input_ids, state=state, **options)
-            return done.result(), engine.state_bytes(done, state)
+            done = engine._attempt(input_ids, state=state, **options)
+            return done.result(), engine._state_bytes(done, state)
         except ForGenerate as reason:
-            engine.say_elsewhere(reason)
+            engine._say_elsewhere(reason)
     options = {"return_dict_in_generate": True, **options}
     if state is None:
         out = model.generate(input_ids, **options)
@@ -277,15 +276,16 @@ def special_tokens(
     return stops, next((p for p in (pad, tokenizer.pad_token_id, *stops) if p is not None), 0)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, begins: bool = True) -> list[int]:
-    """Return the token ids of a prompt. Special tokens are added only if it `begins` a text."""
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, state: T2RCache | None = None) -> list[int]:
+    """Return the token ids of a prompt, after a state. Special tokens are added only if it begins a text."""
     check_unicode(prompt, "the prompt")
     if not chat:
-        return list(tokenizer(prompt, add_special_tokens=begins).input_ids)
-    if tokenizer.chat_template is None:
-        raise T2RError("the model's tokenizer has no chat template: omit --chat (chat=True)")
-    text = render(tokenizer, [{"role": "user", "content": prompt}], "the prompt", prompt=True)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has added them
+        return list(tokenizer(prompt, add_special_tokens=state is None).input_ids)
+    refuse_no_template(tokenizer)
+    said = transcript_of(state, tokenizer)
+    text = rendered(tokenizer, said.messages, prompt, "the prompt")
+    new = next_turn(tokenizer, said, text, prompt)
+    return list(tokenizer(new, add_special_tokens=False).input_ids)  # the template has added them
 
 
 def padded(rows: Sequence[list[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:

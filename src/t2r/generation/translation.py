@@ -175,7 +175,7 @@ def search(
             yield from engine.generate_each(batches(part))
             return
         except ForGenerate as reason:
-            engine.say_elsewhere(reason)
+            engine._say_elsewhere(reason)
             engine = None
     number = 0
     for batch in batches(-(-len(rows) // -(-len(rows) // count))):  # of even size, so that one decoding step fits all

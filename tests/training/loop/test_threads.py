@@ -1,9 +1,10 @@
-"""Tuning of the number of threads."""
+"""Tuning of the number of threads of a training."""
 
 import pytest
 import torch
 
-from t2r.training.loop.threads import STEADY, TRIED, Threads, can_choose, candidates, choose
+from t2r.threads import STEADY, TRIED
+from t2r.training.loop.threads import Threads, can_choose, choose
 
 
 @pytest.fixture(autouse=True)
@@ -11,12 +12,6 @@ def _threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def test_candidates_are_halved():
-    assert candidates(1) == [1]
-    assert candidates(2) == [2, 1]
-    assert candidates(12) == [12, 6, 3, 1]
 
 
 IDLE, BUSY = {2: 0.55, 1: 0.74}, {2: 2.19, 1: 1.11}

@@ -21,11 +21,14 @@ from t2r.generation.engine.request import ForGenerate, Request, seeded
 from t2r.generation.engine.room import BLOCK, Room, enlarged, total_length
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.step import DecodeStep
+from t2r.threads import own_threads
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 8
 """On a GPU, the number of steps between reads of the generated tokens, because each read synchronizes."""
+SHORT = 64
+"""On a CPU, prompts of at most this many tokens are read with as many threads as a step uses."""
 
 
 class RunningBatch:
@@ -57,12 +60,12 @@ class RunningBatch:
         self.lock = threading.RLock()
         """Held while the rows or the lists above are used, but not while a generator waits for its consumer."""
 
-    def admitted(self, request: Request, state: Any, seed: int | None, keep_state: bool) -> Group:
+    def _admitted(self, request: Request, state: Any, seed: int | None, keep_state: bool) -> Group:
         """Make a group of sequences and add it to the waiting groups."""
         if uses_beams(request):
             raise ForGenerate("beam search is requested")
         group = Group(request, state, seeded(seed, self.model.device), keep_state)
-        self.check_room(Room.needed(self.model, request, state), request, state)
+        self._check_room(Room.needed(self.model, request, state), request, state)
         self.waiting.append(group)
         return group
 
@@ -70,7 +73,7 @@ class RunningBatch:
         """End a sequence immediately and free its row."""
         with self.lock:
             sequence.finished = True
-            self.release()
+            self._release()
             self.waiting = deque(group for group in self.waiting if group.running)
 
     def run(self) -> Iterator[Event]:
@@ -80,6 +83,7 @@ class RunningBatch:
 
     @property
     def busy(self) -> bool:
+        """Whether sequences are running or waiting."""
         return bool(self.groups or self.waiting)
 
     def step(self) -> list[Event]:
@@ -87,26 +91,26 @@ class RunningBatch:
 
         Returns the new tokens of submitted sequences, with those that other calls generated since the last step."""
         with self.lock:
-            self.advance()
+            self._advance()
             events, self.events = self.events, []
             return events
 
     @torch.no_grad()
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """Do the work of `step`. The caller holds the lock."""
-        self.start_waiting()
+        self._start_waiting()
         if not self.groups:
             return
         assert self.decode is not None
-        tokens = self.decoded()
+        tokens = self._decoded()
         for group in self.groups:
             try:
-                self.continued(group, tokens)
+                self._continued(group, tokens)
             except Exception as error:
-                self.failed(group, error)
-        self.release()
+                self._failed(group, error)
+        self._release()
 
-    def continued(self, group: Group, tokens: list[list[int]]) -> None:
+    def _continued(self, group: Group, tokens: list[list[int]]) -> None:
         """Give a group its new tokens, from those of every row or chosen from its logits."""
         assert self.decode is not None
         if not group.plain:
@@ -121,7 +125,7 @@ class RunningBatch:
         for sequence in (event.sequence for event in new if group.keep_state and event.sequence.finished):
             sequence.state = self.decode.own.take(sequence.row)
 
-    def failed(self, group: Group, error: Exception) -> None:
+    def _failed(self, group: Group, error: Exception) -> None:
         """End a group whose prefill, logits processor or criterion has failed. Other groups are not affected.
 
         The call that made the group raises the error; of a submitted sequence, it is an attribute."""
@@ -129,7 +133,7 @@ class RunningBatch:
         if group.submitted:
             logger.error("a sequence has ended with an error: %s: %s", type(error).__name__, error)
 
-    def decoded(self) -> list[list[int]]:
+    def _decoded(self) -> list[list[int]]:
         """Run the decoding step one or more times, and return the new tokens of every row.
 
         The tokens are read only if there are plain groups."""
@@ -148,21 +152,23 @@ class RunningBatch:
     # --- Rows -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start_waiting(self) -> None:
+    def _start_waiting(self) -> None:
         """Start the waiting groups for which there is room."""
-        while self.waiting and self.has_room(self.waiting[0]):
+        while self.waiting and self._has_room(self.waiting[0]):
             group = self.waiting.popleft()
             try:
-                self.start(group)
+                self._start(group)
             except Exception as error:
-                self.failed(group, error)
-            self.release()
+                self._failed(group, error)
+            self._release()
 
-    def start(self, group: Group) -> None:
+    def _start(self, group: Group) -> None:
         """Prefill the prompts of a group, choose their first tokens and assign rows."""
-        decode = self.make_room(group)
+        decode = self._make_room(group)
         decode.forbid(group.forbidden)
-        cache, logits = prefill(self.model, group.request, group.state)
+        short = group.request.ids.numel() <= SHORT
+        with own_threads(decode.threads if short else torch.get_num_threads()):
+            cache, logits = prefill(self.model, group.request, group.state)
         chosen = group.choose(logits)
         new = group.advance(chosen[:, None].tolist())
         self.events += new if group.submitted else []
@@ -180,7 +186,7 @@ class RunningBatch:
             decode.put_rows(rows, cache, which, chosen[which], group.plain, group.request.source_mask)
         group.request.inputs.pop("past_key_values", None)  # the rows have copies
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Free the rows of finished sequences."""
         freed = []
         for group in self.groups:
@@ -196,7 +202,7 @@ class RunningBatch:
             self.free += freed
         self.groups = [group for group in self.groups if group.running]
 
-    def has_room(self, group: Group) -> bool:
+    def _has_room(self, group: Group) -> bool:
         """Return whether a group can start now. If no sequence is running, the engine can grow within its limits."""
         if self.groups and self.decode is not None and not self.decode.by_row:
             return False  # this decoder has the same positions for the whole batch
@@ -205,7 +211,7 @@ class RunningBatch:
         room = Room.needed(self.model, group.request, group.state)
         return (room.fits(self.decode) and room.rows <= len(self.free)) or not self.groups
 
-    def make_room(self, group: Group) -> DecodeStep:
+    def _make_room(self, group: Group) -> DecodeStep:
         """Return a decoding step with room for this group. A new one is built only if the current one is too small."""
         decode, room = self.decode, Room.needed(self.model, group.request, group.state)
         if decode is not None and room.rows <= len(self.free) and room.fits(decode):
@@ -213,13 +219,13 @@ class RunningBatch:
         rows = self.rows or max(room.rows, 0 if decode is None else decode.rows)
         before = Room.of(decode)
         self.decode = decode = None  # frees its memory before the next one is allocated
-        self.decode = self.build(rows, room, before)
+        self.decode = self._build(rows, room, before)
         self.free = list(range(rows))[::-1]
         return self.decode
 
     # --- Decoding steps -------------------------------------------------------------------------------------
 
-    def check_room(self, room: Room, request: Request, state: Any) -> None:
+    def _check_room(self, room: Room, request: Request, state: Any) -> None:
         if state is not None:
             self.model.check_generated_length(total_length(request, state))
         if self.rows is not None and room.rows > self.rows:
@@ -229,7 +235,7 @@ class RunningBatch:
         if self.source_length is not None and room.source > self.source_length:
             raise T2RError(f"a source of {room.source} tokens exceeds the engine's source_length {self.source_length}")
 
-    def build(self, rows: int, room: Room, before: Room | None, reorders: bool = False) -> DecodeStep:
+    def _build(self, rows: int, room: Room, before: Room | None, reorders: bool = False) -> DecodeStep:
         """Build a step. Buffers of softmax layers that were too small `before` at least double."""
         before = before or Room(rows, 0, 0)
         length = (
@@ -241,4 +247,4 @@ class RunningBatch:
             else enlarged(room.source, before.source, self.block)
         )
         how: dict[str, Any] = {"compiled": self.compiled, "reorders": reorders, "state_dtype": self.state_dtype}
-        return DecodeStep(self.model, rows, length or None, source or None, **how)
+        return DecodeStep(self.model, rows, length or None, source or None, **how, tuned=True)

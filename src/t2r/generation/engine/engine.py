@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from t2r.attention.cache import T2RCache
@@ -40,29 +41,41 @@ from t2r.generation.engine.request import (
 )
 from t2r.generation.engine.room import Room
 from t2r.generation.engine.sequences import Event, Group, Sequence
+from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.model.modeling import T2RModel
 from t2r.ops.common import HALF
 
 logger = logging.getLogger(__name__)
 
+ELSEWHERE = "falling back from the engine to model.generate(): %s"
+
 
 class Engine(RunningBatch):
-    """Fast generation with a swapped model.
+    """Fast generation with a swapped model, or with any other model that t2r could swap.
 
     Supports greedy search, sampling and beam search, with the logits processors and stopping criteria of transformers.
     It chooses the same tokens as `model.generate`. Unsupported calls (assisted decoding, returned scores) are passed to
     `model.generate`, with a warning in the log.
 
+    A model that is not swapped runs with softmax attention in all its layers: the engine decodes a copy of its modules,
+    which shares the weights. Models with a sliding window or a relative bias there (Mistral, T5) are passed to
+    `model.generate`.
+
     The model must not change while an engine uses it. A captured step holds copies of some weights and values computed
     from others, and they are not refreshed: after training, merging or switching adapters, make a new engine.
+
+    On a CPU, a step uses at most `torch.get_num_threads()` threads. The number with which steps are fastest is found by
+    timing them, unless OMP_NUM_THREADS is set.
 
     Several threads can use one engine. Their calls run one after the other, and each returns its own tokens; between
     two tokens of `stream`, `run` and `generate_each`, other calls can run. `step` and `run` return the tokens of all
     submitted sequences, so one thread should call them.
 
+    Raises T2RError if t2r does not support the model.
+
     Args:
-        model: a swapped model.
+        model: a swapped model, or a model of a supported family.
         generation_config: default options of all calls. None: those of the model.
         rows: number of sequences that run at the same time. Defaults to the number of prompts in a call.
         max_length: maximum number of tokens of a sequence in softmax layers. By default, buffers grow as needed.
@@ -89,13 +102,12 @@ class Engine(RunningBatch):
     ) -> None:
         if state_dtype not in (None, torch.float32, *HALF):
             raise T2RError(f"state_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {state_dtype}")
-        if hasattr(model, "peft_config") and not isinstance(model, T2RModel):
-            raise T2RError("the engine does not run PEFT adapters: merge them first (model = model.merge_and_unload())")
-        if not isinstance(model, T2RModel):
-            raise T2RError("the engine requires a swapped model: use model.generate for other models")
         for name, number in (("rows", rows), ("max_length", max_length), ("source_length", source_length)):
             if number is not None and number < 1:
                 raise T2RError(f"{name} must be at least 1; got {number}")
+        self.original: Any = model
+        """The model as given. The engine decodes `self.model`, which shares its weights if it is not swapped."""
+        model = decoded_model(model)
         self.generation_config = generation_config
         self.obstacle = no_static_cache(model)
         self.beam_decode: DecodeStep | None = None
@@ -133,9 +145,9 @@ class Engine(RunningBatch):
         """
         with self.lock:
             try:
-                return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
+                return self._attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
             except ForGenerate as reason:
-                self.say_elsewhere(reason)
+                self._say_elsewhere(reason)
         options["generation_config"] = options.get("generation_config") or self.generation_config
         sequences: Tensor
         # A seed is set in torch's default generator, which all threads share.
@@ -143,10 +155,10 @@ class Engine(RunningBatch):
             if state is not None and input_ids is not None:
                 sequences = self.model.continue_from(state, input_ids, streamer=streamer, **options)
             else:
-                sequences = self.model.generate(input_ids, streamer=streamer, **options)
+                sequences = self.original.generate(input_ids, streamer=streamer, **options)
         return sequences
 
-    def attempt(
+    def _attempt(
         self,
         input_ids: Tensor | None = None,
         *,
@@ -164,17 +176,17 @@ class Engine(RunningBatch):
             ForGenerate: if the engine does not support the call.
         """
         with self.lock:
-            request = self.prepared(input_ids, state, keep_state, options)
+            request = self._prepared(input_ids, state, keep_state, options)
             if uses_beams(request):
                 if keep_state or streamer is not None:
                     raise ForGenerate("beam search with a streamer or a kept state is requested")
-                return self.search(request, state, seed)
+                return self._search(request, state, seed)
             if streamer is not None and request.ids.shape[0] > 1:
                 raise T2RError("a streamer supports one sequence only: use engine.stream for a batch")
-            group = self.admitted(request, state, seed, keep_state)
+            group = self._admitted(request, state, seed, keep_state)
             if streamer is not None:
                 streamer.put(request.ids.cpu())
-            for event in self.until_done(group):
+            for event in self._until_done(group):
                 if streamer is not None:
                     streamer.put(torch.tensor([event.token]))
             if streamer is not None:
@@ -187,27 +199,27 @@ class Engine(RunningBatch):
         """Yield pairs of the index of a sequence in the batch and its next token."""
         try:
             with self.lock:
-                group = self.admitted(self.prepared(input_ids, state, False, options), state, seed, False)
+                group = self._admitted(self._prepared(input_ids, state, False, options), state, seed, False)
         except ForGenerate as reason:
             raise T2RError(f"the engine cannot stream this call: {reason}") from reason
-        for event in self.until_done(group):
+        for event in self._until_done(group):
             yield event.sequence.index, event.token
 
     @torch.no_grad()
-    def search(self, request: Request, state: T2RCache | None, seed: int | None) -> Beams:
+    def _search(self, request: Request, state: T2RCache | None, seed: int | None) -> Beams:
         """Run a beam search to its end."""
         room = Room.needed(self.model, request, state)
-        self.check_room(room, request, state)
+        self._check_room(room, request, state)
         step = self.beam_decode
         # A step that is much too large would waste time on rows that are not used.
         if step is None or not room.rows <= step.rows <= 2 * room.rows or not room.fits(step):
             self.beam_decode = step = None  # frees its memory before the next one is allocated
-            self.beam_decode = step = self.build(room.rows, room, None, reorders=True)
+            self.beam_decode = step = self._build(room.rows, room, None, reorders=True)
         prompts = one_per_prompt(request)
         cache, logits = prefill(self.model, prompts, state)
         return BeamSearch(step, request, prompts, cache, logits).run(seed)
 
-    def state_bytes(self, done: Group | Beams, state: T2RCache | None = None) -> int:
+    def _state_bytes(self, done: Group | Beams, state: T2RCache | None = None) -> int:
         """Return the size of the caches of a call at its end, where all tokens except the last were read."""
         step = self.decode or self.beam_decode
         assert step is not None
@@ -236,7 +248,7 @@ class Engine(RunningBatch):
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         with self.lock:
             try:
-                group = self.admitted(self.prepared(input_ids, state, keep_state, options), state, seed, keep_state)
+                group = self._admitted(self._prepared(input_ids, state, keep_state, options), state, seed, keep_state)
             except ForGenerate as reason:
                 raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
             if len(group.sequences) != 1:
@@ -270,14 +282,14 @@ class Engine(RunningBatch):
                             break
                         options = dict(batch)
                         seed, state = options.pop("seed", None), options.pop("state", None)
-                        request = self.prepared(options.pop("input_ids", None), state, False, options)
-                        for sequence in self.admitted(request, state, seed, False).sequences:
+                        request = self._prepared(options.pop("input_ids", None), state, False, options)
+                        for sequence in self._admitted(request, state, seed, False).sequences:
                             numbers[sequence] = count
                             count += 1
-                        self.start_waiting()
+                        self._start_waiting()
                     batch = next(left, None)  # may wait for a thread that uses the engine
                 with self.lock:
-                    self.advance()
+                    self._advance()
                     ended = [sequence for sequence in numbers if sequence.finished]
                 for sequence in ended:
                     number = numbers.pop(sequence)
@@ -290,14 +302,15 @@ class Engine(RunningBatch):
 
     # --- For all calls --------------------------------------------------------------------------------------
 
-    def prepared(self, input_ids: Tensor | None, state: Any, keep_state: bool, options: dict[str, Any]) -> Request:
+    def _prepared(self, input_ids: Tensor | None, state: Any, keep_state: bool, options: dict[str, Any]) -> Request:
         """Prepare a call. Raises ForGenerate if the engine does not support it."""
         if state is not None and input_ids is None:
             raise T2RError("continuing from a state requires input_ids: give at least one token")
         if input_ids is not None:
             check_tokens(self.model, input_ids)
-        if (reason := not_now(self.model) or self.obstacle) is not None:
+        if (reason := not_now(self.original) or self.obstacle) is not None:
             raise ForGenerate(reason)
+        self.model.generation_config = self.original.generation_config  # it may have been replaced
         if state is not None and self.model.config.is_encoder_decoder:
             raise T2RError("continuing from a state requires a language model, not an encoder-decoder")
         if keep_state and self.model.config.is_encoder_decoder:
@@ -324,7 +337,7 @@ class Engine(RunningBatch):
                 raise ForGenerate("a row has padding in several places, and the model has softmax layers")
         return request
 
-    def until_done(self, group: Group) -> Iterator[Event]:
+    def _until_done(self, group: Group) -> Iterator[Event]:
         """Run until a group is finished, and yield its tokens. Other running sequences are advanced too.
 
         The tokens are read from the sequences, because other calls may advance them between two tokens."""
@@ -333,7 +346,7 @@ class Engine(RunningBatch):
             while not done:
                 with self.lock:
                     if group.running:
-                        self.advance()
+                        self._advance()
                     done = not group.running
                     start, read = read, [len(sequence.tokens) for sequence in group.sequences]
                     new = [
@@ -346,8 +359,34 @@ class Engine(RunningBatch):
             for sequence in group.running:  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)
 
-    def say_elsewhere(self, reason: ForGenerate) -> None:
+    def _say_elsewhere(self, reason: ForGenerate) -> None:
         """Log the reason for falling back to `model.generate`, once per reason."""
         if str(reason) not in self.said:
             self.said.add(str(reason))
-            logger.warning("falling back from the engine to model.generate(): %s", reason)
+            logger.warning(ELSEWHERE, reason)
+
+
+def decoded_model(model: Any) -> Any:
+    """Return the model that an engine decodes: a swapped model itself, and of others one that shares the weights."""
+    if isinstance(model, T2RModel):
+        return model
+    if hasattr(model, "peft_config"):
+        raise T2RError("the engine does not run PEFT adapters: merge them first (model = model.merge_and_unload())")
+    if not isinstance(model, PreTrainedModel):
+        hint = ": load it first (t2r.load)" if isinstance(model, str | PathLike) else ""
+        hint = ": give the model as it was before torch.compile" if hasattr(model, "_orig_mod") else hint
+        raise T2RError(f"the engine requires a transformers model, not a {type(model).__name__}{hint}")
+    try:
+        shared = on_the_engine(model)
+    except T2RError as reason:
+        raise T2RError(f"the engine does not support this model (use model.generate): {reason}") from reason
+    return shared.eval()
+
+
+def engine_for(model: Any, **options: Any) -> Engine | None:
+    """Return an engine for this model, or None, with a message in the log, if t2r does not support the model."""
+    try:
+        return Engine(model, **options)
+    except T2RError as reason:
+        logger.warning(ELSEWHERE, reason.__cause__ or reason)
+        return None

@@ -10,6 +10,7 @@ must not depend on tensor values. Weights must not change between recording and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from t2r.threads import Tuner, fixed_by_user, own_threads, set_own_threads
 
 VALUE_FREE = {
     "aten::ones_like",
@@ -40,6 +43,8 @@ COPIES = {"clone", "contiguous", "flatten", "reshape", "to", "_to_copy"}
 """Operations that copy their input, if their result is not a view."""
 SERIAL = 1 << 15
 """Operations on tensors of at most this many numbers run in one thread, as in PyTorch's elementwise operations."""
+TRIAL = 0.5
+"""Seconds of a trial with one number of threads. If a replay takes longer, two replays are a trial."""
 READS_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::item")
 
 
@@ -101,11 +106,19 @@ class Recording:
         function: a function without arguments and return value, which reads `inputs` and modifies `outputs`.
         inputs: tensors that the caller modifies between replays.
         outputs: tensors that the caller reads between replays.
+        tuned: whether large operations use the number of threads with which a replay is fastest, at most that of torch.
+            The replays themselves are timed. A number that is set by the environment is used as it is.
 
     Raises CannotRecord if the function cannot be recorded.
     """
 
-    def __init__(self, function: Callable[[], None], inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        function: Callable[[], None],
+        inputs: Iterable[Tensor],
+        outputs: Iterable[Tensor],
+        tuned: bool = False,
+    ) -> None:
         tape, draws = Tape(), torch.get_rng_state()
         with tape:
             function()
@@ -116,17 +129,34 @@ class Recording:
         self.calls = [call(operation) for operation in live]
         self.large = [is_large(operation) for operation in live]
         self.plans: dict[int, list[Callable[[], Any]]] = {1: self.calls}
+        self.tuned = tuned and any(self.large) and not fixed_by_user()
+        self.tuners: dict[int, Tuner] = {}
+        """By the number of threads of torch."""
+
+    def threads(self, most: int) -> int:
+        """Return the number of threads of the next replay, if that of torch is `most`."""
+        if most == 1 or not self.tuned:
+            return most
+        if most not in self.tuners:
+            self.tuners[most] = Tuner(most, TRIAL)
+            self.tuners[most].try_all()
+        return self.tuners[most].count
 
     def __call__(self) -> None:
-        threads = torch.get_num_threads()
+        most = torch.get_num_threads()
+        threads = self.threads(most)
         if threads not in self.plans:
             self.plans[threads] = with_threads(self.calls, self.large, threads)
-        try:
+        began = time.perf_counter()
+        if most == 1:
+            for run in self.calls:
+                run()
+            return
+        with own_threads(threads):
             for run in self.plans[threads]:
                 run()
-        finally:
-            if threads != 1:
-                torch.set_num_threads(threads)
+        if most in self.tuners:
+            self.tuners[most].add(time.perf_counter() - began)
 
 
 def with_threads(calls: list[Callable[[], Any]], large: list[bool], threads: int) -> list[Callable[[], Any]]:
@@ -139,7 +169,7 @@ def with_threads(calls: list[Callable[[], Any]], large: list[bool], threads: int
     for run, is_many in zip(calls, large, strict=True):
         wanted = threads if is_many else 1
         if wanted != now:
-            plan.append(partial(torch.set_num_threads, wanted))
+            plan.append(partial(set_own_threads, wanted))
             now = wanted
         plan.append(run)
     return plan

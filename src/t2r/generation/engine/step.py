@@ -33,7 +33,8 @@ class DecodeStep:
     same source share their cross attention, which is not reordered.
 
     The step is a CUDA graph on a GPU and a `Recording` on a CPU. On other devices it runs eagerly. With `compiled`, the
-    kernels of the graph are fused by torch.compile.
+    kernels of the graph are fused by torch.compile. With `tuned`, a recording finds out with how many threads it is
+    fastest.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class DecodeStep:
         compiled: bool = False,
         reorders: bool = False,
         state_dtype: torch.dtype | None = None,
+        tuned: bool = False,
     ) -> None:
         self.model, self.rows, self.max_length, self.source_length = model, rows, max_length, source_length
-        self.compiled, self.reorders = compiled, reorders
+        self.compiled, self.reorders, self.tuned = compiled, reorders, tuned
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode cannot be changed outside it
             self.allocate(state_dtype)
             self.reset()
@@ -84,6 +86,13 @@ class DecodeStep:
         """The table of positions that a captured step reads. It stays allocated if the model's table is replaced."""
         self.captured_as: str | None = None
         """`CUDA graph` or `recording`; None if the step runs eagerly."""
+        self.recording: Recording | None = None
+
+    @property
+    def threads(self) -> int:
+        """The number of CPU threads of the next step."""
+        most = torch.get_num_threads()
+        return most if self.recording is None else self.recording.threads(most)
 
     @property
     def outdated(self) -> bool:
@@ -197,7 +206,7 @@ class DecodeStep:
         inputs += [] if self.source_mask is None else [self.source_mask]
         outputs = [self.tokens, self.logits, self.own.lengths, *self.own.tensors()]
         with torch.inference_mode(), constant_weights(self.constants), shortened(self.model, self.forward):
-            recording = Recording(self.forward, inputs, outputs)
+            recording = self.recording = Recording(self.forward, inputs, outputs, self.tuned)
 
         def replay() -> None:
             with torch.inference_mode():

@@ -1,38 +1,19 @@
-"""Tunes the number of CPU threads by measurement.
-
-Threads that share a small operation wait for the slowest one. If one of two cores is busy, two threads can take twice
-as long as one; on two idle cores they are faster. This can change during training.
-"""
+"""Tunes the number of CPU threads of a training by measurement (see `t2r.threads`)."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from t2r.threads import CHANGED, Tuner, candidates, described, fastest
 from t2r.training.loop import processes
 
 logger = logging.getLogger(__name__)
-
-CHANGED = 1.4
-"""If the time of a step changes by this factor, the number of threads is tuned again."""
-STEADY = 8
-"""Number of steps whose median time is compared with the previous median."""
-TRIED = 4
-"""Number of steps with each number of threads; the first is a warm-up."""
-
-
-def candidates(most: int) -> list[int]:
-    """Return this number of threads, half of it, and so on down to 1."""
-    counts = [most]
-    while counts[-1] > 1:
-        counts.append(counts[-1] // 2)
-    return counts
 
 
 def can_choose(place: torch.device) -> bool:
@@ -52,13 +33,8 @@ def choose(seconds: Callable[[], float]) -> int:
             break
     best = fastest(times)
     torch.set_num_threads(best)
-    told = ", ".join(f"{time:.2f} s with {count}" for count, time in times.items())
-    logger.info("threads: %d (a step takes %s)", best, told)
+    logger.info("threads: %d (%s)", best, described(times))
     return best
-
-
-def fastest(times: dict[int, float]) -> int:
-    return min(times, key=lambda count: times[count])
 
 
 class Threads(TrainerCallback):
@@ -69,13 +45,8 @@ class Threads(TrainerCallback):
     """
 
     def __init__(self, most: int) -> None:
-        self.counts = candidates(most)
-        self.recent: list[float] = []
-        self.usual: float | None = None
-        """The median time of a step since the number was set."""
-        self.queue: list[int] = []
-        """Numbers still to be tried; the first is in use."""
-        self.tried: dict[int, float] = {}
+        self.tuner = Tuner(most)
+        self.tuner.count = torch.get_num_threads()
         self.began = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -86,27 +57,7 @@ class Threads(TrainerCallback):
 
     def add(self, seconds: float) -> None:
         """Record the time of a step."""
-        self.recent.append(seconds)
-        if self.queue:
-            if len(self.recent) == TRIED:
-                self.tried[self.queue.pop(0)] = median(self.recent[1:])
-                self.go_on()
-        elif len(self.recent) == STEADY:
-            now, self.recent = median(self.recent), []
-            if self.usual is None:
-                self.usual = now
-            elif not 1 / CHANGED < now / self.usual < CHANGED:
-                self.queue, self.tried = list(self.counts), {}
-                self.go_on()
-
-    def go_on(self) -> None:
-        """Try the next number, or set the fastest of those tried."""
-        self.recent = []
-        if self.queue:
-            torch.set_num_threads(self.queue[0])
-            return
-        self.usual = None
-        best = fastest(self.tried)
-        torch.set_num_threads(best)
-        told = ", ".join(f"{time:.2f} s with {count}" for count, time in self.tried.items())
-        logger.info("threads: %d from now on (a step takes %s)", best, told)
+        before = self.tuner.count
+        self.tuner.add(seconds)
+        if self.tuner.count != before:
+            torch.set_num_threads(self.tuner.count)
