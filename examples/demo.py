@@ -114,8 +114,7 @@ def demo(teacher: str, train: str, valid: str, out: Path, full: bool, prompt: st
     for student in students:
         console.rule(f"Converted: {student.name}")
         folder = out / student.name.lower().strip("%")
-        # GPT-2 can always be merged. Other teachers are merged if possible and cheaper.
-        merged = True if student.merged and model.config.model_type == "gpt2" else None
+        merged = student.merged and model.config.model_type == "gpt2"  # which can always be merged
         asked = {"train": train, "valid": valid, "limit": FULL_WINDOWS if full else WINDOWS, "merged": merged}
         share = max(student.share * left, student.share * minutes / 4)
         results[student.name] = convert(teacher, student, asked, minutes, round(share, 3), folder, console)

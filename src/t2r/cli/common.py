@@ -243,7 +243,9 @@ def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str,
         table = summary(results)
         nothing = "Nothing was measured: no --valid was given (for translation, --valid-src and --valid-tgt)."
         measured = table if table.rows else nothing
-        show([measured, f"saved in {out}"])
+        how = "merged (it cannot be trained further), and saved" if results.get("merged") else "saved"
+        # What is wrong with a result is the last line.
+        show([measured, f"{how} in {out}", *filter(None, [results.get("advice")])])
 
 
 def is_first_process() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from t2r.errors import T2RError
 from t2r.hub import copy_processor, load_model, load_tokenizer
 from t2r.model.swap import swap
+from t2r.pipelines.continuation import origin_of, remember_origin
 from t2r.reporting.inspection import Inspection, inspect_model
 from t2r.storage import refuse_replacing, whole_folder
 
@@ -35,7 +36,10 @@ def swap_folder(
         if inspection.swapped:
             raise T2RError(f"{source} is already a t2r model: give the base model")
         tokenizer = load_tokenizer(source, **hub)
-        model = swap(load_model(source, dtype=dtype, **hub), **options)
+        base = load_model(source, dtype=dtype, **hub)
+        origin = origin_of(base)
+        model = swap(base, **options)
+        remember_origin(model.t2r_config, origin)
         model.save_pretrained(folder)
         copy_processor(source, folder, revision=revision)
         if tokenizer is None:

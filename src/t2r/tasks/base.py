@@ -144,6 +144,17 @@ class Task(ABC):
         """How often the model recalls a word after some distances, for JSON; empty where that cannot be measured."""
         return []
 
+    @staticmethod
+    def doubt(teacher: Mapping[str, Any]) -> str | None:
+        """Return why the teacher's own score says that text and model do not belong together, or None if it does
+        not."""
+        return None
+
+    @staticmethod
+    def gap(teacher: Mapping[str, Any], student: Mapping[str, Any]) -> str | None:
+        """Describe the score of a student that is far worse than its teacher. None: it is not."""
+        return None
+
     @abstractmethod
     def told(self, measured: dict[str, Any]) -> str:
         """Return a short summary of a measurement, for the log."""

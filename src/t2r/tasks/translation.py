@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -40,6 +41,10 @@ SAMPLE = 1000
 """Number of lines from which the tokens of a file are estimated."""
 LONGER = 1.5
 """A warning is given if the lines that are measured are longer than the training text by more than this factor."""
+FAR, LEAST = 0.1, 1.0
+"""A student is far from its teacher if its BLEU is lower by more than this fraction, and by more than this number."""
+DOUBTFUL = math.log(200.0)
+"""A teacher with a higher loss per token is taken for one that does not know these languages."""
 SEARCH = 8
 """Assumed cost of a beam search per beam, relative to one forward pass over the line."""
 
@@ -389,6 +394,19 @@ class Translation(Task):
                 report=report,
             )
         return measured | score(texts, references) | {"lines": len(lines)}
+
+    @staticmethod
+    def doubt(teacher: Mapping[str, Any]) -> str | None:
+        if teacher["loss"] is not None and teacher["loss"] <= DOUBTFUL:
+            return None
+        return f"its loss is {number(teacher['loss'], 1) or 'not finite'} per token, and its BLEU {teacher['bleu']:.1f}"
+
+    @staticmethod
+    def gap(teacher: Mapping[str, Any], student: Mapping[str, Any]) -> str | None:
+        own, best = student["bleu"], teacher["bleu"]
+        if best - own <= max(LEAST, FAR * best):
+            return None
+        return f"its BLEU is {own:.1f} instead of {best:.1f} ({own - best:+.1f})"
 
     def told(self, measured: dict[str, Any]) -> str:
         return f"BLEU {measured['bleu']:.2f}, chrF {measured['chrf']:.2f}, loss {measured['loss']:.3f} per token"

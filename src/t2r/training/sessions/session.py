@@ -313,7 +313,7 @@ class Session:
                 card = folder / "README.md"
                 text = completed(card.read_text(encoding="utf-8"), {"pipeline_tag": self.task.pipeline_tag})
                 text += training_section(self.task.told_data(), results.get("mixture", ()), self.read_tokens(), state)
-                text += results_section(self.plan, *table_of(results, compared=compared))
+                text += results_section(self.plan, *table_of(results, compared=compared), results.get("advice"))
                 card.write_text(text, encoding="utf-8")
         logger.info("done in %s", duration(self.run.seconds))
         self.run.remove()
@@ -340,7 +340,9 @@ def as_begun(plan: Recipe, saved: dict[str, Any]) -> Recipe:
 def table_of(results: dict[str, Any], *, compared: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the header and rows of the results, in the order in which they were measured."""
     task = TASKS.get(results.get("task", ""), LanguageModeling)
-    before = [("teacher", "teacher"), ("swapped, not trained", "swapped")] if compared else [("untrained",) * 2]
+    before = [("untrained",) * 2]
+    if compared:  # a continued conversion has a score before its training
+        before = [("teacher",) * 2, ("before",) * 2 if "before" in results else ("swapped, not trained", "swapped")]
     measured = [(words, results[key]) for words, key in before]
     measured += [(f"after {name}", values) for name, values in results["stages"].items()]
     return task.table(measured, compared=compared)
@@ -353,8 +355,10 @@ def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def results_section(plan: Recipe, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the section of the model card with the recipe and the results."""
+def results_section(
+    plan: Recipe, header: Sequence[str], rows: Sequence[Sequence[str]], advice: str | None = None
+) -> str:
+    """Return the section of the model card with the recipe, the results, and what is said about them."""
     lines = [
         "",
         "## Results",
@@ -364,6 +368,8 @@ def results_section(plan: Recipe, header: Sequence[str], rows: Sequence[Sequence
     ]
     if rows:
         lines += [f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *rows)] + [""]
+    if advice is not None:
+        lines += [f"{advice[0].upper()}{advice[1:]}.", ""]
     return "\n".join(lines)
 
 
