@@ -32,7 +32,7 @@ from t2r.errors import T2RError
 from t2r.storage import writing
 from t2r.training.loop import processes
 from t2r.training.loop.averaging import Average, averaging_points
-from t2r.training.loop.checkpoints import last_checkpoint, seal
+from t2r.training.loop.checkpoints import COMPLETE, last_checkpoint, seal
 from t2r.training.loop.deadline import AGREE, FASTER, Deadline
 from t2r.training.loop.progress import Bar, Notes
 from t2r.training.recipes.recipe import Stage
@@ -178,6 +178,13 @@ class StageTrainer(compat.TrainerHooks, Trainer):
                 if self.average is not None:
                     self.average.save(folder)
                 seal(folder)
+
+    def leave(self) -> None:
+        """Save a checkpoint of the last whole step, if there is none, and close the progress bar and log files."""
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        if self.state.global_step and not (folder / COMPLETE).exists():
+            self.checkpoint_now()
+        self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def save_weights(self, folder: Path) -> bool:
         if self.is_fsdp_enabled:

@@ -97,7 +97,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt) and processes.is_main() and self.run.begun:
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)  # by Ctrl-C, by SIGTERM
+        if stopped and processes.is_main() and self.run.begun:
             self.run.write()  # records the working time
             logger.warning("interrupted: the same command resumes this run, with --restart it starts again")
         if self.threads is not None:
