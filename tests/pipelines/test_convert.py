@@ -124,6 +124,28 @@ def test_merging_is_asked_for(world, tmp_path, caplog):
         model.train()
 
 
+def test_a_bad_result_is_said_last(world, tmp_path, monkeypatch, caplog):
+    """Also in results.json and on the model card. A teacher that does not know the text is told before training."""
+    monkeypatch.setattr(language_modeling, "FAR", 1.0)
+    monkeypatch.setattr(language_modeling, "DOUBTFUL", 2.0)
+    valid = str(world / "valid.txt")
+    results = run(world, tmp_path / "out", valid=valid, overrides=(*SHORT, "distill.learning_rate=1"))
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said[-1] == results["advice"] == json.loads((tmp_path / "out" / "results.json").read_text())["advice"]
+    assert re.match(
+        r"far from the teacher: its perplexity is [\d.]+ instead of [\d.]+ \(\+\d+%\), after 4 and 4 steps; give",
+        said[-1],
+    )
+    assert "train this result further" in said[-1]
+    assert f"F{said[-1][1:]}." in (tmp_path / "out" / "README.md").read_text()
+    assert "the teacher does not know the text that is measured: its perplexity is 94 per token" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
+    caplog.clear()
+    assert "advice" not in run(world, tmp_path / "good", valid=valid)
+    assert "teacher" not in caplog.text
+
+
 def test_without_valid_text_perplexity_is_not_measured(world, tmp_path):
     results = run(world, tmp_path / "out", recipe="paper-lm", overrides=(*SHORT[:2], "steps=2"))
     assert results["teacher"] is None

@@ -21,7 +21,6 @@ from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
 from t2r.data.languages import set_languages
 from t2r.data.mixture import Sources
-from t2r.data.teacher import writing_speed
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, mergeable_sites
@@ -105,7 +104,8 @@ def convert(
             with other sources, it generates continuations of excerpts from them. `wiki.txt:2` reads a source twice per
             epoch, `wiki.txt:60%` makes it this share of the tokens. Also a mapping from source to weight, or a list of
             pairs. None: the recipe's sources.
-        valid: text to measure perplexity on, before and after training.
+        valid: text to measure perplexity on, before and after training. None: the last 2 % of the first text in `train`
+            (if that is long enough), which are then not trained on.
         source: files of source sentences, one per line, for an encoder-decoder; weights as for `train`.
         target: the file of targets of each source, or `teacher`: the model translates the source (beam search).
         valid_source: source sentences to measure BLEU on, before and after training.
@@ -188,6 +188,7 @@ def convert(
     elif source_language or target_language:
         raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
     of_data: dict[str, Any] = {"teacher_beams": teacher_beams, "teacher_tokens": teacher_tokens, "join": join}
+    of_data["hold_out"] = True
     task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_data)
     plan = texts.fitted(plan, base)
     config = T2RConfig(**swap_options)
@@ -214,8 +215,7 @@ def convert(
         session.plan = trainable(session.plan, student)
         if merged:
             mergeable_sites(student)  # raises before training if merging is not possible
-        writer = None if texts.translates else lambda length: writing_speed(frozen, tokens, length)
-        session.prepare(student, frozen, writer=writer, scans=auto is not None)
+        session.prepare(student, frozen, scans=auto is not None)
 
         before = "swapped" if reference is None else "before"
         # Teacher and students are evaluated in float32.

@@ -27,11 +27,11 @@ def test_a_line_a_minute_without_a_bar(clock, caplog):
     with caplog.at_level(logging.INFO):
         for step in range(110, 230, 10):
             clock.seconds += 10
-            notes.on_log(None, state(step), None, {"loss": 2.3456789})
+            notes.on_log(None, state(step), None, {"loss": 2.3456789, "kl": 0.123456, "task": 2.0, "tokens": 9})
             notes.on_log(None, state(step), None, {"train_runtime": 1.0})
     assert caplog.messages == [
-        "distill: step 160 of 400, loss 2.346, about 4.0 minutes left",
-        "distill: step 220 of 400, loss 2.346, about 3.0 minutes left",
+        "distill: step 160 of 400, loss 2.346, KL 0.1235, cross entropy 2, about 4.0 minutes left",
+        "distill: step 220 of 400, loss 2.346, KL 0.1235, cross entropy 2, about 3.0 minutes left",
     ]
 
 

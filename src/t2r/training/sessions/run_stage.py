@@ -110,7 +110,7 @@ def steps_and_batch(job: Job, model: PreTrainedModel, stage: Stage, limits: Limi
     told = speeds is not None  # the caller has already logged what was reduced
     if speeds is None:
         speeds = Speeds({stage.name: time_stage(job, model, stage)}, 0.0)
-    made = plan_stage(stage, speeds, limits.seconds, tokens)
+    made = plan_stage(stage, speeds, limits.seconds, tokens, job.task.smallest_block(stage.block_size))
     if made.batch_tokens < stage.batch_tokens and not told:
         logger.warning("%s, to fit into its minutes", smaller_batch(stage, made.batch_tokens))
     return max(1, made.steps), made.batch_tokens

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,9 +25,16 @@ from t2r.tasks.language_modeling import LanguageModeling
 from t2r.training.loop import processes
 from t2r.training.loop.preparation import check_checkpointing
 from t2r.training.loop.threads import can_choose
-from t2r.training.planning.budget import Timetable, Work, decide, steps_of
+from t2r.training.planning.budget import Timetable, Work, decide, steps_of, with_batch
 from t2r.training.planning.plan_log import plan_lines
-from t2r.training.planning.timing import Speeds, choose_threads, scanned_layers, time_all
+from t2r.training.planning.timing import (
+    Speeds,
+    choose_threads,
+    scanned_layers,
+    time_again,
+    time_all,
+    times_one_size,
+)
 from t2r.training.recipes.recipe import Recipe, Stage
 from t2r.training.sessions.card import completed, training_section
 from t2r.training.sessions.run import Run, run_folder, saved_stages
@@ -111,7 +119,6 @@ class Session:
         teacher: PreTrainedModel | None = None,
         *,
         author: PreTrainedModel | None = None,
-        writer: Any = None,
         scans: bool = False,
     ) -> None:
         """Time this machine, log the plan, and prepare the data. The run starts when this returns.
@@ -119,7 +126,6 @@ class Session:
         Args:
             teacher: the teacher of all distillations.
             author: the model that generates training data. None: the teacher.
-            writer: a function that times the teacher's generation of samples of a given length.
             scans: the sensitivity of the layers will be measured.
         """
         if self.settings.gradient_checkpointing:
@@ -138,7 +144,7 @@ class Session:
             threads = None
             if self.threads is not None:
                 threads = choose_threads(self.job, model, self.plan.stages[0])
-            made = self.arrange(work, model, writer)
+            made = self.arrange(work, model, teacher if author is None else author)
             self.run.remember("threads", lambda: threads)
             if made is not None:
                 self.run.remember("speeds", made[0].to_dict)
@@ -170,6 +176,9 @@ class Session:
             reads=self.reads(),
             passes=scanned_layers(model) if scans else 0,
             scanned=BLOCKS,
+            fewest_blocks=self.task.fewest_blocks,
+            told_writing=self.task.told_writing,
+            smallest_block=self.task.smallest_block,
         )
 
     @property
@@ -183,17 +192,25 @@ class Session:
         count = len(self.plan.stages)
         return 3 + 2 * count if self.compared else 1 + count
 
-    def arrange(self, work: Work, model: PreTrainedModel, writer: Any) -> tuple[Speeds, Timetable] | None:
-        """Time the work and schedule it. None: the work is too short to be timed."""
+    def arrange(
+        self, work: Work, model: PreTrainedModel, author: PreTrainedModel | None
+    ) -> tuple[Speeds, Timetable] | None:
+        """Time the work and schedule it. `author` generates training data. None: the work is too short to be timed."""
         stages = self.plan.stages
         timed = self.minutes is not None or any(stage.minutes is not None for stage in stages)
         if not timed and all(steps_of(s, work.tokens + work.teacher_tokens) < WORTH_TIMING for s in stages):
             return None
-        write = None if writer is None or not work.teacher_tokens else lambda: writer(work.length)
+        write = None
+        if author is not None and work.teacher_tokens:
+            write = partial(self.task.writing_speed, author, work.length)
+        total = None if self.minutes is None else 60 * self.minutes
         with fast_sums(self.place):
             speeds = time_all(self.job, model, self.plan, write)
-        total = None if self.minutes is None else 60 * self.minutes
-        timetable = decide(work, speeds, total, processes.agreed(self.run.seconds))
+            timetable = decide(work, speeds, total, processes.agreed(self.run.seconds))
+            smaller = [with_batch(s, timetable.stages[s.name].batch_tokens) for s in stages]
+            if any(a != b for a, b in zip(smaller, stages, strict=True)) and times_one_size(self.job, self.place):
+                speeds = time_again(self.job, model, stages, smaller, speeds)
+                timetable = decide(work, speeds, total, processes.agreed(self.run.seconds))
         for words in timetable.shrunk:
             logger.warning("%s, to fit into %s", words, "its minutes" if total is None else in_minutes(total))
         return speeds, timetable
