@@ -56,6 +56,8 @@ def _showing(path: Path) -> Iterator[None]:
     """Raise T2RError for contents of another form: results are recognized by their first names only."""
     try:
         yield
+    except T2RError:
+        raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise T2RError(f"{path} is not a complete result of this version of t2r ({reason})") from error

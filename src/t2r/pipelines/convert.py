@@ -25,6 +25,7 @@ from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import RunOptions, check, refuse_unknown
+from t2r.pipelines import beside
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
@@ -179,6 +180,7 @@ def convert(
             mergeable_sites(student)  # raises before training if merging is not possible
         writer = None if texts.translates else lambda length: writing_speed(teacher, tokens, length)
         session.prepare(student, teacher, writer=writer, scans=auto is not None)
+        beside.measure_teacher(session, student, teacher, tokens)
 
         student, results = train_stages(session, student, teacher, config, auto)
         results = complete(results | {"recall": session.recall(student)}, session)
@@ -186,6 +188,7 @@ def convert(
         if merged or (merged is None and merges(student)):
             merge(student, force=bool(merged))
         results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
+        results |= beside.compare(session, student, teacher, tokens)
         state = [*state_lines(student), *recall_lines(results["recall"])]
         session.save(student, tokens, results, compared=True, overwrite=overwrite, state=state)
     return results

@@ -6,7 +6,7 @@ Bytes are not computed by a formula: the caches are filled with tensors on the m
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -117,6 +117,20 @@ def inspect_model(
     return report(model, swapped)
 
 
+def memory_by_length(source: PreTrainedModel | str | PathLike[str], lengths: Sequence[int]) -> list[dict[str, int]]:
+    """Return the bytes of a sequence after each number of `tokens`, of a swapped `model` and of its `teacher`, with
+    keys and values in bfloat16 and states in float32."""
+    if not isinstance(source, PreTrainedModel):
+        source = empty_model(fspath(source), "bfloat16", revision=None, trust_remote_code=False)
+    found = report(source, True, torch.bfloat16, lengths)
+    return [{"tokens": n, "teacher": found.kv_bytes[n], "model": found.cache_bytes[n]} for n in lengths]
+
+
+def lengths_within(positions: int | None, lengths: Sequence[int] = LENGTHS) -> list[int]:
+    """Return the lengths that a model with this number of positions can read, at least one. None: all."""
+    return [n for n in lengths if positions is None or n <= positions] or [positions or lengths[0]]
+
+
 def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
     """Return the model on the meta device, without its weights."""
     config = load_config(source, **hub)
@@ -148,8 +162,12 @@ def empty_twin(base_class: Any, model: Any) -> Any:
         return compat.build_from_config(base_class, config, dtype=model.dtype, attn_implementation="eager")
 
 
-def report(model: Any, swapped: bool) -> Inspection:
+def report(
+    model: Any, swapped: bool, dtype: torch.dtype | None = None, lengths: Sequence[int] | None = None
+) -> Inspection:
+    """Report on a swapped model. `dtype` is that of keys and values, by default the model's."""
     config: T2RConfig = model.t2r_config
+    dtype, lengths = dtype or model.dtype, lengths or LENGTHS
     base, kin = empty_twin(model.base_class, model), family_of(model)
     before = [count(site.module.parameters()) for site in kin.sites(base)]
     layers = len(kin.decoder_layers(model))
@@ -160,14 +178,14 @@ def report(model: Any, swapped: bool) -> Inspection:
     for site, parameters in zip(kin.sites(model), before, strict=True):
         layer = DynamicLayer() if site.cross else stock[site.layer]
         feature_map = None if site.layer in kept or config.keeps(site.cross) else site.module.feature_map
-        sites.append(site_report(site, kin.shape(site.module), feature_map, parameters, layer, model.dtype))
+        sites.append(site_report(site, kin.shape(site.module), feature_map, parameters, layer, dtype, lengths))
     parameters, added = count(base.parameters()), sum(site.parameters_added for site in sites)
     return Inspection(
         model=name_of(model),
         model_type=model.config.model_type,
         swapped=swapped,
         merged=config.merged,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         options={name: getattr(config, name) for name in OPTIONS},
         sites=sites,
         encoder_layers=len(kin.encoder_layers(model)),
@@ -175,9 +193,9 @@ def report(model: Any, swapped: bool) -> Inspection:
         parameters_added=added,
         share=added / parameters,
         state_bytes=sum(site.state_bytes for site in sites),
-        kv_bytes={n: sum(site.kv_bytes[n] for site in sites) for n in LENGTHS},
-        cache_bytes={n: sum(site.cache_bytes(n) for site in sites) for n in LENGTHS},
-        ungrouped=ungrouped(config, sites, model.dtype),
+        kv_bytes={n: sum(site.kv_bytes[n] for site in sites) for n in lengths},
+        cache_bytes={n: sum(site.cache_bytes(n) for site in sites) for n in lengths},
+        ungrouped=ungrouped(config, sites, dtype),
         cross_saves_from=cross_saves_from(sites),
     )
 
@@ -187,7 +205,7 @@ def cross_saves_from(sites: list[SiteReport]) -> int | None:
     cross = [site for site in sites if site.cross and site.recurrent]
     if not cross:
         return None
-    length = LENGTHS[0]
+    length = next(iter(cross[0].kv_bytes))
     per_token = sum(site.kv_bytes[length] for site in cross) // length
     return sum(site.state_bytes for site in cross) // per_token + 1
 
@@ -199,6 +217,7 @@ def site_report(
     parameters: int,
     layer: CacheLayerMixin,
     dtype: torch.dtype,
+    lengths: Sequence[int],
 ) -> SiteReport:
     """Report on one site. `parameters` and `layer` are those of the base model."""
     return SiteReport(
@@ -210,7 +229,7 @@ def site_report(
         feature_size=None if feature_map is None else feature_map.feature_size,
         parameters_added=count(site.module.parameters()) - parameters,
         state_bytes=0 if feature_map is None else state_bytes(feature_map, shape.head_dim, dtype),
-        kv_bytes={n: kv_bytes(layer, shape, n, dtype) for n in LENGTHS},
+        kv_bytes={n: kv_bytes(layer, shape, n, dtype) for n in lengths},
     )
 
 

@@ -1,13 +1,14 @@
 """Results as a self-contained HTML file, without scripts or network access, in light and dark mode.
 
 The file is also well-formed XML, so that programs can read the numbers. Figures are drawn with matplotlib (the `plots`
-extra) and embedded as SVG.
+extra) and embedded as SVG; without it, a page has no figures.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ from t2r.storage import write_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
+
+logger = logging.getLogger(__name__)
 
 COLORS = ("#d9652b", "#3d85c6", "#2c9c6a", "#9a66cc", "#c2477f", "#8a8a2e")
 """Visible on white and on black."""
@@ -73,6 +76,8 @@ class Page:
     def __init__(self, title: str) -> None:
         self.title = title
         self.parts = [f"<h1>{_plain(title)}</h1>"]
+        self.complete = True
+        """Whether all figures were drawn, for which matplotlib is required."""
 
     def heading(self, text: str) -> None:
         self.parts.append(f"<h2>{_plain(text)}</h2>")
@@ -124,8 +129,12 @@ class Page:
         self.parts.append(f'<div class="side">{each}</div>')
 
     def figures(self, svgs: Mapping[str, str]) -> None:
-        """Add figures side by side, each over its caption."""
-        each = "".join(f"<figure>{svg}<figcaption>{_plain(name)}</figcaption></figure>" for name, svg in svgs.items())
+        """Add figures side by side, each over its caption. Those that could not be drawn are omitted."""
+        drawn = {name: svg for name, svg in svgs.items() if svg}
+        self.complete = self.complete and len(drawn) == len(svgs)
+        if not drawn:
+            return
+        each = "".join(f"<figure>{svg}<figcaption>{_plain(name)}</figcaption></figure>" for name, svg in drawn.items())
         self.parts.append(f'<div class="side">{each}</div>')
 
     def html(self) -> str:
@@ -137,12 +146,14 @@ class Page:
         )
 
     def write(self, path: Path) -> None:
-        """Write the page atomically. Raises T2RError if it cannot be written."""
+        """Write the page atomically, with a warning if it lacks figures. Raises T2RError if it cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, self.html())
         except OSError as error:
             raise T2RError(f"{path} cannot be written: {error}") from error
+        if not self.complete:
+            logger.warning("the page has no figures: they require the plots extra, pip install 't2r[plots]'")
 
 
 def _row(cells: Sequence[str], kind: str) -> str:
@@ -275,13 +286,27 @@ def plain_ticks(axis: Any, values: Sequence[float]) -> None:
     axis.set_ticks([], minor=True)
 
 
-def svg(draw: Any, words: str) -> str:
-    """Return the result of `draw` as an SVG element for a page. `words` is its text alternative."""
+def check_plots() -> None:
+    """Raise T2RError if figures cannot be drawn."""
+    if not can_draw():
+        raise T2RError("figures require the plots extra: pip install 't2r[plots]'")
+
+
+def can_draw() -> bool:
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise T2RError("figures require the plots extra: pip install 't2r[plots]'") from error
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def svg(draw: Any, words: str) -> str:
+    """Return the result of `draw` as an SVG element for a page, or nothing without matplotlib. `words` is its text
+    alternative."""
+    if not can_draw():
+        return ""
+    import matplotlib
+    from matplotlib.figure import Figure
 
     inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
     look: Any = {name: INK for name in inks}

@@ -144,6 +144,10 @@ class Task(ABC):
         """How often the model recalls a word after some distances, for JSON; empty where that cannot be measured."""
         return []
 
+    def prompts(self) -> list[str]:
+        """Return prompts for samples of a model, or sources to translate; empty if there are none."""
+        return []
+
     @abstractmethod
     def told(self, measured: dict[str, Any]) -> str:
         """Return a short summary of a measurement, for the log."""

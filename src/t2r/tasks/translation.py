@@ -42,6 +42,8 @@ LONGER = 1.5
 """A warning is given if the lines that are measured are longer than the training text by more than this factor."""
 SEARCH = 8
 """Assumed cost of a beam search per beam, relative to one forward pass over the line."""
+SAMPLES = 3
+"""Lines whose translations are shown beside the teacher's."""
 
 
 class Translation(Task):
@@ -389,6 +391,9 @@ class Translation(Task):
                 report=report,
             )
         return measured | score(texts, references) | {"lines": len(lines)}
+
+    def prompts(self) -> list[str]:
+        return [source for source, _ in self.valid[:SAMPLES]]
 
     def told(self, measured: dict[str, Any]) -> str:
         return f"BLEU {measured['bleu']:.2f}, chrF {measured['chrf']:.2f}, loss {measured['loss']:.3f} per token"
