@@ -45,20 +45,27 @@ LENGTHS, LINES = (512, 4096), (16, 64)
 def measure_teacher(
     session: Session, student: PreTrainedModel, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Measure the recall and the samples of the teacher, before the first stage. Reserves the time for `compare`."""
+    """Measure the recall and the samples of the teacher, before the first stage. Reserves the time for `compare`.
+
+    Runs that are too short to be timed have no samples and no speed, which would take longer than their training."""
 
     def measured() -> dict[str, Any]:
         with exact_attention(student):  # the teacher, in the precision in which students are evaluated
             recall, of_recall = timed(lambda: session.task.recall(student))
+        if session.timetable is None:
+            return {"recall": recall, "samples": [], "seconds": of_recall, "speed": None}
         samples, of_samples = timed(lambda: sample(session, teacher, tokenizer))
-        # At the end: the same for the student, and the rounds of both, which are about four times as many steps.
-        each = of_samples / NEW_TOKENS
-        speed = 2 * (1 + ROUNDS) * (1 + STEPS) * len(timed_lengths(teacher)) * each
-        return {"recall": recall, "samples": samples, "seconds": of_recall + of_samples, "speed": speed}
+        # At the end: recall and samples of the student, and the speed of both.
+        speed = 2 * (1 + ROUNDS) * (1 + STEPS) * len(timed_lengths(teacher)) * of_samples / NEW_TOKENS
+        fits = session.minutes is None or speed <= 4 * SHARE * 60 * session.minutes
+        return {
+            "recall": recall,
+            "samples": samples,
+            "seconds": of_recall + of_samples,
+            "speed": speed if fits else None,
+        }
 
     known = session.run.remember("beside.teacher", measured)
-    if session.minutes is not None and known["speed"] > 4 * SHARE * 60 * session.minutes:
-        known["speed"] = None
     session.aside = known["seconds"] + (known["speed"] or 0.0)
 
 
@@ -72,7 +79,7 @@ def compare(
     def measured() -> dict[str, Any]:
         # The teacher is in bfloat16 on a GPU; speeds and texts are those of one dtype.
         model = student if student.dtype == teacher.dtype else copy.deepcopy(student).to(teacher.dtype)  # type: ignore[arg-type]
-        own = sample(session, model, tokenizer)
+        own = sample(session, model, tokenizer) if known["samples"] else []
         texts = [before | after for before, after in zip(known["samples"], own, strict=False)]
         speed = None if known["speed"] is None else attempt("speed", lambda: speeds(model, teacher))
         return {"samples": texts, "speed": speed}
@@ -80,7 +87,7 @@ def compare(
     made = session.run.remember("beside.student", measured)
     memory = attempt("memory", lambda: memory_by_length(student, lengths_within(max_positions(teacher))))
     found = {"teacher_recall": known["recall"], **made, "memory": memory}
-    return finite({name: value for name, value in found.items() if value})  # type: ignore[no-any-return]
+    return finite({name: value for name, value in found.items() if value})
 
 
 def sample(session: Session, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:

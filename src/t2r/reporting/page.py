@@ -62,7 +62,7 @@ th:last-child, td:last-child { padding-right: 0; }
   margin: 1rem 0; }
 .side > * { margin: 0; min-width: 0; }
 pre { background: var(--box); border-radius: 6px; padding: 0.75rem 1rem; overflow-x: auto; line-height: 1.45;
-  font: 0.85rem/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: normal; }
+  font: 0.85rem/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap; }
 details > summary { cursor: pointer; color: var(--soft); margin: 0.75rem 0; }
 blockquote { white-space: pre-wrap; border-left: 3px solid var(--line); padding-left: 1rem; margin: 0.5rem 0; }
 svg { width: 100%; height: auto; }
@@ -230,18 +230,14 @@ def lines(
     return svg(draw, f"{y} against {x}: {', '.join(series)}")
 
 
-def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: Sequence[str] = COLORS) -> str:
-    """Draw a bar for each name, with its value, as SVG. With `log` the axis starts at 1, or below all values."""
+def bars(values: Mapping[str, float], what: str, *, colors: Sequence[str] = COLORS) -> str:
+    """Draw a bar for each name, with its value, as SVG. The axis is linear and starts at 0: bars compare lengths."""
 
     def draw(axes: Axes) -> None:
         own = [colors[i % len(colors)] for i in range(len(values))]
         drawn = axes.barh(list(values), list(values.values()), color=own)
         axes.bar_label(drawn, labels=[f"{value:,.2f}" for value in values.values()], padding=3)
         axes.invert_yaxis()  # the first on top
-        if log:
-            axes.set_xscale("log")
-            axes.set_xlim(left=min(1.0, *(value / 2 for value in values.values())))
-            plain_ticks(axes.xaxis, [1.0, *values.values()])
         axes.margins(x=0.2)
         axes.set_xlabel(what)
 

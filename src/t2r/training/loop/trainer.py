@@ -159,6 +159,10 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             sums = {name: self.accelerator.reduce(value, "sum") for name, value in self.terms.items()}
             logs |= {name: (x / sums["tokens"]).item() for name, x in sums.items() if name != "tokens"}
             self.terms.clear()
+        if "learning_rate" in logs and self.optimizer is not None:
+            # Trainer logs that of the first parameter group, whose rate may be another than the stage's.
+            factor = logs["learning_rate"] / self.optimizer.param_groups[0]["initial_lr"]
+            logs |= {name: factor * rate for name, rate in self.stage.peak_rates.items()}
         super().log(logs, *args, **kwargs)
 
     # --- Checkpoints ----------------------------------------------------------------------------------------

@@ -349,7 +349,9 @@ def table_of(results: dict[str, Any], *, compared: bool) -> tuple[tuple[str, ...
 
 
 def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(*header)
+    table = Table()
+    for i, heading in enumerate(header):
+        table.add_column(heading, justify="right" if i else "left")
     for row in rows:
         table.add_row(*row)
     return table
