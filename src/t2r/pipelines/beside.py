@@ -95,12 +95,14 @@ def sample(session: Session, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     prompts = session.task.prompts()
     who = "teacher" if model is session.job.teacher else "model"
     how = TRANSLATED if model.config.is_encoder_decoder else SAMPLED
+    limit = max_positions(model)
+    how = how | {"max_new_tokens": NEW_TOKENS if limit is None else min(NEW_TOKENS, limit // 2)}
     if session.minutes is not None:
-        how = how | {"max_time": SHARE * 60 * session.minutes}
+        how["max_time"] = SHARE * 60 * session.minutes
 
     def texts() -> list[str]:
         with evaluating(model), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-            return [x.text for x in complete(model, tokenizer, prompts, seed=0, max_new_tokens=NEW_TOKENS, **how)]
+            return [x.text for x in complete(model, tokenizer, prompts, seed=0, **how)]
 
     written = attempt("samples", texts) or []
     return [{"prompt": prompt, who: text} for prompt, text in zip(prompts, written, strict=False)]

@@ -189,7 +189,7 @@ def convert(
             merge(student, force=bool(merged))
         results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
         results |= beside.compare(session, student, teacher, tokens)
-        state = [*state_lines(student), *recall_lines(results["recall"])]
+        state = [*state_lines(student), *recall_lines(results["recall"], results.get("teacher_recall", ()))]
         session.save(student, tokens, results, compared=True, overwrite=overwrite, state=state)
     return results
 
