@@ -38,8 +38,8 @@ def training(page: Page, results: Mapping[str, Any], path: Path) -> None:
     compared = "teacher" in results
     if told := outcome(results):
         page.paragraph(told, lead=True)
-    if results.get("warning"):
-        page.paragraph(f"Warning: {results['warning']}")
+    if advice := results.get("advice"):
+        page.paragraph(f"{advice[0].upper()}{advice[1:]}.")
     if compared:
         answers(page, dict(results) | {"memory": results.get("memory") or memory_of(path)})
         samples(page, results)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.attention.recurrence import exact_attention
 from t2r.bench import decoding, translating
 from t2r.errors import T2RError
 from t2r.evaluation.logits import evaluating
@@ -43,15 +42,15 @@ LENGTHS, LINES = (512, 4096), (16, 64)
 
 
 def measure_teacher(
-    session: Session, student: PreTrainedModel, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    session: Session, precise: PreTrainedModel, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Measure the recall and the samples of the teacher, before the first stage. Reserves the time for `compare`.
+    `precise` is the teacher in the precision in which students are evaluated.
 
     Runs that are too short to be timed have no samples and no speed, which would take longer than their training."""
 
     def measured() -> dict[str, Any]:
-        with exact_attention(student):  # the teacher, in the precision in which students are evaluated
-            recall, of_recall = timed(lambda: session.task.recall(student))
+        recall, of_recall = timed(lambda: session.task.recall(precise))
         if session.timetable is None:
             return {"recall": recall, "samples": [], "seconds": of_recall, "speed": None}
         samples, of_samples = timed(lambda: sample(session, teacher, tokenizer))

@@ -24,7 +24,7 @@ from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, merge_cost, mergeable_sites
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import RunOptions, check, refuse_unknown
+from t2r.options import RunOptions, check, parse_auto, refuse_unknown
 from t2r.pipelines import beside
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
@@ -180,7 +180,8 @@ def convert(
             mergeable_sites(student)  # raises before training if merging is not possible
         writer = None if texts.translates else lambda length: writing_speed(teacher, tokens, length)
         session.prepare(student, teacher, writer=writer, scans=auto is not None)
-        beside.measure_teacher(session, student, teacher, tokens)
+        with exact_attention(student):
+            beside.measure_teacher(session, student, teacher, tokens)
 
         student, results = train_stages(session, student, teacher, config, auto)
         results = complete(results | {"recall": session.recall(student)}, session)
@@ -231,16 +232,6 @@ def load_base(
     if tokenizer is None:
         raise T2RError("the model has no tokenizer: give one")
     return base, tokenizer
-
-
-def parse_auto(softmax_layers: Any) -> int | None:
-    """Return N for `auto:N`, and None for anything else. Raises T2RError for any other string."""
-    if not isinstance(softmax_layers, str):
-        return None
-    word, _, count = softmax_layers.partition(":")
-    if word != "auto" or not count.isdigit() or int(count) < 1:
-        raise T2RError(f"softmax_layers={softmax_layers!r}: give layers, or auto:N for the N most sensitive layers")
-    return int(count)
 
 
 def check_auto(count: int | None, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:

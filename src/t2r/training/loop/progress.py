@@ -20,9 +20,14 @@ EVERY = 60.0
 class Bar(ProgressCallback):
     """A progress bar on stderr with the loss. With a time budget, its total is the estimated number of steps."""
 
-    def __init__(self, deadline: Deadline | None = None) -> None:
+    def __init__(self, stage: str, deadline: Deadline | None = None) -> None:
         super().__init__()
-        self.deadline = deadline
+        self.stage, self.deadline = stage, deadline
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self.stage)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None and self.deadline is not None and self.deadline.done:

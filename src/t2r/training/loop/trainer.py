@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.integrations import TensorBoardCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from t2r import compat
 from t2r.errors import T2RError
@@ -107,8 +107,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
     def replace_callbacks(self, logs: Path | None) -> None:
         """Remove what prints logs to stdout, where the results go, and write log files to `logs`."""
         self.remove_callback(PrinterCallback)
-        shown = self.pop_callback(ProgressCallback) is not None
-        self.add_callback(Bar(self.deadline) if shown else Notes(self.stage.name, self.deadline))
+        shown = self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None  # in a notebook it is another one
+        self.add_callback((Bar if shown else Notes)(self.stage.name, self.deadline))
         for callback in self.callback_handler.callbacks:  # its default is the checkpoint folder, which is removed
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and logs is not None:
                 callback.logging_dir = str(logs)
