@@ -112,13 +112,17 @@ def test_a_short_run(world, tmp_path):
 
 
 def test_a_failure_does_not_lose_the_model(world, tmp_path, timed, monkeypatch, caplog):
-    def fails(*args, **options):
+    """Nor does a teacher in bfloat16, with which a copy of the student is compared."""
+
+    def fails(models, *args, **options):
+        assert {model.dtype for model in models.values()} == {torch.bfloat16}
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(beside.decoding, "run", fails)
-    results = convert(world, tmp_path / "rnn")
-    assert (tmp_path / "rnn" / "model.safetensors").exists()
-    assert results["samples"]
+    results = convert(world, tmp_path / "rnn", bf16=True)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "rnn")
+    assert saved.dtype == torch.float32
+    assert [sorted(sample) for sample in results["samples"]] == [["model", "prompt", "teacher"]] * 2
     assert "speed" not in results
     assert "speed cannot be measured: out of memory" in caplog.text
 

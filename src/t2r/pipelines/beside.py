@@ -24,6 +24,7 @@ from t2r.storage import finite
 from t2r.tasks.base import max_positions
 from t2r.training.loop import processes
 from t2r.training.sessions.session import Session
+from t2r.training.steps.arithmetic import halve
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ def measure_teacher(
             return {"recall": recall, "samples": [], "seconds": of_recall, "speed": None}
         samples, of_samples = timed(lambda: sample(session, teacher, tokenizer))
         # At the end: recall and samples of the student, and the speed of both.
-        speed = 2 * (1 + ROUNDS) * (1 + STEPS) * len(timed_lengths(teacher)) * of_samples / NEW_TOKENS
+        lengths = timed_lengths(teacher)
+        steps = sum(lengths) if teacher.config.is_encoder_decoder else len(lengths) * (1 + STEPS)
+        speed = 2 * (1 + ROUNDS) * steps * of_samples / NEW_TOKENS
         fits = session.minutes is None or speed <= 4 * SHARE * 60 * session.minutes
         return {
             "recall": recall,
@@ -76,9 +79,10 @@ def compare(
     known = session.run.facts["beside.teacher"]
 
     def measured() -> dict[str, Any]:
-        # The teacher is in bfloat16 on a GPU; speeds and texts are those of one dtype.
-        model = student if student.dtype == teacher.dtype else copy.deepcopy(student).to(teacher.dtype)  # type: ignore[arg-type]
-        own = sample(session, model, tokenizer) if known["samples"] else []
+        model = attempt("samples", lambda: in_dtype(student, teacher.dtype)) if known["samples"] else None
+        if model is None:
+            return {}
+        own = sample(session, model, tokenizer)
         texts = [before | after for before, after in zip(known["samples"], own, strict=False)]
         speed = None if known["speed"] is None else attempt("speed", lambda: speeds(model, teacher))
         return {"samples": texts, "speed": speed}
@@ -87,6 +91,15 @@ def compare(
     memory = attempt("memory", lambda: memory_by_length(student, lengths_within(max_positions(teacher))))
     found = {"teacher_recall": known["recall"], **made, "memory": memory}
     return finite({name: value for name, value in found.items() if value})
+
+
+def in_dtype(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the student, or a copy in bfloat16 if that is the dtype of the teacher: they are compared in one dtype."""
+    if student.dtype == dtype:
+        return student
+    copied = copy.deepcopy(student)
+    halve(copied)
+    return copied
 
 
 def sample(session: Session, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
