@@ -76,9 +76,9 @@ def test_a_conversion_begins_with_what_was_lost_and_saved(conversion):
     for part in (
         "perplexity 16.00 20.00 +25.0 %",
         "KL to the teacher, nats per token 0.1000",
-        "memory of a sequence, 512 tokens 1.0 MiB 2.0 MiB 2.0 times more",
-        "memory of a sequence, 4,096 tokens 8.0 MiB 2.0 MiB 4.0 times less",
-        "tokens per second, after 512 tokens 20 30 1.50 times as fast",
+        "memory of a sequence, 512 tokens 1.0 MiB 2.0 MiB 2.0× more",
+        "memory of a sequence, 4,096 tokens 8.0 MiB 2.0 MiB 4.0× less",
+        "tokens per second, after 512 tokens 20 30 1.50×",
         "recall of a word after 16 tokens 94 % (90-96) 50 % (40-60) -44 points",
         "the keys and values of 1,024 tokens",
         "TEACHER:window=1020,sinks=4",

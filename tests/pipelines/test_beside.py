@@ -93,7 +93,7 @@ def test_the_result_beside_its_teacher(world, tmp_path, timed):
     assert [row["teacher"], row["model"]] == list(map(cache_bytes, caches))
 
     text = (t2r.report(tmp_path / "rnn")).read_text()
-    assert all(words in text for words in ("recall of a word after 64 tokens", "times as fast", first["prompt"]))
+    assert all(words in text for words in ("recall of a word after 64 tokens", "tokens per second", first["prompt"]))
 
 
 def test_a_short_run(world, tmp_path):

@@ -100,7 +100,7 @@ def memory_rows(results: Mapping[str, Any]) -> list[Row]:
     rows: list[Row] = []
     for row in results.get("memory") or ():
         before, after = row["teacher"], row["model"]
-        saved = f"{before / after:.1f} times less" if after <= before else f"{after / before:.1f} times more"
+        saved = f"{before / after:.1f}\u00d7 less" if after <= before else f"{after / before:.1f}\u00d7 more"
         rows.append((f"memory of a sequence, {row['tokens']:,} tokens", human(before), human(after), saved))
     return rows
 
@@ -111,7 +111,7 @@ def speed_rows(results: Mapping[str, Any]) -> list[Row]:
     for point in (results.get("speed") or {}).get("points", ()):
         before, after = point["teacher"], point["model"]
         words = f"tokens per second, {where} {point['tokens']:,} tokens"
-        rows.append((words, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f} times as fast"))
+        rows.append((words, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f}\u00d7"))
     return rows
 
 

@@ -66,6 +66,11 @@ pre { background: var(--box); border-radius: 6px; padding: 0.75rem 1rem; overflo
 details > summary { cursor: pointer; color: var(--soft); margin: 0.75rem 0; }
 blockquote { white-space: pre-wrap; border-left: 3px solid var(--line); padding-left: 1rem; margin: 0.5rem 0; }
 svg { width: 100%; height: auto; }
+@media (max-width: 30rem) {
+  table { font-size: 0.85rem; }
+  th, td { padding: 0.3rem; }
+  th, th:first-child, td:first-child { min-width: 3.5rem; }
+}
 svg text { font-family: inherit !important; }
 """
 
@@ -87,6 +92,7 @@ class Page:
 
     def paragraph(self, text: str, *, lead: bool = False) -> None:
         start = '<p class="lead">' if lead else "<p>"
+        text = text.replace(" %", "\N{NO-BREAK SPACE}%")
         self.parts.append(f"{start}{_plain(text)}</p>")
 
     def code(self, text: str, summary: str | None = None) -> None:
