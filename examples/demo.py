@@ -29,9 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 import t2r
-from t2r import terminal
 from t2r.bench import decoding, figures
-from t2r.reporting import COLORS, Page, bars, environment, lines
+from t2r.reporting import COLORS, Page, bars, environment, lines, terminal
 
 HERE = Path(__file__).parent
 
