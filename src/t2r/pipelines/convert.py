@@ -26,7 +26,8 @@ from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, mergeable_sites
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import RunOptions, check, refuse_unknown
+from t2r.options import RunOptions, check, parse_auto, refuse_unknown
+from t2r.pipelines import beside
 from t2r.pipelines.common import Texts, advice, complete, frozen_copy
 from t2r.pipelines.continuation import (
     check_continued,
@@ -220,7 +221,8 @@ def convert(
         before = "swapped" if reference is None else "before"
         # Teacher and students are evaluated in float32.
         with exact_attention(student) if reference is None else nullcontext():
-            measured = session.measure("teacher", student if reference is None else reference)
+            measured = session.measure("teacher", reference or student)
+            beside.measure_teacher(session, reference or student, frozen, tokens)
         reference = None  # frees its memory
         if measured is not None and (doubt := task.doubt(measured)) is not None:
             logger.warning("the teacher does not know the text that is measured: %s; %s", doubt, WRONG)
@@ -235,7 +237,8 @@ def convert(
         if merged:
             merge(student, force=True)
         remember_origin(student.t2r_config, origin)  # type: ignore[arg-type]
-        state = [*state_lines(student), *recall_lines(results["recall"])]
+        results |= beside.compare(session, student, frozen, tokens)
+        state = [*state_lines(student), *recall_lines(results["recall"], results.get("teacher_recall", ()))]
         session.save(student, tokens, results, compared=True, overwrite=overwrite, state=state)
         if far is not None:
             logger.warning("%s", far)
@@ -276,16 +279,6 @@ def load_base(
     if tokenizer is None:
         raise T2RError("the model has no tokenizer: give one")
     return base, tokenizer
-
-
-def parse_auto(softmax_layers: Any) -> int | None:
-    """Return N for `auto:N`, and None for anything else. Raises T2RError for any other string."""
-    if not isinstance(softmax_layers, str):
-        return None
-    word, _, count = softmax_layers.partition(":")
-    if word != "auto" or not count.isdigit() or int(count) < 1:
-        raise T2RError(f"softmax_layers={softmax_layers!r}: give layers, or auto:N for the N most sensitive layers")
-    return int(count)
 
 
 def check_auto(count: int | None, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:

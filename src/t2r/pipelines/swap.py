@@ -8,9 +8,12 @@ from typing import Any
 from t2r.errors import T2RError
 from t2r.hub import copy_processor, load_model, load_tokenizer
 from t2r.model.swap import swap
+from t2r.options import SwapOptions, check
 from t2r.pipelines.continuation import origin_of, remember_origin
 from t2r.reporting.inspection import Inspection, inspect_model
 from t2r.storage import refuse_replacing, whole_folder
+from t2r.training.planning.plan import over
+from t2r.training.recipes.recipe import load_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +26,18 @@ def swap_folder(
     revision: str | None = None,
     trust_remote_code: bool = False,
     overwrite: bool = False,
+    recipe: str | None = None,
     **options: Any,
 ) -> Inspection:
     """Swap the model in a folder or on the hub, and save it with its tokenizer in another folder.
 
-    `options` are those of `swap`. Returns an inspection of the swapped model. Errors are raised before weights are
-    loaded."""
+    `options` are those of `swap`, and override those of the `recipe`, if one is given. Returns an inspection of the
+    swapped model. Errors are raised before weights are loaded."""
     refuse_replacing(source, out)
+    if recipe is not None:
+        options = over(load_recipe(recipe).swap, options)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    check(SwapOptions, options)  # auto:N, which the inspection accepts, is for `convert`
     with whole_folder(out, overwrite=overwrite) as folder:
         inspection = inspect_model(source, dtype=dtype, **hub, **options)
         if inspection.swapped:

@@ -171,6 +171,10 @@ class Task(ABC):
         """Describe the score of a student that is far worse than its teacher. None: it is not."""
         return None
 
+    def prompts(self) -> list[str]:
+        """Return prompts for samples of a model, or sources to translate; empty if there are none."""
+        return []
+
     @abstractmethod
     def told(self, measured: dict[str, Any]) -> str:
         """Return a short summary of a measurement, for the log."""

@@ -50,6 +50,8 @@ DOUBTFUL = math.log(200.0)
 """A teacher with a higher loss per token is taken for one that does not know these languages."""
 SEARCH = 8
 """Assumed cost of a beam search per beam, relative to one forward pass over the line."""
+SAMPLES = 3
+"""Lines whose translations are shown beside the teacher's."""
 
 
 class Translation(Task):
@@ -451,6 +453,9 @@ class Translation(Task):
         if best - own <= max(LEAST, FAR * best):
             return None
         return f"its BLEU is {own:.1f} instead of {best:.1f} ({own - best:+.1f})"
+
+    def prompts(self) -> list[str]:
+        return [source for source, _ in self.valid[:SAMPLES]]
 
     def told(self, measured: dict[str, Any]) -> str:
         return f"BLEU {measured['bleu']:.2f}, chrF {measured['chrf']:.2f}, loss {measured['loss']:.3f} per token"

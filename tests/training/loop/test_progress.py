@@ -7,7 +7,7 @@ import pytest
 
 from t2r.training.loop import progress
 from t2r.training.loop.deadline import Deadline
-from t2r.training.loop.progress import Notes
+from t2r.training.loop.progress import Bar, Notes
 
 
 @pytest.fixture
@@ -46,3 +46,10 @@ def test_the_time_left_of_a_budget(clock, caplog):
         clock.seconds += 61
         notes.on_log(None, state(1300, first=False), None, {"loss": 1.0})  # of several processes one tells
     assert caplog.messages == ["transfer: step 1,200, loss 1, about 50 seconds left"]
+
+
+def test_a_bar_names_its_stage(capsys):
+    bar = Bar("distill")
+    bar.on_train_begin(None, state(0), None)
+    bar.on_train_end(None, state(0), None)
+    assert "distill:" in capsys.readouterr().err

@@ -30,9 +30,14 @@ def shown(logs: Mapping[str, float]) -> dict[str, str]:
 class Bar(ProgressCallback):
     """A progress bar on stderr with the loss and its terms. With a time budget, its total is an estimate."""
 
-    def __init__(self, deadline: Deadline | None = None) -> None:
+    def __init__(self, stage: str, deadline: Deadline | None = None) -> None:
         super().__init__()
-        self.deadline = deadline
+        self.stage, self.deadline = stage, deadline
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self.stage)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None and self.deadline is not None and self.deadline.done:

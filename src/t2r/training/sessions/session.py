@@ -90,6 +90,8 @@ class Session:
         """The maximum number of threads. None: the number of threads is not tuned."""
         self.reading: float | None = None
         """Seconds of the last forward pass over the evaluation windows."""
+        self.aside = 0.0
+        """Seconds reserved for what is measured after the last stage beside the task's metrics."""
         self.timetable: Timetable | None = None
         self.speeds: Speeds | None = None
         known = {"recipe": plan.to_dict(), "seed": settings.seed, "bf16": settings.bf16}
@@ -229,7 +231,7 @@ class Session:
         index = self.plan.stages.index(stage)
         later = self.plan.stages[index:]
         reading = self.timetable.measuring / self.reads() if self.reading is None else self.reading
-        others = reading * len(later) * (2 if self.compared else 1) + self.timetable.saving
+        others = reading * len(later) * (2 if self.compared else 1) + self.timetable.saving + self.aside
         if index == 0:
             others += self.timetable.scanning
         left = max(0.0, 60 * self.minutes - self.run.seconds - others)
@@ -367,7 +369,9 @@ def table_of(results: dict[str, Any], *, compared: bool) -> tuple[tuple[str, ...
 
 
 def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(*header)
+    table = Table()
+    for i, heading in enumerate(header):
+        table.add_column(heading, justify="right" if i else "left")
     for row in rows:
         table.add_row(*row)
     return table
