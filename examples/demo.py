@@ -30,7 +30,7 @@ from rich.table import Table
 
 import t2r
 from t2r.bench import decoding, figures
-from t2r.reporting import COLORS, Page, bars, environment, lines
+from t2r.reporting import COLORS, Page, bars, environment, lines, terminal
 
 HERE = Path(__file__).parent
 
@@ -114,8 +114,7 @@ def demo(teacher: str, train: str, valid: str, out: Path, full: bool, prompt: st
     for student in students:
         console.rule(f"Converted: {student.name}")
         folder = out / student.name.lower().strip("%")
-        # GPT-2 can always be merged. Other teachers are merged if possible and cheaper.
-        merged = True if student.merged and model.config.model_type == "gpt2" else None
+        merged = student.merged and model.config.model_type == "gpt2"  # which can always be merged
         asked = {"train": train, "valid": valid, "limit": FULL_WINDOWS if full else WINDOWS, "merged": merged}
         share = max(student.share * left, student.share * minutes / 4)
         results[student.name] = convert(teacher, student, asked, minutes, round(share, 3), folder, console)
@@ -134,7 +133,7 @@ def demo(teacher: str, train: str, valid: str, out: Path, full: bool, prompt: st
         with console.status("") as status:
             report = decoding.run(models, lengths, steps=8, repeats=3, progress=status.update)
         for part in decoding.tables(report):
-            console.print(part, highlight=False)
+            terminal.show(part, console)
         page.heading("Cost per generated token")
         figures.add_decoding(page, report)
 
@@ -231,10 +230,12 @@ def against(results: dict[str, Any]) -> str:
 
 
 def show(header: Sequence[str], rows: Sequence[Sequence[str]], console: Console, title: str | None = None) -> None:
-    table = Table(*header, title=title)
+    table = Table(title=title)
+    for i, heading in enumerate(header):
+        table.add_column(heading, justify="right" if i else "left")
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    terminal.show(table, console)
 
 
 def show_conversion(name: str, results: dict[str, Any], folder: Path, valid: str, page: Page, console: Console) -> None:
@@ -254,9 +255,6 @@ def show_conversion(name: str, results: dict[str, Any], folder: Path, valid: str
     show(header, rows, console, title)
     page.heading(f"{name}: quality of the conversion")
     page.table(header, rows, title)
-    heights = {label: float(value) for label, value, *_ in rows if value != "nan"}
-    drawn = bars(heights, "perplexity", log=True, colors=[COLORS[0]] + [COLORS[1]] * len(heights))
-    page.figures({"From the teacher to the saved model": drawn})
 
 
 def show_scores(results: dict[str, dict[str, Any]], page: Page, console: Console) -> None:

@@ -1,10 +1,15 @@
-"""A headless browser, for tests of pages. Nothing is installed: without a browser, these tests are skipped."""
+"""A headless browser, for tests of pages. Nothing is installed: without a browser, these tests are skipped.
+
+`python tests/browser.py OUT/report.html docs/report.png` draws the top of a page, such as the one in the documentation.
+"""
 
 import html
 import json
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -67,3 +72,17 @@ def measure(page: Path, folder: Path, width: int, dark: bool = False) -> dict:
     assert text is not None, done.stderr[-2000:]
     assert text[1], done.stderr[-2000:]
     return json.loads(html.unescape(text[1])) | {"console": re.findall(r".*CONSOLE.*", done.stderr)}
+
+
+def screenshot(page: Path, image: Path, width: int = 1000, height: int = 1330, dark: bool = False) -> None:
+    """Draw the top of a page as a PNG file."""
+    assert PROGRAM is not None, "no Chromium or Chrome is installed"
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    with tempfile.TemporaryDirectory() as profile:
+        where = [f"--user-data-dir={profile}", f"--window-size={width},{height}", f"--screenshot={image.resolve()}"]
+        command = [PROGRAM, *FLAGS, *OFFLINE, scheme, *where, page.resolve().as_uri()]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+if __name__ == "__main__":
+    screenshot(*map(Path, sys.argv[1:3]))

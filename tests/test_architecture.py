@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "t2r"
 # Each layer may import the layers above it, but not its own or lower ones. `cli` may import anything.
 LAYERS = (
     ("errors", "words"),
-    ("options",),
+    ("options", "terminal"),
     ("storage", "compat", "threads"),
     ("architectures",),
     ("config",),

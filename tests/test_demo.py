@@ -113,7 +113,7 @@ def test_the_page_has_the_numbers_that_were_printed_and_needs_no_network(demo):
         assert number in shown
     assert "only time and memory are measured" in page  # 256 exceeds its 128 positions
     assert t2r.__version__ in shown
-    assert len(list(tree.iter(f"{SVG}svg"))) == 6  # perplexities, two stages, speed, memory, limit
+    assert len(list(tree.iter(f"{SVG}svg"))) == 5  # two stages, speed, memory, limit
     # It needs no network and no scripts.
     tags = {element.tag.rpartition("}")[2] for element in tree.iter()}
     assert not tags & {"script", "link", "img", "iframe", "object", "image"}

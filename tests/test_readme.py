@@ -68,6 +68,7 @@ def test_the_numbers_of_the_first_table_are_recorded():
     decoded = ["smollm2, engine", "kept, engine", "pure, engine", "smollm2, window of 390, engine"]
     text = " ".join(README.read_text().split())
     lines = [line for line in README.read_text().splitlines() if line.startswith("| ") and "MiB" in line]
+    *lines, wide = lines
     assert len(lines) == len(models)
     for line, model, how in zip(lines, models, decoded, strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -79,6 +80,21 @@ def test_the_numbers_of_the_first_table_are_recorded():
         held = points[1, how, 8192]["cache_bytes"] / 2**20
         assert cells[3] == (f"{held:.1f} MiB" if held < 100 else f"{held:.0f} MiB")
         assert cells[4] == " / ".join(f"{points[16, how, length]['milliseconds']:.2f}" for length in (512, 8192))
+    # A window of as many bytes as the hybrid at 8,192 tokens holds the whole texts that were measured.
+    hybrid, token = (
+        points[1, "kept, engine", 8192]["cache_bytes"],
+        points[1, "smollm2, engine", 8192]["cache_bytes"] / 8192,
+    )
+    assert f"window of {hybrid // token:,.0f} tokens" in wide
+    assert hybrid // token > max(part["window"] for part in rows["smollm2", None]["measured"])
+    whole = [f"{part['perplexity']:.2f} (+0.0 %)" for part in rows["smollm2", None]["measured"]]
+    assert [cell.strip() for cell in wide.strip("|").split("|")][1:] == [
+        *whole,
+        f"{hybrid / 2**20:.1f} MiB",
+        "not measured",
+    ]
+    small = points[1, "pure, engine", 512]["cache_bytes"] / 4 / 2**20
+    assert f"a quarter of this state ({small:.1f} MiB), not measured on this model" in text
     for row in (*rows["pure", None]["recall"][:3], *rows["kept", None]["recall"][3:]):
         assert f"{100 * row['accuracy']:.0f} %" in text
     own = [points[16, "smollm2", length]["milliseconds"] for length in (512, 8192)]

@@ -328,6 +328,10 @@ class TrainerHooks:
         """Read the weights written by `save_weights`. Returns False to let Trainer do it."""
         raise NotImplementedError
 
+    def checkpoint_now(self) -> None:
+        """Write a checkpoint of the last finished step, outside of the training loop."""
+        self._save_checkpoint(self.model_wrapped, None)  # type: ignore[attr-defined]
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         save = super()._save_checkpoint  # type: ignore[misc]
         self.save_checkpoint(lambda: save(*args, **kwargs))

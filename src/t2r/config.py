@@ -16,6 +16,8 @@ from t2r.storage import write_text
 
 OPTIONS = tuple(options_of(SwapOptions))
 """Names of the swap options, the same in `swap`, on the command line and in the saved file."""
+KEPT = (*OPTIONS, "merged", "base_model", "base_weights")
+"""Fields that are saved with a swapped model, besides the base model's configuration."""
 FORMAT = 2
 """Version of the saved format. Newer formats are rejected; older ones keep loading. Format 2 adds the guard below."""
 
@@ -36,12 +38,17 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
 
     Args:
         merged: whether the affine part of the feature maps is merged into the projections (inference only).
+        base_model: the folder or hub name of the base model, which is the teacher if a conversion is continued. None:
+            not known.
+        base_weights: the fingerprint of the base model's weights (`t2r.data.fingerprint.of_weights`).
         base_config: the configuration of the base model.
     """
 
     model_type = "t2r"
 
     merged: bool = False
+    base_model: str | None = None
+    base_weights: str | None = None
     base_config: Any = None
     format: int = FORMAT
     t2r_version: str | None = None

@@ -176,6 +176,16 @@ def check(group: type, values: Mapping[str, Any], where: str = "") -> None:
         known[name].check(value, where)
 
 
+def parse_auto(softmax_layers: Any) -> int | None:
+    """Return N for `auto:N`, and None for anything else. Raises T2RError for any other string."""
+    if not isinstance(softmax_layers, str):
+        return None
+    word, _, count = softmax_layers.partition(":")
+    if word != "auto" or not count.isdigit() or int(count) < 1:
+        raise T2RError(f"softmax_layers={softmax_layers!r}: give layers, or auto:N for the N most sensitive layers")
+    return int(count)
+
+
 def refuse_unknown(given: Mapping[Any, Any], known: Mapping[str, Any] | Sequence[str], where: str = "") -> None:
     if unknown := sorted(str(name) for name in given if name not in known):
         raise T2RError(f"{where}unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
@@ -191,7 +201,8 @@ class SwapOptions:
     feature_map: str = option("t2r", help="The feature map: t2r, elu, rfa, performer or hedgehog.")
     feature_size: int | None = option(
         None,
-        help="Feature size: the number of rows of the state.",
+        help="Feature size: the number of rows of the state. The state of a layer has feature size x (head size + 1) "
+        "numbers of 4 bytes for each head, or with grouped for each key/value head.",
         minimum=1,
         unset="the map's own; t2r: 32",
         of_map="always",
@@ -201,10 +212,10 @@ class SwapOptions:
     )
     softmax_layers: list[int] | None = option(
         None,
-        help="Decoder layers, from 0, that keep softmax attention: 0-3,7 on the command line; for convert also "
-        "auto:N, the N layers with the largest effect on the loss.",
+        help="Decoder layers, from 0, that keep softmax attention: 0-3,7 on the command line; for convert and inspect "
+        "also auto:N, the N layers with the largest effect on the loss, which convert measures.",
         unset="none",
-        hint="only convert accepts auto:N",
+        hint="only convert and inspect accept auto:N",
     )
     softmax_every: int | None = option(
         None,

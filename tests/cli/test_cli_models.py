@@ -25,6 +25,7 @@ from t2r import cli
 from t2r.attention.cache import cache_bytes
 from t2r.cli.common import parse_layers
 from t2r.options import GenerationOptions, SwapOptions, options_of
+from t2r.training.recipes.recipe import load_recipe
 
 TEXT = ["the cat sat on the mat", "a dog ran", "the dog and the cat"]
 TEMPLATE = (
@@ -113,6 +114,16 @@ def test_layers_are_numbers_and_ranges(run, folders):
     found = json.loads(run("inspect", folders / "llama", "--softmax-layers", "0-1", "--json").stdout)
     assert found["options"]["softmax_layers"] == [0, 1]
     assert parse_layers("0-3, 7") == [0, 1, 2, 3, 7]
+
+
+def test_swap_with_a_recipe(run, folders, tmp_path):
+    """The same model as that of `convert` before its training."""
+    code, stdout, _ = run("swap", folders / "llama", tmp_path / "out", "--recipe", "distill-lm", "--feature-size", 8)
+    assert code == 0
+    assert "defaults of t2r.swap" not in stdout
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config | load_recipe("distill-lm").swap | {"feature_size": 8} == config
+    assert "these are the defaults of t2r.swap" in run("swap", folders / "llama", tmp_path / "plain").stdout
 
 
 @both
@@ -251,20 +262,51 @@ def test_a_rename_that_fails_puts_the_old_folder_back(run, folders, tmp_path, mo
 # --- inspect ------------------------------------------------------------------------------------------------
 
 
-def test_inspect_shows_what_a_recipe_would_do(run, folders):
-    found = json.loads(run("inspect", folders / "llama", "--recipe", "distill-lm", "--json").stdout)
-    assert (found["options"]["decay"], found["options"]["rotary"]) == (True, False)
+@both
+def test_inspect_shows_what_convert_makes(run, folders, model_type):
+    """The defaults are those of the recipe that `convert` uses for the model, not those of `swap`."""
+    recipe = load_recipe("distill-mt" if is_seq2seq(model_type) else "distill-lm")
+    found = json.loads(run("inspect", folders / model_type, "--json").stdout)
+    assert found["options"] | recipe.swap == found["options"]
     assert [stage["name"] for stage in found["recipe"]["stages"]] == ["transfer", "distill"]
+    plain = json.loads(run("inspect", folders / model_type, "--recipe", "none", "--json").stdout)
+    assert plain["options"] == {name: option.default for name, option in options_of(SwapOptions).items()}
+    assert "recipe" not in plain
+
+
+def test_inspect_with_a_recipe(run, folders):
+    found = json.loads(run("inspect", folders / "llama", "--recipe", "paper-lm", "--json").stdout)
+    assert found["options"] | load_recipe("paper-lm").swap == found["options"]
     code, stdout, _ = run("inspect", folders / "llama", "--recipe", "distill-lm", "--feature-size", 8)
     assert code == 0
     assert "distill: distill, trains all, 40,000,000 tokens in batches of 16,384 tokens" in stdout
-    code, _, stderr = run("inspect", folders / "llama", "--recipe", "none")
-    assert (code, "no recipe 'none'" in stderr) == (2, True)
+    code, _, stderr = run("inspect", folders / "llama", "--recipe", "nothing")
+    assert (code, "no recipe 'nothing'" in stderr) == (2, True)
+    code, _, stderr = run("inspect", folders / "gpt2-t2r", "--recipe", "distill-lm")
+    assert (code, "already swapped: do not give recipe" in stderr) == (2, True)
+
+
+@both
+def test_inspect_with_layers_that_a_conversion_chooses(run, folders, model_type):
+    def inspected(layers):
+        return json.loads(run("inspect", folders / model_type, "--softmax-layers", layers, "--json").stdout)
+
+    auto, first, last = inspected("auto:2"), inspected("0-1"), inspected("1-2")
+    assert auto["options"]["softmax_layers"] == "auto:2"
+    assert auto["undecided"] == 2
+    totals = ("state_bytes", "kv_bytes", "cache_bytes", "parameters_added", "share", "cross_saves_from")
+    for name in totals:  # all layers are alike, so that any two have the same bytes
+        assert auto[name] == first[name] == last[name]
+    code, stdout, stderr = run("inspect", folders / model_type, "--softmax-layers", "auto:2")
+    assert (code, stderr) == (0, "")
+    assert stdout.count("undecided") == len(auto["sites"])
+    assert "self attention: 1 of 3 decoder layers recurrent, 2 softmax" in stdout
+    assert "measures the sensitivity of all layers after the first stage, and keeps softmax attention in 2" in stdout
 
 
 @both
 def test_inspect(run, folders, model_type):
-    base = json.loads(run("inspect", folders / model_type, "--feature-size", 8, "--json").stdout)
+    base = json.loads(run("inspect", folders / model_type, "--recipe", "none", "--feature-size", 8, "--json").stdout)
     swapped = json.loads(run("inspect", folders / f"{model_type}-t2r", "--json").stdout)
     assert swapped["swapped"]
     assert not base["swapped"]
@@ -471,7 +513,10 @@ def broken(folders, tmp_path) -> Path:
         ("inspect {b}/nowhere", "there is no folder"),
         ("inspect {b}/empty", "has no config.json"),
         ("inspect {b}/file", "is not a saved state, or is truncated"),
-        ("inspect {f}/llama --softmax-layers auto:2", "only convert accepts auto:N"),
+        ("swap {f}/llama {b}/out --softmax-layers auto:2", "only convert and inspect accept auto:N"),
+        ("inspect {f}/llama --softmax-layers auto:3", "auto:3 would keep all 3 layers: nothing would be swapped"),
+        ("inspect {f}/llama --softmax-layers auto:x", "give layers, or auto:N"),
+        ("inspect {f}/llama --softmax-layers auto:1 --softmax-every 2", "cannot be combined with softmax_every"),
         ("inspect {b}/json", "not a valid JSON"),
         ("inspect {b}/wrong", "cannot be loaded"),
         ("inspect {b}/code", "--trust-remote-code"),

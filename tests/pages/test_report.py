@@ -1,6 +1,7 @@
 """Reports: one page for each kind of result, which a real browser shows without errors, requests or overflow."""
 
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from importlib.resources import files
 
@@ -9,12 +10,14 @@ from typer.testing import CliRunner
 
 import browser
 import t2r
+from families import tiny
 from t2r import T2RError
 from t2r.cli import app
+from t2r.evaluation.report import names_of
 from t2r.experiments.record import recorded
 from t2r.experiments.tables import record_tables
-from t2r.pages.sections import short_names
 
+RECALL = {"distance": 16, "accuracy": 0.5, "chance": 0.125, "greedy": 0.4, "trials": 256, "interval": [0.4, 0.6]}
 LOG = [{"step": step, "loss": 2.0 / step, "learning_rate": 1e-3} for step in (1, 2, 3)]
 SCORES = {"perplexity": 20.0, "kl": 0.1, "tokens": 100, "word_perplexity": None, "bits_per_byte": None}
 CONVERSION = {
@@ -25,9 +28,14 @@ CONVERSION = {
     "log": {"transfer": LOG, "distill": LOG},
     "mixture": [{"source": "a/<long>.txt", "tokens": 1000, "read": {"transfer": 500}, "share_read": 50.0}],
     "sensitivity": [[2, 0.5], [0, 0.25]],
+    "recall": [RECALL],
+    "teacher_recall": [RECALL | {"accuracy": 0.9375, "interval": [0.9, 0.96]}],
+    "samples": [{"prompt": "She opened", "teacher": " the <door>.", "model": " a window. " * 30}],
+    "speed": {"batch": 1, "dtype": "float32", "device": "cpu", "threads": 2}
+    | {"points": [{"tokens": 512, "teacher": 20.0, "model": 30.0}]},
+    "memory": [{"tokens": 512, "teacher": 2**20, "model": 2**21}, {"tokens": 4096, "teacher": 2**23, "model": 2**21}],
     "made": {"date": "2026-01-01", "command": "t2r convert " + "--option value " * 40, "versions": {"torch": "2.13"}},
 }
-RECALL = {"distance": 16, "accuracy": 0.5, "chance": 0.125, "greedy": 0.4, "trials": 256, "interval": [0.4, 0.6]}
 EVALUATION = [
     {"model": f"models/{name}", "recall": [RECALL, RECALL | {"distance": 64}]} for name in ("teacher", "a" * 90)
 ]
@@ -45,7 +53,7 @@ def conversion(tmp_path_factory):
 
 def words(path):
     """Return the text of a page, which must be well-formed."""
-    return " ".join("".join(ElementTree.fromstring(path.read_bytes()).itertext()).split())
+    return " ".join(" ".join(ElementTree.fromstring(path.read_bytes()).itertext()).split())
 
 
 def test_a_conversion(conversion):
@@ -53,7 +61,7 @@ def test_a_conversion(conversion):
     assert path == conversion / "report.html"
     text = words(path)
     for part in (
-        "Perplexity 20.00, +25.0% against",
+        "Perplexity 20.00, +25.0 % against the teacher's 16.00",
         "transfer: loss",
         "feature_size",
         "name: mine",
@@ -61,6 +69,71 @@ def test_a_conversion(conversion):
         "torch",
     ):
         assert part in text, part
+
+
+def test_a_conversion_begins_with_what_was_lost_and_saved(conversion):
+    text = words(t2r.report(conversion))
+    for part in (
+        "perplexity 16.00 20.00 +25.0 %",
+        "KL to the teacher, nats per token 0.1000",
+        "memory of a sequence, 512 tokens 1.0 MiB 2.0 MiB 2.0× more",
+        "memory of a sequence, 4,096 tokens 8.0 MiB 2.0 MiB 4.0× less",
+        "tokens per second, after 512 tokens 20 30 1.50×",
+        "recall of a word after 16 tokens 94 % (90-96) 50 % (40-60) -44 points",
+        "the keys and values of 1,024 tokens",
+        "TEACHER:window=1020,sinks=4",
+        "batch 1, float32 on cpu (2 threads)",
+        "256 trials, chance 12.5 %",
+        "Prompt: \u201cShe opened\u201d teacher the <door>. this model a window.",
+    ):
+        assert part in text, part
+    assert text.index("recall of a word") < text.index("Samples") < text.index("Stages") < text.index("transfer: loss")
+    page = (conversion / "report.html").read_text()
+    assert "From the teacher" not in page  # no bars of perplexity
+
+
+OLD = ("recall", "teacher_recall", "samples", "speed", "memory")
+
+
+def test_results_of_older_versions(tmp_path):
+    """They lack what was measured beside the teacher. Memory is that of the model in the folder."""
+    model = t2r.swap(tiny("llama"), feature_size=8)
+    model.save_pretrained(tmp_path)
+    results = {name: value for name, value in CONVERSION.items() if name not in OLD}
+    (tmp_path / "results.json").write_text(json.dumps(results | {"recall": [RECALL]}))
+    stages = "[{name: transfer, train: maps}, {name: distill, train: all, map_learning_rate: 1e-2}]"
+    (tmp_path / "recipe.yaml").write_text(f"stages: {stages}")
+    text = words(t2r.report(tmp_path))
+    assert "recall of a word after 16 tokens 50 % (40-60)" in text
+    assert "memory of a sequence" in text
+    assert "this folder holds a t2r model" not in text  # it is in the place of the base model's dtype
+    assert "dtype float64" in text
+    assert "Samples" not in text
+    # The learning rate that they logged is that of the maps.
+    assert "distill: learning rate of the maps" in text
+    assert "transfer: learning rate" in text
+    assert "transfer: learning rate of" not in text
+
+
+def test_the_learning_rates_of_a_stage(tmp_path):
+    log = [{**entry, "map_learning_rate": 1e-2} for entry in LOG]
+    (tmp_path / "results.json").write_text(json.dumps(CONVERSION | {"log": {"distill": log}}))
+    assert "distill: learning rate; that of the maps is 10 times as high" in words(t2r.report(tmp_path))
+
+
+def test_without_matplotlib(conversion, tmp_path, monkeypatch):
+    """After a plain install, a page has no figures, and a line says which extra adds them."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
+    out = tmp_path / "all.html"
+    done = CliRunner().invoke(app, ["report", str(conversion), str(tmp_path / "evaluation.json"), "--out", str(out)])
+    assert done.exit_code == 0
+    assert done.stderr == "t2r: note: the page has no figures: they require the plots extra, pip install 't2r[plots]'\n"
+    assert done.stdout.strip() == str(out)
+    assert "<figure>" not in out.read_text()
+    assert "perplexity 16.00 20.00" in words(out)
+    record = files("t2r.experiments").joinpath("records", "figure-distance-small.json")
+    assert "Euclidean distance" in words(t2r.report(str(record), tmp_path / "record.html"))
 
 
 def test_the_record_of_an_experiment(tmp_path):
@@ -133,9 +206,9 @@ def test_several_results_on_one_page(tmp_path, conversion):
 
 def test_models_with_the_same_folder_name_are_distinguished():
     results = [{"model": model} for model in ("runs/a/rnn", "runs/b/rnn", "teacher")]
-    assert short_names(results) == ["a/rnn", "b/rnn", "teacher"]
-    assert short_names(results[:1] * 2) == ["runs/a/rnn (1)", "runs/a/rnn (2)"]
-    assert short_names([results[0], results[0] | {"variant": "window"}]) == ["rnn", "rnn, window"]
+    assert names_of(results) == ["a/rnn", "b/rnn", "teacher"]
+    assert names_of(results[:1] * 2) == ["rnn (1)", "rnn (2)"]
+    assert names_of([results[0], results[0] | {"variant": "window"}]) == ["rnn", "rnn, window"]
 
 
 def test_no_results(tmp_path):
@@ -179,7 +252,7 @@ def test_in_a_browser(tmp_path, conversion, grid):
         assert not seen["requests"]
         assert not seen["wide"]
         assert seen["scroll"] <= seen["width"]
-        assert seen["figures"] == 6 + 5
+        assert seen["figures"] == 5 + 5
         assert seen["tables"] >= 7
     assert phone["width"] == 390
     assert phone["background"] != desk["background"]

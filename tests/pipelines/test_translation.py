@@ -1,6 +1,8 @@
 """A translation model, converted end to end: trained, measured, saved, stopped and resumed, translating afterwards."""
 
 import json
+import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from t2r.generation.translation import translate, write_translations
 from t2r.pipelines.convert import convert, summary
 from t2r.tasks import translation
 from t2r.training.loop.trainer import StageTrainer
+from t2r.training.planning.timing import Cost, Speeds
 from t2r.training.sessions import session as sessions
 from t2r.training.steps.order import Order
 from translating import make_model, make_tokenizer, sentences, write_pairs
@@ -167,6 +170,45 @@ def test_the_teacher_translates_the_sources(world, tmp_path, monkeypatch):
     assert "`more.src` with translations by the base model (2 readings)" in (out / "README.md").read_text()
     (written,) = (tmp_path / "cache" / "translations").glob("*.txt")
     assert len(written.read_text().splitlines()) == 40
+
+
+@contextmanager
+def clock(monkeypatch, seconds):
+    """A search takes this many seconds for a source token. Training takes little."""
+
+    def timed(teacher, tokenizer, lines, beams, length_penalty):
+        assert len(lines) == 60
+        return seconds
+
+    def time_all(job, model, plan, write):
+        return Speeds({stage.name: Cost(1e-4, 0.0) for stage in plan.stages}, 1e-4, write())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(translation, "time_translation", timed)
+        patch.setattr(sessions, "time_all", time_all)
+        yield
+
+
+def test_translations_have_a_share_of_the_time(world, tmp_path, monkeypatch, caplog):
+    """Fewer lines are translated, spread over the file. Once all are translated, all are used."""
+    teacher = {"target": "teacher", "valid_source": None, "valid_target": None, "teacher_beams": 1}
+    caplog.set_level("INFO", "t2r")
+    with clock(monkeypatch, 0.02):  # 150 tokens in a quarter of 12 seconds: two blocks of 64
+        results = run(world, tmp_path / "some", minutes=0.2, **teacher)
+    said = re.search(r"the teacher translates (\d+) of 60 lines, to fit into 0.2 minutes", caplog.text)
+    count = int(said[1])
+    assert 10 < count < 20
+    assert f"plan: the teacher translates {count} of 60 lines: about 3 seconds" in caplog.text
+    (mixture,) = results["mixture"]
+    assert mixture["pairs"] == count
+    (written,) = (tmp_path / "cache" / "translations").glob("*.txt")
+    assert len(written.read_text().splitlines()) == count
+    with clock(monkeypatch, 1.0), pytest.raises(T2RError, match=r"the teacher translates \d+ of 60 lines, which takes"):
+        run(world, tmp_path / "none", minutes=0.2, **teacher)
+    assert not list(tmp_path.glob("none*"))
+    run(world, tmp_path / "all", **teacher)
+    with clock(monkeypatch, 1.0):
+        assert run(world, tmp_path / "again", minutes=0.2, **teacher)["mixture"][0]["pairs"] >= 55
 
 
 @pytest.mark.parametrize(

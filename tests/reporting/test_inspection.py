@@ -154,3 +154,34 @@ def test_the_source_length_from_which_cross_attention_saves_memory():
     assert any(f"{length} tokens or more" in line for line in inspection.summary(found))
     assert t2r.inspect(tiny("marian"), recurrent="causal").cross_saves_from is None
     assert t2r.inspect(tiny("gpt2")).cross_saves_from is None
+
+
+def test_layers_that_differ():
+    """Totals are those of the largest choice, which the summary says."""
+    base = tiny("gemma2", torch.float32)
+    one = [inspect_model(base, softmax_layers=[layer]) for layer in range(len(family_of(base).decoder_layers(base)))]
+    found = inspect_model(base, softmax_layers="auto:1")
+    assert found.cache_bytes[32768] == max(other.cache_bytes[32768] for other in one)
+    assert len({other.cache_bytes[32768] for other in one}) > 1
+    assert any("bytes are those of the largest" in line for line in inspection.summary(found))
+
+
+def test_the_recipe_of_convert():
+    base = tiny("llama", torch.float32)
+    found = inspect_model(base, recipe="default", feature_size=8)
+    assert (found.options["decay"], found.options["grouped"], found.options["feature_size"]) == (True, False, 8)
+    heads = base.config.num_attention_heads * base.config.num_hidden_layers
+    assert found.state_bytes == heads * 8 * (found.sites[0].head_dim + 1) * 4  # as in the help of feature_size
+
+
+def test_memory_by_length():
+    model = t2r.swap(tiny("llama", torch.float32), feature_size=8, softmax_layers=[0])
+    short, long = inspection.memory_by_length(model, [10, 20])
+    for row in (short, long):
+        ids = torch.zeros(1, row["tokens"], dtype=torch.long)
+        half = model.to(torch.bfloat16)
+        assert row["model"] == cache_bytes(half(ids, use_cache=True).past_key_values)
+    assert long["teacher"] == 2 * short["teacher"]
+    assert inspection.lengths_within(None) == list(inspection.LENGTHS)
+    assert inspection.lengths_within(8192) == [512, 4096]
+    assert inspection.lengths_within(64) == [64]

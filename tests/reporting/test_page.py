@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from t2r.errors import T2RError
-from t2r.reporting.page import COLORS, INK, Page, bars, lines
+from t2r.reporting.page import COLORS, INK, Page, bars, check_plots, lines
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,10 +28,10 @@ def test_text_is_escaped(tmp_path):
 
 def test_figures_are_svg_with_names_and_numbers():
     speed = lines({"one": ([512, 8192], [1, 2]), "two": ([512, 8192], [3, 0.5])}, "length", "time", log_x=True)
-    heights = bars({"a & b": 12.5, "c": 2000.0}, "perplexity", log=True)
+    heights = bars({"a & b": 12.5, "c": 2000.0}, "perplexity")
     for svg, words in (
         (speed, ["one", "two", "length", "time", "512", "8,192"]),
-        (heights, ["a & b", "12.50", "1,000"]),
+        (heights, ["a & b", "12.50", "2,000.00"]),
     ):
         tree = ElementTree.fromstring(svg)
         assert tree.tag == f"{SVG}svg"
@@ -80,10 +80,18 @@ def test_the_same_figure_is_the_same_every_time():
     assert draw() == draw()
 
 
-def test_page_errors(tmp_path, monkeypatch):
+def test_page_errors(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(T2RError, match="cannot be written"):
         Page("x").write(tmp_path / "file" / "index.html")
+
+
+def test_without_matplotlib(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = Page("x")
+    page.figures({"a": bars({"a": 1.0}, "x"), "b": lines({"a": ([1, 2], [1, 2])}, "x", "y")})
+    page.write(tmp_path / "index.html")
+    assert "figure" not in (tmp_path / "index.html").read_text().partition("<body>")[2]
+    assert "plots extra" in caplog.text
     with pytest.raises(T2RError, match="plots extra"):
-        bars({"a": 1.0}, "x")
+        check_plots()

@@ -20,6 +20,7 @@ from families import EOS, PAD, tiny
 from t2r.attention.recurrence import exact_attention
 from t2r.data.languages import set_languages
 from t2r.data.parallel.corpus import tokenize_pairs
+from t2r.data.parallel.lines import SomeLines, find_file
 from t2r.errors import T2RError
 from t2r.generation import translation as translating_module
 from t2r.generation.engine.step import DecodeStep
@@ -210,6 +211,42 @@ def test_what_is_measured(tmp_path, tokenizer, teacher):
     assert measured["tokens"] == tokens
     assert measured["loss"] == pytest.approx(loss / tokens, rel=1e-4)
     assert measured["kl"] == pytest.approx(kl / tokens, rel=1e-3)
+
+
+def test_what_scores_say():
+    def score(bleu, loss=1.0):
+        return {"bleu": bleu, "loss": loss}
+
+    assert Translation.gap(score(42.4), score(39.0)) is None
+    assert Translation.gap(score(42.4), score(5.1)) == "its BLEU is 5.1 instead of 42.4 (-37.3)"
+    assert Translation.gap(score(5.0), score(4.1)) is None  # 18 %, but less than one
+    assert Translation.doubt(score(20.0)) is None
+    assert Translation.doubt(score(0.3, 7.0)) == "its loss is 7.0 per token, and its BLEU 0.3"
+
+
+def test_the_time_of_a_search_is_measured(tokenizer, teacher, monkeypatch):
+    """On lines of the median length, more of them until they take long enough; the first is a warm-up."""
+    seen, now = [], [0.0]
+
+    def translate(model, tokenizer, lines, *args, **options):
+        seen.append(len(lines))
+        now[0] += 6.0 * len(lines)
+
+    monkeypatch.setattr(translating_module, "translate_to_tokens", translate)
+    monkeypatch.setattr(translating_module.time, "perf_counter", lambda: now[0])
+    lines = ["w3", "", *["w3 w4 w5"] * 20, "w5 " * 40]
+    token = translating_module.time_translation(teacher, tokenizer, lines, 5, 0.6)
+    assert seen == [1, 7]
+    assert token == pytest.approx(7 * 6.0 / (7 * 4), rel=0.1)
+    assert translating_module.time_translation(teacher, tokenizer, ["", " "], 5, 0.6) == 0.0
+
+
+def test_some_lines_are_spread_evenly(tmp_path):
+    (tmp_path / "lines").write_text("".join(f"{i}\n" for i in range(10)))
+    file = find_file(str(tmp_path / "lines"))
+    assert list(SomeLines(file, 4, 10).read_lines()) == ["2", "4", "7", "9"]
+    assert list(SomeLines(file, 10, 10).read_lines()) == [str(i) for i in range(10)]
+    assert SomeLines(file, 4, 10).fingerprint() != SomeLines(file, 5, 10).fingerprint() != file.fingerprint()
 
 
 def test_the_table():

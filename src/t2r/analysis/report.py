@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t2r.errors import T2RError
-from t2r.reporting.page import COLORS, heatmap, lines
+from t2r.reporting.page import COLORS, check_plots, heatmap, lines
 from t2r.storage import write_text
 from t2r.words import counted
 
@@ -191,6 +191,7 @@ TICKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 def plots(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
     """Write the figures of an analysis to a folder, as SVG files. Returns their paths."""
+    check_plots()
     paths = []
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from t2r.bench.summary import (
     place,
     shown_lengths,
     titled_table,
+    with_short_names,
 )
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
@@ -221,6 +222,7 @@ HEADER = ("context", "model", "ms per step", "spread", "bound", "tokens/s", "cac
 
 
 def tables(report: Report) -> list[Table | str]:
+    report = with_short_names(report)
     return [titled_table(title(report), HEADER, cells(report)), *notes(report)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t2r.bench import decoding, memory, translating
+from t2r.bench.summary import with_short_names
 from t2r.reporting.page import Page, bars, lines
 
 LOOK: dict[str, Any] = {"log_x": True, "markers": True}
@@ -21,6 +22,7 @@ def decoding_page(reports: Sequence[decoding.Report]) -> Page:
 
 def add_decoding(page: Page, report: decoding.Report) -> None:
     """Add figures of speed and memory by context length, beside the limits that the sizes imply, and a table."""
+    report = with_short_names(report)
     points, x = report.points, "context length in tokens"
     batch = report.settings.batch
     figures = {
@@ -44,6 +46,7 @@ def add_decoding(page: Page, report: decoding.Report) -> None:
 
 def translating_page(report: translating.Report) -> Page:
     """Return a page with the paper's two figures, speed and memory by length, and a table."""
+    report = with_short_names(report)
     page, x = Page("Speed and memory of translation"), "length of source and target in tokens"
     figures = {
         "Speed by length": lines(by_length(report.points, "tokens_per_second"), x, "tokens/s", **LOOK),
@@ -58,6 +61,7 @@ def translating_page(report: translating.Report) -> Page:
 
 def memory_page(report: memory.Report) -> Page:
     """Return a page with the largest batch of each model, and its speed there."""
+    report = with_short_names(report)
     page = Page("Largest batch in memory")
     figures = {"Largest batch": bars({row.model: row.batch for row in report.rows}, "sequences")}
     speeds = {row.model: row.tokens_per_second for row in report.rows if row.tokens_per_second is not None}

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from t2r.bench.models import check_alike, check_shape, with_positions
-from t2r.bench.summary import mebibytes, median_and_spread, titled_table
+from t2r.bench.summary import mebibytes, median_and_spread, titled_table, with_short_names
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.evaluation.logits import evaluating
@@ -284,6 +284,7 @@ def cells(report: Report) -> list[tuple[str, ...]]:
 
 
 def tables(report: Report) -> list[Table | str]:
+    report = with_short_names(report)
     return [titled_table(title(report), HEADER, cells(report), sections=False), *notes(report)]
 
 

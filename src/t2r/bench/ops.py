@@ -288,7 +288,7 @@ def tables(report: Report) -> "list[Table | str]":
     if report.bandwidth is not None:
         headings[5:6] = ["softmax training", "training", "softmax / linear", "bandwidth forward", "training"]
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="left" if heading == "backend" else "right")
     for row in report.rows:
         ms = row.linear_training
         training = [ABSENT if ms is None else f"{ms:.3f} ms"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from t2r.words import counted
+from t2r.words import counted, short_names
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,6 +53,26 @@ def from_length(name: str, reference: str, word: str, length: float | None, leng
 
 
 # --- Formatting ---------------------------------------------------------------------------------------------
+
+R = TypeVar("R")
+
+
+def with_short_names(report: R) -> R:
+    """Return a report in which models have short names instead of their paths, for tables and figures."""
+    measured: Any = getattr(report, "points", None) or getattr(report, "rows", ())
+    named = short_names({name for one in measured for name in (one.model, one.model.partition(", ")[0])})
+
+    def renamed(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.replace(value, **{name: renamed(x) for name, x in vars(value).items()})
+        if isinstance(value, list):
+            return [renamed(x) for x in value]
+        if isinstance(value, dict):
+            return {renamed(name): renamed(x) for name, x in value.items()}
+        return named.get(value, value) if isinstance(value, str) else value
+
+    result: R = renamed(report)
+    return result
 
 
 def place(settings: Any) -> str:

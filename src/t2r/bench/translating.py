@@ -27,6 +27,7 @@ from t2r.bench.summary import (
     place,
     shown_lengths,
     titled_table,
+    with_short_names,
 )
 from t2r.errors import T2RError
 from t2r.evaluation.logits import evaluating
@@ -260,6 +261,7 @@ def cells(report: Report) -> list[tuple[str, ...]]:
 
 
 def tables(report: Report) -> list[Table | str]:
+    report = with_short_names(report)
     return [titled_table(title(report), HEADER, cells(report)), *notes(report)]
 
 

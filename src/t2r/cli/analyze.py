@@ -70,9 +70,12 @@ def analyze(
     t2r analyze rnn --teacher teacher --src test.zh --tgt test.en             encoder-decoders
     """
     from t2r import analysis
+    from t2r.reporting.page import check_plots
 
     if plots is not None and kind_of(plots) in ("file", "other"):
         raise T2RError(f"--plots {plots} is not a folder")
+    if plots is not None:
+        check_plots()
     with calm(quiet or as_json):
         result = analysis.analyze(
             model,

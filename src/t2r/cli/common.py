@@ -11,13 +11,16 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from t2r.errors import T2RError
 from t2r.options import Option, RunOptions, SwapOptions, options_of
 from t2r.storage import json_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # --- Options ------------------------------------------------------------------------------------------------
 
@@ -225,12 +228,15 @@ def shows_progress(quiet: bool) -> bool:
     return not quiet and sys.stderr.isatty()
 
 
-def show(parts: Iterable[object]) -> None:
+def show(parts: "Iterable[Table | str]") -> None:
+    """Print lines of text and tables."""
     from rich.console import Console
+
+    from t2r import terminal
 
     console = Console(highlight=False, markup=False, emoji=False)  # a path such as out[v2] is shown as it is
     for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
+        terminal.show(part, console)
 
 
 def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str, as_json: bool, quiet: bool) -> None:
@@ -243,7 +249,9 @@ def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str,
         table = summary(results)
         nothing = "Nothing was measured: no --valid was given (for translation, --valid-src and --valid-tgt)."
         measured = table if table.rows else nothing
-        show([measured, f"saved in {out}"])
+        how = "merged (it cannot be trained further), and saved" if results.get("merged") else "saved"
+        # What is wrong with a result is the last line.
+        show([measured, f"{how} in {out}", *filter(None, [results.get("advice")])])
 
 
 def is_first_process() -> bool:

@@ -79,10 +79,16 @@ def convert(
     minutes: Annotated[float | None, flag(RUN["minutes"])] = None,
     teacher_tokens: Annotated[int, flag(RUN["teacher_tokens"])] = RUN["teacher_tokens"].default,
     documents: Documents = False,
-    merge: Annotated[
-        bool | None,
-        typer.Option(help="Merge the feature maps into the projections. [default: if possible and cheaper]"),
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="If SOURCE is a conversion that is continued, its base model. [default: where it was then]",
+        ),
     ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option(help="Merge the feature maps into the projections. A merged model cannot be trained further."),
+    ] = False,
     device: Device = RUN["device"].default,
     bf16: Bf16 = None,
     compile_: Compile = None,
@@ -99,7 +105,7 @@ def convert(
 ) -> None:
     """Convert a language model or a translation model into an RNN.
 
-    Swaps the attention, trains the model, evaluates it beside the teacher, merges it if possible, and saves it.
+    Swaps the attention, trains the model, evaluates it beside the teacher, and saves it.
 
     \b
     t2r convert gpt2 rnn --train corpus.txt --valid valid.txt        report perplexity
@@ -111,6 +117,7 @@ def convert(
     t2r convert gpt2 rnn --train small.txt --set noise=0.1           token noise, for many epochs of a small text
     t2r convert opus-mt-zh-en rnn --src train.zh --tgt train.en --valid-src dev.zh --valid-tgt dev.en   report BLEU
     t2r convert opus-mt-zh-en rnn --src train.zh --tgt teacher       train on the model's own translations
+    t2r convert rnn more --train corpus.txt --minutes 30             train a finished conversion further
 
     An interrupted run is resumed by the same command. The defaults shown are those of the recipe distill-lm; another
     --recipe or --feature-map has its own.
@@ -138,6 +145,7 @@ def convert(
             minutes=minutes,
             teacher_tokens=teacher_tokens,
             documents=documents,
+            teacher=teacher,
             merged=merge,
             device=device,
             bf16=bf16,

@@ -14,17 +14,25 @@ def inspect(
     model: Model,
     options: dict[str, Any],
     recipe: Annotated[
-        str | None, typer.Option(help="Show what convert would do with this recipe, and use its swap options.")
+        str | None,
+        typer.Option(
+            help="Show what convert makes with this recipe; none: what t2r swap makes by default. [default: "
+            "distill-lm, or distill-mt for an encoder-decoder]"
+        ),
     ] = None,
     revision: Revision = None,
     dtype: Dtype = RUN["dtype"].default,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a swap makes recurrent in a model.
+    """Show what a conversion makes recurrent in a model.
 
-    Lists layers, parameters and bytes of a swapped model, or of the model that a swap would make. No weights are
-    loaded. Without --recipe, the options are those of t2r swap. --recipe distill-lm shows what t2r convert makes.
+    Lists layers, parameters and bytes of a swapped model, or of the model that t2r convert would make with the same
+    options. No weights are loaded. The defaults shown are those of the recipe distill-lm.
+
+    \b
+    t2r inspect gpt2 --feature-size 64
+    t2r inspect gpt2 --softmax-layers auto:3    bytes with 3 softmax layers, whichever they will be
 
     For a state file (see generate --save-state), shows its contents.
     """
@@ -39,17 +47,11 @@ def inspect(
         return
     from t2r.reporting import inspection
 
-    plan = None
-    if recipe is not None:
-        from t2r.training.planning.plan import over
-        from t2r.training.recipes.recipe import load_recipe
-
-        plan = load_recipe(recipe)
-        options = over(plan.swap, options)
     with calm(as_json):
-        found = inspection.inspect_model(
-            model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **options
-        )
+        source = inspection.empty_model(model, dtype, revision=revision, trust_remote_code=trust_remote_code)
+        asked = None if recipe == "none" else recipe or inspection.DEFAULT
+        found = inspection.inspect_model(source, recipe=asked, **options)
+        plan = None if found.swapped or asked is None else inspection.recipe_for(source, asked)
     if as_json:
         print_json(asdict(found) | ({} if plan is None else {"recipe": plan.to_dict()}))
     else:

@@ -1,7 +1,9 @@
 """t2r swap"""
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from t2r.cli.common import (
     RUN,
@@ -24,6 +26,13 @@ def swap(
     source: Model,
     out: Out,
     options: dict[str, Any],
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Use the swap options of this recipe, as convert does with distill-lm (distill-mt for an "
+            "encoder-decoder). [default: the paper's map, as t2r.swap]"
+        ),
+    ] = None,
     revision: Revision = None,
     dtype: Dtype = RUN["dtype"].default,
     trust_remote_code: TrustRemoteCode = False,
@@ -33,7 +42,12 @@ def swap(
 ) -> None:
     """Replace softmax attention by linear attention.
 
-    Saves the swapped model and its tokenizer. The new feature maps are not trained: see convert.
+    Saves the swapped model and its tokenizer. The new feature maps are not trained: see convert, whose recipe has
+    other defaults than those shown here.
+
+    \b
+    t2r swap gpt2 swapped                        the paper's map, as t2r.swap in Python
+    t2r swap gpt2 swapped --recipe distill-lm    the model that convert trains
     """
     from t2r.pipelines.swap import swap_folder
     from t2r.reporting import inspection
@@ -46,9 +60,13 @@ def swap(
             revision=revision,
             trust_remote_code=trust_remote_code,
             overwrite=overwrite,
+            recipe=recipe,
             **options,
         )
     if as_json:
         print_json(asdict(done))
     elif not quiet:
-        print("\n".join([*inspection.summary(done), f"saved in {out}; its feature maps are not trained yet"]))
+        lines = [*inspection.summary(done), f"saved in {out}; its feature maps are not trained yet"]
+        if recipe is None:
+            lines.append("these are the defaults of t2r.swap; with --recipe distill-lm, those of t2r convert")
+        print("\n".join(lines))

@@ -94,6 +94,22 @@ class TokenCorpus:
         return TokenCorpus, (self.folder,)
 
 
+class Beginning(TokenCorpus):
+    """The first `count` tokens of a corpus. The others are held out."""
+
+    def __init__(self, folder: str | Path, count: int):
+        super().__init__(folder)
+        self.tokens = self.tokens[:count]
+        self.starts, self.unscored = (places[places < count] for places in (self.starts, self.unscored))
+
+    @property
+    def key(self) -> str:
+        return f"{super().key}:{len(self)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Beginning, (self.folder, len(self))
+
+
 class JoinedCorpus:
     """A concatenation of corpora."""
 
@@ -108,7 +124,7 @@ class JoinedCorpus:
     @property
     def key(self) -> str:
         """A name that changes with the content."""
-        names = [corpus.folder.name for corpus in self.corpora]
+        names = [corpus.key for corpus in self.corpora]
         return names[0] if len(names) == 1 else digest(names)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[TokenCorpus, int, int]]:

@@ -63,8 +63,18 @@ def of_model(model: PreTrainedModel) -> str:
     """Return the fingerprint of a model: its configuration, its name, and a few weights of every tensor."""
     config = model.config.to_dict()
     config.pop("transformers_version", None)
+    return digest([config, model.config.name_or_path, some_weights(model)])
+
+
+def of_weights(model: PreTrainedModel) -> str:
+    """Return the fingerprint of the weights alone: the same for a copy of the model elsewhere, and in a wider dtype."""
+    return digest(some_weights(model))
+
+
+def some_weights(model: PreTrainedModel) -> dict[str, list[float]]:
+    """Return a few weights of every tensor."""
     weights = {}
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
         weights[name] = flat[:: max(1, flat.numel() // 16)].float().tolist()
-    return digest([config, model.config.name_or_path, weights])
+    return weights

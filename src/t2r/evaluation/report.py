@@ -1,10 +1,9 @@
 """Tables of evaluation results for the terminal."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t2r.words import counted
+from t2r.words import counted, short_names
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -139,14 +138,23 @@ def _table(title: str, results: Sequence[dict[str, Any]], rows: dict[str, list[s
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for result in results:
-        name = Path(result["model"]).name + (f", {result['variant']}" if "variant" in result else "")
-        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("", justify="left")
+    for name in names_of(results):
+        table.add_column(name, justify="right")
     for label, cells in rows.items():
         if any(cells):
             table.add_row(label, *cells)
     return table
+
+
+def names_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a name for each result: the folder of the model, and its variant. One that is evaluated several times is
+    numbered."""
+    named = short_names(result["model"] for result in results)
+    names = [named[r["model"]] + (f", {r['variant']}" if "variant" in r else "") for r in results]
+    if len(set(names)) < len(names):
+        return [f"{name} ({i})" for i, name in enumerate(names, 1)]
+    return names
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -8,6 +8,7 @@ a greedy search, lines that have ended make room for the next ones, so that no l
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data import fingerprint
 from t2r.data.parallel.corpus import encode_sources, encode_targets, languages
-from t2r.data.parallel.lines import find_file
+from t2r.data.parallel.lines import LineSource, find_file
 from t2r.data.progress import progress_bar
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
@@ -49,6 +50,11 @@ CHUNK = 131072
 """Lines of a file per write, at most. Many, so that the batches of each bucket of lengths are full."""
 FIRST = {"cpu": 256}
 """Lines of the first write, if fewer. The next ones have as many lines as take the time of `INTERVAL`."""
+TIMED = {"cpu": (1, 8, 32)}
+TIMED_IN_BATCHES = (64, 256, 1024)
+"""Numbers of lines whose translation is timed: on a CPU, and on an accelerator. The first is a warm-up."""
+ENOUGH = 5.0
+"""Seconds after which no more lines are timed."""
 INTERVAL = 180.0
 """Seconds between writes: an interrupted run loses at most about this much work."""
 
@@ -197,14 +203,14 @@ def lines_at_once(model: Any, ready: Any, size: int, length: int, beams: int) ->
 def write_translations(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    source: str,
+    source: str | LineSource,
     folder: str | Path | None = None,
     *,
     beams: int = BEAMS,
     length_penalty: float = LENGTH_PENALTY,
     progress: bool = True,
 ) -> Path:
-    """Translate a file line by line, and return the path of the translations.
+    """Translate a file, or some of its lines, line by line, and return the path of the translations.
 
     Translations are token ids separated by spaces, because tokenizing their text may give other tokens. The file is
     cached under a name made from the model, the source and the settings. A `.partial` file, written every few minutes,
@@ -212,11 +218,9 @@ def write_translations(
 
     The line of an empty source, of a source that is too long for the model, or of a translation that does not end is
     empty."""
-    file = find_file(source)
-    settings = [FORMAT, file.fingerprint(), beams, length_penalty, languages(tokenizer)]
-    settings += (after := after_the_end(model, tokenizer))
-    made = [fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings]
-    path = Path(folder or fingerprint.cache_folder("translations")).expanduser() / f"{fingerprint.digest(made)}.txt"
+    file = find_file(source) if isinstance(source, str) else source
+    after = after_the_end(model, tokenizer)
+    path = translations_path(model, tokenizer, file, folder, beams, length_penalty)
     with resumable_file(path) as resumed:
         if resumed is None:
             return path
@@ -233,7 +237,7 @@ def write_translations(
                     chunk,
                     beams,
                     length_penalty,
-                    name=source,
+                    name=str(file.path),
                     first=done + 1,
                     whole=True,
                     report=lambda count, before=done: report(before + count),  # type: ignore[misc]
@@ -243,6 +247,47 @@ def write_translations(
                 done += len(chunk)
                 count = next_count(len(chunk), time.perf_counter() - began)
     return path
+
+
+def translations_path(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    file: LineSource,
+    folder: str | Path | None = None,
+    beams: int = BEAMS,
+    length_penalty: float = LENGTH_PENALTY,
+) -> Path:
+    """Return where the translations of these lines are cached."""
+    settings = [FORMAT, file.fingerprint(), beams, length_penalty, languages(tokenizer)]
+    settings += after_the_end(model, tokenizer)
+    made = [fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings]
+    return Path(folder or fingerprint.cache_folder("translations")).expanduser() / f"{fingerprint.digest(made)}.txt"
+
+
+def time_translation(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lines: Sequence[str], beams: int, length_penalty: float
+) -> float:
+    """Return the seconds per source token of a search. Full batches may take less: a search of a few lines takes almost
+    as long as that of one.
+
+    The lines are those of the bucket of the median length, so that one decoding step is captured or recorded."""
+    coded = sorted(zip(map(len, encode_sources(tokenizer, list(lines))), lines, strict=True))
+    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+    coded = [(length, line) for length, line in coded if line.strip() and length <= limit]
+    if not coded:
+        return 0.0
+    bucket = bucket_of(coded[len(coded) // 2][0])
+    alike = [(length, line) for length, line in coded if bucket_of(length) == bucket]
+    token = seconds = 0.0
+    for number, count in enumerate(TIMED.get(model.device.type, TIMED_IN_BATCHES)):
+        if number > 1 and seconds >= ENOUGH:
+            break
+        chosen = alike[:: -(-len(alike) // count)]
+        began = time.perf_counter()
+        translate_to_tokens(model, tokenizer, [line for _, line in chosen], beams, length_penalty, name="line")
+        seconds = time.perf_counter() - began
+        token = seconds / sum(length for length, _ in chosen)
+    return token
 
 
 def after_the_end(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

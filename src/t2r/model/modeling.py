@@ -99,7 +99,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
         if mode and getattr(self, "t2r_config", None) is not None and self.t2r_config.merged:
             raise T2RError(
                 "a merged model cannot be trained: its feature maps are folded into the projections. Train the model "
-                "it was merged from, then merge again"
+                "it was merged from (convert saves one unless --merge, merged=True, is given), then merge again"
             )
         return super().train(mode)  # type: ignore[misc]
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from t2r import __version__, compat
 from t2r.attention.interface import NAME
-from t2r.config import OPTIONS, T2RConfig
+from t2r.config import KEPT, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.card import model_card
 from t2r.storage import write_text
@@ -67,7 +67,7 @@ class SavedModel:
         base["architectures"] = [self.base_class.__name__]
         module = Path(REMOTE_CODE).stem
         config = T2RConfig(
-            **{name: getattr(self.t2r_config, name) for name in (*OPTIONS, "merged")},
+            **{name: getattr(self.t2r_config, name) for name in KEPT},
             base_config=base,
             t2r_version=__version__,
             architectures=[self.task_name],

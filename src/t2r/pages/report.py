@@ -10,6 +10,7 @@ from typing import Any
 
 from t2r.errors import T2RError
 from t2r.pages import sections
+from t2r.pages.training import completions, training
 from t2r.reporting.page import Page
 from t2r.storage import kind_of
 
@@ -43,7 +44,7 @@ def report(
                 page.heading(sections.title(path, content))
             section(page, content, path)
         if prompts and kind_of(path) == "folder":
-            sections.samples(page, path, prompts)
+            completions(page, path, prompts)
     first = sources[0]
     place = first / "report.html" if kind_of(first) == "folder" else first.with_suffix(".html")
     place = place if out is None else Path(out)
@@ -56,6 +57,8 @@ def _showing(path: Path) -> Iterator[None]:
     """Raise T2RError for contents of another form: results are recognized by their first names only."""
     try:
         yield
+    except T2RError:
+        raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise T2RError(f"{path} is not a complete result of this version of t2r ({reason})") from error
@@ -67,7 +70,7 @@ def _read(path: Path) -> list[tuple[Section, Any]]:
     if kind is None:
         raise T2RError(f"{path} does not exist: give a folder or a JSON file of results")
     if kind == "folder":
-        for name, section in (("record.json", sections.experiment), ("results.json", sections.training)):
+        for name, section in (("record.json", sections.experiment), ("results.json", training)):
             if kind_of(path / name) == "file":
                 return [(section, _json(path / name))]
         contents = [_json(file) for file in sorted(path.glob("*.json"))]
@@ -90,7 +93,7 @@ def _section(content: Any) -> Section | None:
         return sections.benchmark if "points" in first else sections.evaluations if "model" in first else None
     known: dict[str, Section] = {
         "experiment": sections.experiment,
-        "stages": sections.training,
+        "stages": training,
         "by_distance": sections.analysis,
         "rows": sections.benchmark,
         "points": sections.benchmark,

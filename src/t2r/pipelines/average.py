@@ -13,7 +13,7 @@ from t2r.errors import T2RError
 from t2r.hub import copy_processor, load_config, load_model, load_tokenizer
 from t2r.storage import refuse_replacing, whole_folder
 
-NOT_COMPARED = ("transformers_version", "t2r_version", "dtype", "name_or_path", "_name_or_path")
+NOT_COMPARED = ("transformers_version", "t2r_version", "dtype", "name_or_path", "_name_or_path", "base_model")
 """Fields of a configuration that may differ between models that are averaged."""
 
 

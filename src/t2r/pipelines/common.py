@@ -102,6 +102,20 @@ def frozen_copy(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
     return copied
 
 
+def advice(task: Task, results: dict[str, Any]) -> str | None:
+    """Say that a conversion is far worse than its teacher, and what to do. None: it is not, or was not measured."""
+    teacher, student = results["teacher"], list(results["stages"].values())[-1]
+    gap = None if teacher is None or student is None else task.gap(teacher, student)
+    if gap is None:
+        return None
+    steps = " and ".join(f"{count:,}" for count in results["steps"].values())
+    further = "" if results["merged"] else "; to train this result further, give its folder to t2r convert"
+    return (
+        f"far from the teacher: {gap}, after {steps} steps; give more time (--minutes) or steps, more text, a larger "
+        f"--feature-size, or keep softmax layers (--softmax-layers auto:N){further}"
+    )
+
+
 def complete(results: dict[str, Any], session: Session) -> dict[str, Any]:
     """Return the results with the log, the pace and the sources of the session, and where it ran."""
     measured = {"log": session.logs(), **session.pace(), "mixture": session.mixture(), "made": environment.made()}

@@ -1,4 +1,6 @@
-"""Converts a pretrained language or translation model into an RNN: swap, train, evaluate, merge, save."""
+"""Converts a pretrained language or translation model into an RNN: swap, train, evaluate, save.
+
+A finished conversion is continued in the same way: its own weights are trained further."""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import copy
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,21 @@ from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
 from t2r.data.languages import set_languages
 from t2r.data.mixture import Sources
-from t2r.data.teacher import writing_speed
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
-from t2r.model.merge import merge, merge_cost, mergeable_sites
+from t2r.model.merge import merge, mergeable_sites
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import RunOptions, check, refuse_unknown
-from t2r.pipelines.common import Texts, complete, frozen_copy
+from t2r.options import RunOptions, check, parse_auto, refuse_unknown
+from t2r.pipelines import beside
+from t2r.pipelines.common import Texts, advice, complete, frozen_copy
+from t2r.pipelines.continuation import (
+    check_continued,
+    continued_plan,
+    load_teacher,
+    origin_of,
+    remember_origin,
+)
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
 from t2r.surgery.adapters import family_of
@@ -38,6 +48,8 @@ from t2r.training.steps.arithmetic import without_denormals
 from t2r.training.steps.job import Settings
 
 logger = logging.getLogger(__name__)
+
+WRONG = "is this the right text, language and tokenizer?"
 
 
 @without_denormals()
@@ -59,10 +71,11 @@ def convert(
     overrides: Sequence[str] = (),
     minutes: float | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    teacher: str | PreTrainedModel | None = None,
     softmax_layers: list[int] | str | None = None,
     teacher_tokens: int = RunOptions.teacher_tokens,
     documents: bool = False,
-    merged: bool | None = None,
+    merged: bool = False,
     seed: int = 0,
     device: str = "auto",
     bf16: bool | None = None,
@@ -78,19 +91,22 @@ def convert(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Convert a language model: swap, train, evaluate, merge if possible, save. Returns the results, which are also
-    saved.
+    """Convert a language model: swap, train, evaluate, save. Returns the results, which are also saved.
 
-    An interrupted conversion is resumed by the same call.
+    A finished conversion is continued by giving its folder as the `model`, and another one as `out`: its weights are
+    trained further, in the stages of the recipe except transfers. An interrupted conversion is resumed by the same
+    call.
 
     Args:
-        model: a folder, a hub name, or a model, which is modified; a model requires `tokenizer`.
+        model: a folder, a hub name, or a model, which is modified; a model requires `tokenizer`. A t2r model (not a
+            merged one) is trained further, with its own swap.
         out: the output folder. The unfinished run is kept in `out.run`.
         train: training text: files, globs, JSONL or `datasets:` names, or `teacher` for text that the model generates;
             with other sources, it generates continuations of excerpts from them. `wiki.txt:2` reads a source twice per
             epoch, `wiki.txt:60%` makes it this share of the tokens. Also a mapping from source to weight, or a list of
             pairs. None: the recipe's sources.
-        valid: text to measure perplexity on, before and after training.
+        valid: text to measure perplexity on, before and after training. None: the last 2 % of the first text in `train`
+            (if that is long enough), which are then not trained on.
         source: files of source sentences, one per line, for an encoder-decoder; weights as for `train`.
         target: the file of targets of each source, or `teacher`: the model translates the source (beam search).
         valid_source: source sentences to measure BLEU on, before and after training.
@@ -106,11 +122,14 @@ def convert(
         minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
             tokens or steps. If time is short, the teacher generates less text, fewer windows are evaluated, and batches
             are smaller. None: the recipe's budget.
+        teacher: if a conversion is continued, its base model. None: where it was when it was converted. A model with
+            other weights is refused.
         softmax_layers: softmax layers to keep, or `auto:N` for the N most sensitive ones, measured after the first
             stage.
         teacher_tokens: number of tokens that the teacher generates for `train="teacher"`.
         documents: attention does not cross document boundaries inside a block.
-        merged: merge the feature maps into the projections. None: if possible and cheaper.
+        merged: merge the feature maps into the projections, also where that does not pay. A merged model generates
+            faster, and cannot be trained.
         seed: seed of the feature maps, the data order, dropout, and the text that the teacher generates.
         bf16: train in bfloat16. None: on a GPU.
         compiled: compile layers and losses, and replay steps as CUDA graphs; with `source`, whose batches vary in
@@ -129,12 +148,14 @@ def convert(
     refuse_unknown(options, OPTIONS)
     check_report_to(report_to)
     check_destination(Path(out), overwrite)
-    refuse_replacing(model, out)
+    for source_ in (model, teacher):
+        refuse_replacing(source_, out)
     given = {"limit": limit, "minutes": minutes, "teacher_tokens": teacher_tokens, "save_steps": save_steps}
     check(RunOptions, given)
     texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
     refuse_deleting([*texts.names(), recipe, tokenizer], out)
-    plan = within(load_recipe(recipe or default_recipe(texts.translates), overrides), minutes)
+    whole = load_recipe(recipe or default_recipe(texts.translates), overrides)
+    plan = within(whole, minutes)
     auto = parse_auto(softmax_layers)
     swap_options = over(plan.swap, options) | {"seed": seed}
     if auto is None and softmax_layers is not None:
@@ -150,14 +171,25 @@ def convert(
         report_to=report_to,
         progress=progress,
     )
-    base, tokens = load_base(model, tokenizer, place, {"revision": revision, "trust_remote_code": trust_remote_code})
+    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+    base, tokens = load_base(model, tokenizer, place, hub)
+    reference: PreTrainedModel | None = None
+    """The teacher of a conversion that is continued, in float32."""
     if isinstance(base, T2RModel):
-        raise T2RError(f"{base.config.name_or_path or 'the model'} is already a t2r model: give the base model")
+        check_continued(base, options, softmax_layers)
+        refuse_replacing(base.t2r_config.base_model, out)
+        reference = load_teacher(base, teacher, place, trust_remote_code)
+        plan = within(continued_plan(whole, base, reference), minutes)
+        swap_options = {name: getattr(base.t2r_config, name) for name in OPTIONS}
+    elif teacher is not None:
+        raise T2RError("a model is its own teacher: give another one only to continue a conversion of it")
     if texts.translates:
-        set_languages(base, tokens, source_language, target_language)
+        for each in filter(None, (base, reference)):
+            set_languages(each, tokens, source_language, target_language)
     elif source_language or target_language:
         raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
     of_data: dict[str, Any] = {"teacher_beams": teacher_beams, "teacher_tokens": teacher_tokens, "join": join}
+    of_data["hold_out"] = True
     task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_data)
     plan = texts.fitted(plan, base)
     config = T2RConfig(**swap_options)
@@ -169,37 +201,56 @@ def convert(
         "swap": swap_options,
         "softmax_layers": softmax_layers,
     }
+    origin = origin_of(base if reference is None else reference)
+    if reference is not None:
+        facts["teacher"] = origin["base_weights"]
 
     with Session(out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=restart) as session:
-        teacher = frozen_copy(base, settings)
-        student: PreTrainedModel = swap(base, config)
+        student: PreTrainedModel = base
+        if reference is None:
+            frozen = frozen_copy(base, settings)
+            student = swap(base, config)
+        else:
+            frozen = frozen_copy(reference, settings) if settings.bf16 else reference
         student.config.use_cache = True
         session.plan = trainable(session.plan, student)
         if merged:
             mergeable_sites(student)  # raises before training if merging is not possible
-        writer = None if texts.translates else lambda length: writing_speed(teacher, tokens, length)
-        session.prepare(student, teacher, writer=writer, scans=auto is not None)
+        session.prepare(student, frozen, scans=auto is not None)
 
-        student, results = train_stages(session, student, teacher, config, auto)
-        results = complete(results | {"recall": session.recall(student)}, session)
+        before = "swapped" if reference is None else "before"
+        # Teacher and students are evaluated in float32.
+        with exact_attention(student) if reference is None else nullcontext():
+            measured = session.measure("teacher", reference or student)
+            beside.measure_teacher(session, reference or student, frozen, tokens)
+        reference = None  # frees its memory
+        if measured is not None and (doubt := task.doubt(measured)) is not None:
+            logger.warning("the teacher does not know the text that is measured: %s; %s", doubt, WRONG)
+        results: dict[str, Any] = {"task": task.name, "teacher": measured}
+        results[before] = session.measure(before, student, frozen)
+        student, trained = train_stages(session, student, frozen, config, auto)
+        results |= trained
+        results = complete(results | {"recall": session.recall(student), "merged": bool(merged)}, session)
+        if (far := advice(task, results)) is not None:
+            results["advice"] = far
         student.eval()
-        if merged or (merged is None and merges(student)):
-            merge(student, force=bool(merged))
-        results["merged"] = student.t2r_config.merged  # type: ignore[union-attr]
-        state = [*state_lines(student), *recall_lines(results["recall"])]
+        if merged:
+            merge(student, force=True)
+        remember_origin(student.t2r_config, origin)  # type: ignore[arg-type]
+        results |= beside.compare(session, student, frozen, tokens)
+        state = [*state_lines(student), *recall_lines(results["recall"], results.get("teacher_recall", ()))]
         session.save(student, tokens, results, compared=True, overwrite=overwrite, state=state)
+        if far is not None:
+            logger.warning("%s", far)
     return results
 
 
 def train_stages(
     session: Session, student: PreTrainedModel, teacher: PreTrainedModel, config: T2RConfig, auto: int | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Train all stages and measure the model before and after each. With `auto`, softmax is restored in this many
-    layers after the first stage. Returns the trained model and the results."""
-    results: dict[str, Any] = {"task": session.task.name, "stages": {}}
-    with exact_attention(student):  # the teacher, in the precision in which students are evaluated
-        results["teacher"] = session.measure("teacher", student)
-    results["swapped"] = session.measure("swapped", student, teacher)
+    """Train all stages and measure the model after each. With `auto`, softmax is restored in this many layers after the
+    first stage. Returns the trained model and the results."""
+    results: dict[str, Any] = {"stages": {}}
     for index, stage in enumerate(session.plan.stages):
         student = session.train(student, stage)
         results["stages"][stage.name] = session.measure(stage, student, teacher)
@@ -228,16 +279,6 @@ def load_base(
     if tokenizer is None:
         raise T2RError("the model has no tokenizer: give one")
     return base, tokenizer
-
-
-def parse_auto(softmax_layers: Any) -> int | None:
-    """Return N for `auto:N`, and None for anything else. Raises T2RError for any other string."""
-    if not isinstance(softmax_layers, str):
-        return None
-    word, _, count = softmax_layers.partition(":")
-    if word != "auto" or not count.isdigit() or int(count) < 1:
-        raise T2RError(f"softmax_layers={softmax_layers!r}: give layers, or auto:N for the N most sensitive layers")
-    return int(count)
 
 
 def check_auto(count: int | None, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:
@@ -269,11 +310,3 @@ def with_softmax(
     again.load_state_dict({name: weights[name] for name in again.state_dict()})
     again.config.use_cache = student.config.use_cache
     return again.requires_grad_(True)
-
-
-def merges(student: PreTrainedModel) -> bool:
-    """Return whether the maps can be merged into the projections and merging saves operations."""
-    try:
-        return merge_cost(student).pays
-    except T2RError:
-        return False

@@ -6,7 +6,8 @@ Bytes are not computed by a formula: the caches are filled with tensors on the m
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,17 @@ from t2r.feature_maps import FeatureMap, make_feature_map
 from t2r.hub import auto_class, choose_dtype, load_config
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
+from t2r.options import parse_auto
 from t2r.surgery.adapters import FAMILIES, Shape, Site, family_of
+from t2r.training.planning.plan import over
+from t2r.training.recipes.recipe import Recipe, default_recipe, load_recipe
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 LENGTHS = (512, 4096, 32768)
+DEFAULT = "default"
+"""Stands for the recipe that `convert` uses by default."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,15 @@ class Inspection:
     cross_saves_from: int | None = None
     """The number of source tokens from which the states of cross attention are smaller than its keys and values. None:
     there is no recurrent cross attention."""
+    undecided: int | None = None
+    """With `softmax_layers=auto:N`: N. Any of the layers, which are all listed as recurrent, may then be a softmax
+    layer; totals are those with N softmax layers."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers have the same parameters and bytes."""
+        facts = {(s.cross, s.parameters_added, s.state_bytes, *s.kv_bytes.values()) for s in self.sites}
+        return len(facts) == len({site.cross for site in self.sites})
 
 
 def inspect_model(
@@ -97,6 +112,7 @@ def inspect_model(
     dtype: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    recipe: str | None = None,
     **options: Any,
 ) -> Inspection:
     """Report what a swap of a model with these options (those of `swap`) would do, or what was done to a swapped model.
@@ -104,17 +120,66 @@ def inspect_model(
     Args:
         source: a model, which is not modified; or a folder or hub name, of which only the configuration is read.
         dtype: dtype of the weights, and so of keys and values. `auto`: as saved.
+        recipe: a recipe of `convert`, which has other defaults than `swap`: `default` for the one that `convert` uses,
+            the name of a shipped recipe, or a YAML file. None: the defaults of `swap`.
+        options: options of `swap`. `softmax_layers` may also be `auto:N`, as in `convert`.
     """
     if isinstance(source, PreTrainedModel):
         model: Any = source
     else:
         model = empty_model(fspath(source), dtype, revision=revision, trust_remote_code=trust_remote_code)
-    swapped = isinstance(model, T2RModel)
-    if swapped and options:
-        raise T2RError(f"{name_of(model)} is already swapped: do not give {', '.join(sorted(options))}")
-    if not swapped:
-        model = swap(empty_twin(type(model), model), **options)
-    return report(model, swapped)
+    if isinstance(model, T2RModel):
+        if given := sorted([*options, *(["recipe"] if recipe not in (None, DEFAULT) else [])]):
+            raise T2RError(f"{name_of(model)} is already swapped: do not give {', '.join(given)}")
+        return report(model, True)
+    if recipe is not None:
+        options = over(recipe_for(model, recipe).swap, options)
+    count = parse_auto(options.get("softmax_layers"))
+    if count is None:
+        return report(swap(empty_twin(type(model), model), **options), False)
+    return undecided(model, count, options)
+
+
+def recipe_for(model: PreTrainedModel, name: str) -> Recipe:
+    """Return a recipe by name; `default` is that of `convert` for this model."""
+    return load_recipe(default_recipe(model.config.is_encoder_decoder) if name == DEFAULT else name)
+
+
+def undecided(model: Any, count: int, options: dict[str, Any]) -> Inspection:
+    """Report on a conversion that keeps `count` softmax layers, of which it is not known which they will be.
+
+    Totals are those of the layers that take the most memory: if all layers are alike, of any."""
+    others = {name: value for name, value in options.items() if name != "softmax_layers"}
+    if others.get("softmax_every") is not None:
+        raise T2RError(f"softmax_layers=auto:{count} cannot be combined with softmax_every")
+    pure = report(swap(empty_twin(type(model), model), **others), False)
+    layers: dict[int, list[SiteReport]] = {}
+    for site in pure.sites:
+        layers.setdefault(site.layer, []).append(site)
+    if count >= len(layers):
+        raise T2RError(f"softmax_layers=auto:{count} would keep all {len(layers)} layers: nothing would be swapped")
+
+    def growth(layer: int) -> int:
+        return sum(site.kv_bytes[LENGTHS[-1]] - site.state_bytes for site in layers[layer])
+
+    largest = sorted(sorted(layers, key=growth)[-count:])
+    kept = report(swap(empty_twin(type(model), model), **others, softmax_layers=largest), False)
+    named = kept.options | {"softmax_layers": f"auto:{count}"}
+    return dataclasses.replace(kept, options=named, sites=pure.sites, undecided=count)
+
+
+def memory_by_length(source: PreTrainedModel | str | PathLike[str], lengths: Sequence[int]) -> list[dict[str, int]]:
+    """Return the bytes of a sequence after each number of `tokens`, of a swapped `model` and of its `teacher`, with
+    keys and values in bfloat16 and states in float32."""
+    if not isinstance(source, PreTrainedModel):
+        source = empty_model(fspath(source), "bfloat16", revision=None, trust_remote_code=False)
+    found = report(source, True, torch.bfloat16, lengths)
+    return [{"tokens": n, "teacher": found.kv_bytes[n], "model": found.cache_bytes[n]} for n in lengths]
+
+
+def lengths_within(positions: int | None, lengths: Sequence[int] = LENGTHS) -> list[int]:
+    """Return the lengths that a model with this number of positions can read, at least one. None: all."""
+    return [n for n in lengths if positions is None or n <= positions] or [positions or lengths[0]]
 
 
 def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
@@ -148,8 +213,12 @@ def empty_twin(base_class: Any, model: Any) -> Any:
         return compat.build_from_config(base_class, config, dtype=model.dtype, attn_implementation="eager")
 
 
-def report(model: Any, swapped: bool) -> Inspection:
+def report(
+    model: Any, swapped: bool, dtype: torch.dtype | None = None, lengths: Sequence[int] | None = None
+) -> Inspection:
+    """Report on a swapped model. `dtype` is that of keys and values, by default the model's."""
     config: T2RConfig = model.t2r_config
+    dtype, lengths = dtype or model.dtype, lengths or LENGTHS
     base, kin = empty_twin(model.base_class, model), family_of(model)
     before = [count(site.module.parameters()) for site in kin.sites(base)]
     layers = len(kin.decoder_layers(model))
@@ -160,14 +229,14 @@ def report(model: Any, swapped: bool) -> Inspection:
     for site, parameters in zip(kin.sites(model), before, strict=True):
         layer = DynamicLayer() if site.cross else stock[site.layer]
         feature_map = None if site.layer in kept or config.keeps(site.cross) else site.module.feature_map
-        sites.append(site_report(site, kin.shape(site.module), feature_map, parameters, layer, model.dtype))
+        sites.append(site_report(site, kin.shape(site.module), feature_map, parameters, layer, dtype, lengths))
     parameters, added = count(base.parameters()), sum(site.parameters_added for site in sites)
     return Inspection(
         model=name_of(model),
         model_type=model.config.model_type,
         swapped=swapped,
         merged=config.merged,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         options={name: getattr(config, name) for name in OPTIONS},
         sites=sites,
         encoder_layers=len(kin.encoder_layers(model)),
@@ -175,9 +244,9 @@ def report(model: Any, swapped: bool) -> Inspection:
         parameters_added=added,
         share=added / parameters,
         state_bytes=sum(site.state_bytes for site in sites),
-        kv_bytes={n: sum(site.kv_bytes[n] for site in sites) for n in LENGTHS},
-        cache_bytes={n: sum(site.cache_bytes(n) for site in sites) for n in LENGTHS},
-        ungrouped=ungrouped(config, sites, model.dtype),
+        kv_bytes={n: sum(site.kv_bytes[n] for site in sites) for n in lengths},
+        cache_bytes={n: sum(site.cache_bytes(n) for site in sites) for n in lengths},
+        ungrouped=ungrouped(config, sites, dtype),
         cross_saves_from=cross_saves_from(sites),
     )
 
@@ -187,7 +256,7 @@ def cross_saves_from(sites: list[SiteReport]) -> int | None:
     cross = [site for site in sites if site.cross and site.recurrent]
     if not cross:
         return None
-    length = LENGTHS[0]
+    length = next(iter(cross[0].kv_bytes))
     per_token = sum(site.kv_bytes[length] for site in cross) // length
     return sum(site.state_bytes for site in cross) // per_token + 1
 
@@ -199,6 +268,7 @@ def site_report(
     parameters: int,
     layer: CacheLayerMixin,
     dtype: torch.dtype,
+    lengths: Sequence[int],
 ) -> SiteReport:
     """Report on one site. `parameters` and `layer` are those of the base model."""
     return SiteReport(
@@ -210,7 +280,7 @@ def site_report(
         feature_size=None if feature_map is None else feature_map.feature_size,
         parameters_added=count(site.module.parameters()) - parameters,
         state_bytes=0 if feature_map is None else state_bytes(feature_map, shape.head_dim, dtype),
-        kv_bytes={n: kv_bytes(layer, shape, n, dtype) for n in LENGTHS},
+        kv_bytes={n: kv_bytes(layer, shape, n, dtype) for n in lengths},
     )
 
 
@@ -265,10 +335,11 @@ def tables(inspection: Inspection) -> list[Table | str]:
     kv_headings = [f"KV {tokens(n)}" for n in LENGTHS]
     for heading in ("layer", "attention", "features", "added", "state", *kv_headings):
         layers.add_column(heading, justify="left" if heading == "attention" else "right", no_wrap=True)
+    kind = "recurrent" if inspection.undecided is None else "undecided"
     for site in inspection.sites:
         layers.add_row(
             str(site.layer),
-            f"{'cross ' if site.cross else ''}{'recurrent' if site.recurrent else 'softmax'}",
+            f"{'cross ' if site.cross else ''}{kind if site.recurrent else 'softmax'}",
             str(site.feature_size or "-"),
             f"{site.parameters_added:,}" if site.recurrent else "-",
             human(site.state_bytes) if site.recurrent else "-",
@@ -289,11 +360,19 @@ def summary(inspection: Inspection) -> list[str]:
     for cross, kind in ((False, "self"), (True, "cross")):
         sites = [site for site in inspection.sites if site.cross == cross]
         recurrent = sum(site.recurrent for site in sites)
+        if recurrent and inspection.undecided is not None:
+            recurrent -= inspection.undecided
         if sites:
             lines.append(
                 f"{kind} attention: {recurrent} of {len(sites)} decoder layers recurrent, "
                 f"{len(sites) - recurrent} softmax"
             )
+    if inspection.undecided is not None:
+        lines.append(
+            f"softmax layers: t2r convert measures the sensitivity of all layers after the first stage, and keeps "
+            f"softmax attention in {inspection.undecided} of them"
+            + ("" if inspection.alike else "; bytes are those of the largest")
+        )
     if inspection.encoder_layers:
         lines.append(f"encoder: all {inspection.encoder_layers} layers keep softmax attention")
     merged = " (feature maps are merged into the projections)" if inspection.merged else ""

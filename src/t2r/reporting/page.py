@@ -1,13 +1,14 @@
 """Results as a self-contained HTML file, without scripts or network access, in light and dark mode.
 
 The file is also well-formed XML, so that programs can read the numbers. Figures are drawn with matplotlib (the `plots`
-extra) and embedded as SVG.
+extra) and embedded as SVG; without it, a page has no figures.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ from t2r.storage import write_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
+
+logger = logging.getLogger(__name__)
 
 COLORS = ("#d9652b", "#3d85c6", "#2c9c6a", "#9a66cc", "#c2477f", "#8a8a2e")
 """Visible on white and on black."""
@@ -59,10 +62,15 @@ th:last-child, td:last-child { padding-right: 0; }
   margin: 1rem 0; }
 .side > * { margin: 0; min-width: 0; }
 pre { background: var(--box); border-radius: 6px; padding: 0.75rem 1rem; overflow-x: auto; line-height: 1.45;
-  font: 0.85rem/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: normal; }
+  font: 0.85rem/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap; }
 details > summary { cursor: pointer; color: var(--soft); margin: 0.75rem 0; }
 blockquote { white-space: pre-wrap; border-left: 3px solid var(--line); padding-left: 1rem; margin: 0.5rem 0; }
 svg { width: 100%; height: auto; }
+@media (max-width: 30rem) {
+  table { font-size: 0.85rem; }
+  th, td { padding: 0.3rem; }
+  th, th:first-child, td:first-child { min-width: 3.5rem; }
+}
 svg text { font-family: inherit !important; }
 """
 
@@ -73,6 +81,8 @@ class Page:
     def __init__(self, title: str) -> None:
         self.title = title
         self.parts = [f"<h1>{_plain(title)}</h1>"]
+        self.complete = True
+        """Whether all figures were drawn, for which matplotlib is required."""
 
     def heading(self, text: str) -> None:
         self.parts.append(f"<h2>{_plain(text)}</h2>")
@@ -82,6 +92,7 @@ class Page:
 
     def paragraph(self, text: str, *, lead: bool = False) -> None:
         start = '<p class="lead">' if lead else "<p>"
+        text = text.replace(" %", "\N{NO-BREAK SPACE}%")
         self.parts.append(f"{start}{_plain(text)}</p>")
 
     def code(self, text: str, summary: str | None = None) -> None:
@@ -124,8 +135,12 @@ class Page:
         self.parts.append(f'<div class="side">{each}</div>')
 
     def figures(self, svgs: Mapping[str, str]) -> None:
-        """Add figures side by side, each over its caption."""
-        each = "".join(f"<figure>{svg}<figcaption>{_plain(name)}</figcaption></figure>" for name, svg in svgs.items())
+        """Add figures side by side, each over its caption. Those that could not be drawn are omitted."""
+        drawn = {name: svg for name, svg in svgs.items() if svg}
+        self.complete = self.complete and len(drawn) == len(svgs)
+        if not drawn:
+            return
+        each = "".join(f"<figure>{svg}<figcaption>{_plain(name)}</figcaption></figure>" for name, svg in drawn.items())
         self.parts.append(f'<div class="side">{each}</div>')
 
     def html(self) -> str:
@@ -137,12 +152,14 @@ class Page:
         )
 
     def write(self, path: Path) -> None:
-        """Write the page atomically. Raises T2RError if it cannot be written."""
+        """Write the page atomically, with a warning if it lacks figures. Raises T2RError if it cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, self.html())
         except OSError as error:
             raise T2RError(f"{path} cannot be written: {error}") from error
+        if not self.complete:
+            logger.warning("the page has no figures: they require the plots extra, pip install 't2r[plots]'")
 
 
 def _row(cells: Sequence[str], kind: str) -> str:
@@ -219,18 +236,14 @@ def lines(
     return svg(draw, f"{y} against {x}: {', '.join(series)}")
 
 
-def bars(values: Mapping[str, float], what: str, *, log: bool = False, colors: Sequence[str] = COLORS) -> str:
-    """Draw a bar for each name, with its value, as SVG. With `log` the axis starts at 1, or below all values."""
+def bars(values: Mapping[str, float], what: str, *, colors: Sequence[str] = COLORS) -> str:
+    """Draw a bar for each name, with its value, as SVG. The axis is linear and starts at 0: bars compare lengths."""
 
     def draw(axes: Axes) -> None:
         own = [colors[i % len(colors)] for i in range(len(values))]
         drawn = axes.barh(list(values), list(values.values()), color=own)
         axes.bar_label(drawn, labels=[f"{value:,.2f}" for value in values.values()], padding=3)
         axes.invert_yaxis()  # the first on top
-        if log:
-            axes.set_xscale("log")
-            axes.set_xlim(left=min(1.0, *(value / 2 for value in values.values())))
-            plain_ticks(axes.xaxis, [1.0, *values.values()])
         axes.margins(x=0.2)
         axes.set_xlabel(what)
 
@@ -275,13 +288,27 @@ def plain_ticks(axis: Any, values: Sequence[float]) -> None:
     axis.set_ticks([], minor=True)
 
 
-def svg(draw: Any, words: str) -> str:
-    """Return the result of `draw` as an SVG element for a page. `words` is its text alternative."""
+def check_plots() -> None:
+    """Raise T2RError if figures cannot be drawn."""
+    if not can_draw():
+        raise T2RError("figures require the plots extra: pip install 't2r[plots]'")
+
+
+def can_draw() -> bool:
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise T2RError("figures require the plots extra: pip install 't2r[plots]'") from error
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def svg(draw: Any, words: str) -> str:
+    """Return the result of `draw` as an SVG element for a page, or nothing without matplotlib. `words` is its text
+    alternative."""
+    if not can_draw():
+        return ""
+    import matplotlib
+    from matplotlib.figure import Figure
 
     inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
     look: Any = {name: INK for name in inks}

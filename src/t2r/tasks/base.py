@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedModel
 
+from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
 
@@ -56,6 +57,21 @@ class Task(ABC):
     def asked_of_teacher(self) -> int:
         """The number of tokens that the teacher generates."""
         return 0
+
+    fewest_blocks: ClassVar[int] = 16
+    """Minimum number of blocks, of the smallest size, that the teacher generates, however short the time is."""
+
+    def writing_speed(self, teacher: PreTrainedModel, length: int) -> WritingSpeed | None:
+        """Time the teacher's generation of items of `length` tokens. None: it generates nothing."""
+        return None
+
+    def told_writing(self, tokens: int, asked: int) -> str:
+        """Describe what the teacher generates, and what was asked if that is more."""
+        return f"the teacher generates {tokens:,} tokens" + (f" instead of {asked:,}" if tokens < asked else "")
+
+    def smallest_block(self, block_size: int) -> int:
+        """Return the size to which blocks may be divided, to make a batch smaller than one block."""
+        return block_size
 
     def example(self, rows: int, length: int) -> dict[str, Tensor]:
         """Return a batch of `rows` items with at most `length` tokens, to measure the time of a step."""
@@ -142,6 +158,21 @@ class Task(ABC):
 
     def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
         """How often the model recalls a word after some distances, for JSON; empty where that cannot be measured."""
+        return []
+
+    @staticmethod
+    def doubt(teacher: Mapping[str, Any]) -> str | None:
+        """Return why the teacher's own score says that text and model do not belong together, or None if it does
+        not."""
+        return None
+
+    @staticmethod
+    def gap(teacher: Mapping[str, Any], student: Mapping[str, Any]) -> str | None:
+        """Describe the score of a student that is far worse than its teacher. None: it is not."""
+        return None
+
+    def prompts(self) -> list[str]:
+        """Return prompts for samples of a model, or sources to translate; empty if there are none."""
         return []
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,12 +21,13 @@ from t2r.data.mixture import Sources, exact, readings_of_shares, warn_of_shares
 from t2r.data.parallel.blocks import PairBlocks
 from t2r.data.parallel.corpus import Pair, ParallelCorpus, encode_sources, encode_targets, tokenize_pairs
 from t2r.data.parallel.joined import JoinedCorpus
-from t2r.data.parallel.lines import find_file, parse_pairs, read_pairs
+from t2r.data.parallel.lines import LineSource, SomeLines, find_file, parse_pairs, read_pairs
 from t2r.data.pieces import warn_of_target_pieces
 from t2r.data.progress import progress_bar
+from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
 from t2r.evaluation.translation import metrics, score, token_scores
-from t2r.generation.translation import translate, write_translations
+from t2r.generation.translation import time_translation, translate, translations_path, write_translations
 from t2r.options import RunOptions
 from t2r.tasks.base import Task, exchanged, max_positions, number
 from t2r.words import counted
@@ -37,11 +39,19 @@ TEACHER = "teacher"
 MEASURED = 2048
 """Tokens per batch in evaluation."""
 SAMPLE = 1000
-"""Number of lines from which the tokens of a file are estimated."""
+"""Number of lines from which the tokens of a file, and the time of their translation, are estimated at most."""
+SMALLEST = 512
+"""Tokens of the smallest block to which one is divided."""
 LONGER = 1.5
 """A warning is given if the lines that are measured are longer than the training text by more than this factor."""
+FAR, LEAST = 0.1, 1.0
+"""A student is far from its teacher if its BLEU is lower by more than this fraction, and by more than this number."""
+DOUBTFUL = math.log(200.0)
+"""A teacher with a higher loss per token is taken for one that does not know these languages."""
 SEARCH = 8
 """Assumed cost of a beam search per beam, relative to one forward pass over the line."""
+SAMPLES = 3
+"""Lines whose translations are shown beside the teacher's."""
 
 
 class Translation(Task):
@@ -66,6 +76,7 @@ class Translation(Task):
     name = "translation"
     pipeline_tag = "translation"
     measured_in = "lines"
+    fewest_blocks = 2
     one_shape = False
     packed = False
 
@@ -109,7 +120,10 @@ class Translation(Task):
         """The numbers of embeddings of sources and of targets."""
         self.pad = 0
         self.shift: Callable[[Tensor], Tensor] = shifted
-        self.asked = 0
+        self.asked: dict[int, tuple[int, int]] = {}
+        """The numbers of lines, and of tokens as estimated, of the sources that the teacher translates."""
+        self.translated = 1.0
+        """The fraction of these lines that the teacher translates."""
         self.blocks: dict[int, PairBlocks] = {}
 
     # --- Data -----------------------------------------------------------------------------------------------
@@ -179,7 +193,9 @@ class Translation(Task):
                     self.corpora[i] = self.joined(corpus)
         self.blocks.clear()
         self.check_vocabulary()
-        self.asked = sum(about_tokens(pair.source, self.tokenizer) for pair in self.pairs if pair.target == TEACHER)
+        self.asked = {
+            i: size_of(pair.source, self.tokenizer) for i, pair in enumerate(self.pairs) if pair.target == TEACHER
+        }
 
     def joined(self, corpus: ParallelCorpus) -> ParallelCorpus:
         """Return the pairs of a corpus, or those of neighboring lines, joined as far as they fit into all blocks."""
@@ -191,7 +207,36 @@ class Translation(Task):
     @property
     def asked_of_teacher(self) -> int:
         """Return the estimated number of tokens of the sources that the teacher translates."""
-        return self.asked
+        return sum(tokens for _, tokens in self.asked.values())
+
+    def writing_speed(self, teacher: PreTrainedModel, length: int) -> WritingSpeed | None:
+        """Time the search on lines of the first source that is not translated yet. Cached translations take no time."""
+        if not self.asked:
+            return None
+        missing = [i for i in self.asked if not self.is_translated(teacher, i)]
+        if not missing:
+            return WritingSpeed(0.0, 1e-12, 1)
+        first, total = self.pairs[missing[0]].source, self.asked[missing[0]][0]
+        lines = list(SomeLines(find_file(first), min(SAMPLE, total), total).read_lines())
+        token = time_translation(teacher, self.tokenizer, lines, self.teacher_beams, self.length_penalty)
+        share = sum(self.asked[i][1] for i in missing) / self.asked_of_teacher
+        return WritingSpeed(0.0, max(1e-12, share * token), 1)
+
+    def is_translated(self, teacher: PreTrainedModel, pair: int) -> bool:
+        """Return whether all lines of a source are translated already."""
+        file, search = find_file(self.pairs[pair].source), (self.teacher_beams, self.length_penalty)
+        return translations_path(teacher, self.tokenizer, file, None, *search).exists()
+
+    def told_writing(self, tokens: int, asked: int) -> str:
+        total = sum(lines for lines, _ in self.asked.values())
+        if tokens >= asked:
+            return f"the teacher translates {total:,} lines"
+        faster = " (more with --teacher-beams 1)" if self.teacher_beams > 1 else ""
+        return f"the teacher translates {round(total * tokens / asked):,} of {total:,} lines{faster}"
+
+    def smallest_block(self, block_size: int) -> int:
+        """Pairs are padded together in any number."""
+        return min(block_size, SMALLEST)
 
     def prepare(self, teacher: PreTrainedModel | None, longest: int) -> list[str]:
         """Tokenize the pairs and the teacher's translations, or take them from the cache."""
@@ -202,18 +247,22 @@ class Translation(Task):
                 continue
             if teacher is None:
                 raise T2RError("there is no teacher to translate the sources: name files of targets")
+            lines: LineSource = find_file(pair.source)
+            name, total = f"{pair.source}, translated by the teacher", self.asked[i][0]
+            if self.translated < 1 and not self.is_translated(teacher, i):
+                lines = SomeLines(lines, max(1, round(self.translated * total)), total)
+                name = f"{lines.path}, translated by the teacher"
             with self.caching():
                 written = write_translations(
                     teacher,
                     self.tokenizer,
-                    pair.source,
+                    lines,
                     beams=self.teacher_beams,
                     length_penalty=self.length_penalty,
                     progress=self.progress,
                 )
-                name = f"{pair.source}, translated by the teacher"
                 corpus = tokenize_pairs(
-                    pair.source, str(written), self.tokenizer, name=name, as_tokens=True, progress=self.progress
+                    lines, str(written), self.tokenizer, name=name, as_tokens=True, progress=self.progress
                 )
                 self.corpora[i] = self.joined(corpus)
         self.blocks.clear()
@@ -367,6 +416,8 @@ class Translation(Task):
         return count, round(mean * (1 + SEARCH * self.beams))
 
     def restrict(self, *, teacher_tokens: int | None = None, windows: int | None = None) -> None:
+        if teacher_tokens is not None:
+            self.translated = teacher_tokens / self.asked_of_teacher
         self.limit = self.limit if windows is None else windows
 
     def measure(self, model: PreTrainedModel, teacher: PreTrainedModel | None = None) -> dict[str, Any] | None:
@@ -390,6 +441,22 @@ class Translation(Task):
             )
         return measured | score(texts, references) | {"lines": len(lines)}
 
+    @staticmethod
+    def doubt(teacher: Mapping[str, Any]) -> str | None:
+        if teacher["loss"] is not None and teacher["loss"] <= DOUBTFUL:
+            return None
+        return f"its loss is {number(teacher['loss'], 1) or 'not finite'} per token, and its BLEU {teacher['bleu']:.1f}"
+
+    @staticmethod
+    def gap(teacher: Mapping[str, Any], student: Mapping[str, Any]) -> str | None:
+        own, best = student["bleu"], teacher["bleu"]
+        if best - own <= max(LEAST, FAR * best):
+            return None
+        return f"its BLEU is {own:.1f} instead of {best:.1f} ({own - best:+.1f})"
+
+    def prompts(self) -> list[str]:
+        return [source for source, _ in self.valid[:SAMPLES]]
+
     def told(self, measured: dict[str, Any]) -> str:
         return f"BLEU {measured['bleu']:.2f}, chrF {measured['chrf']:.2f}, loss {measured['loss']:.3f} per token"
 
@@ -411,13 +478,15 @@ class Translation(Task):
         return ("model", "BLEU", "chrF", "loss per token"), rows
 
 
-def about_tokens(source: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Estimate the number of tokens of a file from its first lines. Raises T2RError if it has no text."""
+def size_of(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the number of lines of a file, and of its tokens, estimated from some lines. Raises T2RError if it has no
+    text."""
     lines = list(find_file(source).read_lines())
     if not any(line.strip() for line in lines):
         raise T2RError(f"{source} has no text for the teacher to translate: give source sentences, one per line")
-    first = lines[:SAMPLE]
-    return max(1, round(len(lines) * sum(map(len, encode_sources(tokenizer, first))) / len(first)))
+    some = lines[:: -(-len(lines) // SAMPLE)]
+    tokens = round(len(lines) * sum(map(len, encode_sources(tokenizer, some))) / len(some))
+    return len(lines), max(1, tokens)
 
 
 def batched(pairs: Sequence[Pair]) -> Iterable[list[list[Pair]]]:

@@ -99,7 +99,7 @@ class Pair(NamedTuple):
 
 
 def tokenize_pairs(
-    source: str,
+    source: str | LineSource,
     target: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -113,7 +113,7 @@ def tokenize_pairs(
     empty side are skipped, with a notice.
 
     Args:
-        source: file of sources.
+        source: file of sources, or its lines.
         target: file of targets.
         tokenizer: the tokenizer.
         name: name of the pair in notices.
@@ -122,7 +122,8 @@ def tokenize_pairs(
         progress: whether to show a progress bar.
         tokenizer_key: the tokenizer's fingerprint, if known.
     """
-    files = find_file(source), find_file(target)
+    files = find_file(source) if isinstance(source, str) else source, find_file(target)
+    source = str(files[0].path)
     tokenizer_key = tokenizer_key or fingerprint.of_tokenizer(tokenizer)
     root = Path(cache_dir or fingerprint.cache_folder("pairs")).expanduser()
 

@@ -110,6 +110,31 @@ class DatasetColumn:
             yield " ".join(text.split())  # a sentence is one line
 
 
+@dataclass(frozen=True)
+class SomeLines:
+    """Evenly spaced lines of a source: `count` of its `total`. Line numbers in notices are those among them."""
+
+    lines: LineSource
+    count: int
+    total: int
+
+    @property
+    def path(self) -> str:
+        return f"{self.count:,} of the {self.total:,} lines of {self.lines.path}"
+
+    @property
+    def size(self) -> int:
+        return self.lines.size
+
+    def fingerprint(self) -> Any:
+        return [self.lines.fingerprint(), self.count, self.total]
+
+    def read_lines(self, report: Any = lambda _: None) -> Iterator[str]:
+        for index, line in enumerate(self.lines.read_lines(report)):
+            if (index + 1) * self.count // self.total > index * self.count // self.total:
+                yield line
+
+
 def find_file(name: str) -> LineSource:
     """Return the file or the column of a dataset with this name. Globs are refused."""
     if name.startswith("datasets:"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
@@ -17,12 +18,26 @@ EVERY = 60.0
 """Seconds between lines."""
 
 
-class Bar(ProgressCallback):
-    """A progress bar on stderr with the loss. With a time budget, its total is the estimated number of steps."""
+TERMS = {"loss": "loss", "kl": "KL", "task": "cross entropy"}
+"""What is shown of an entry of the log. The KL divergence is per token, as that of the evaluation. The loss may weight
+it, or be something else, such as the error of attention outputs in a transfer."""
 
-    def __init__(self, deadline: Deadline | None = None) -> None:
+
+def shown(logs: Mapping[str, float]) -> dict[str, str]:
+    return {words: f"{logs[name]:.4g}" for name, words in TERMS.items() if name in logs}
+
+
+class Bar(ProgressCallback):
+    """A progress bar on stderr with the loss and its terms. With a time budget, its total is an estimate."""
+
+    def __init__(self, stage: str, deadline: Deadline | None = None) -> None:
         super().__init__()
-        self.deadline = deadline
+        self.stage, self.deadline = stage, deadline
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self.stage)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None and self.deadline is not None and self.deadline.done:
@@ -31,11 +46,12 @@ class Bar(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and "loss" in (logs or {}):
-            self.training_bar.set_postfix(loss=f"{logs['loss']:.4g}")
+            self.training_bar.set_postfix(shown(logs))
 
 
 class Notes(TrainerCallback):
-    """Logs the step, the loss and the time left once a minute, where there is no progress bar: in files of batch jobs.
+    """Logs the step, the loss with its terms and the time left once a minute, where there is no progress bar: in files
+    of batch jobs.
 
     Args:
         stage: the name of the stage.
@@ -61,4 +77,5 @@ class Notes(TrainerCallback):
             left = (now - self.began) / done * (state.max_steps - state.global_step)
         else:
             step, left = f"step {state.global_step:,}", max(0.0, self.deadline.seconds - self.deadline.elapsed)
-        logger.info("%s: %s, loss %.4g, about %s left", self.stage, step, logs["loss"], duration(left))
+        terms = ", ".join(f"{words} {value}" for words, value in shown(logs).items())
+        logger.info("%s: %s, %s, about %s left", self.stage, step, terms, duration(left))

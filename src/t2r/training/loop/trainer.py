@@ -20,19 +20,19 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.integrations import TensorBoardCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from t2r import compat
 from t2r.errors import T2RError
 from t2r.storage import writing
 from t2r.training.loop import processes
 from t2r.training.loop.averaging import Average, averaging_points
-from t2r.training.loop.checkpoints import last_checkpoint, seal
+from t2r.training.loop.checkpoints import COMPLETE, last_checkpoint, seal
 from t2r.training.loop.deadline import AGREE, FASTER, Deadline
 from t2r.training.loop.progress import Bar, Notes
 from t2r.training.recipes.recipe import Stage
@@ -107,8 +107,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
     def replace_callbacks(self, logs: Path | None) -> None:
         """Remove what prints logs to stdout, where the results go, and write log files to `logs`."""
         self.remove_callback(PrinterCallback)
-        shown = self.pop_callback(ProgressCallback) is not None
-        self.add_callback(Bar(self.deadline) if shown else Notes(self.stage.name, self.deadline))
+        shown = self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None  # in a notebook it is another one
+        self.add_callback((Bar if shown else Notes)(self.stage.name, self.deadline))
         for callback in self.callback_handler.callbacks:  # its default is the checkpoint folder, which is removed
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and logs is not None:
                 callback.logging_dir = str(logs)
@@ -159,6 +159,10 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             sums = {name: self.accelerator.reduce(value, "sum") for name, value in self.terms.items()}
             logs |= {name: (x / sums["tokens"]).item() for name, x in sums.items() if name != "tokens"}
             self.terms.clear()
+        if "learning_rate" in logs and self.optimizer is not None:
+            # Trainer logs that of the first parameter group, whose rate may be another than the stage's.
+            factor = logs["learning_rate"] / self.optimizer.param_groups[0]["initial_lr"]
+            logs |= {name: factor * rate for name, rate in self.stage.peak_rates.items()}
         super().log(logs, *args, **kwargs)
 
     # --- Checkpoints ----------------------------------------------------------------------------------------
@@ -178,6 +182,13 @@ class StageTrainer(compat.TrainerHooks, Trainer):
                 if self.average is not None:
                     self.average.save(folder)
                 seal(folder)
+
+    def leave(self) -> None:
+        """Save a checkpoint of the last whole step, if there is none, and close the progress bar and log files."""
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        if self.state.global_step and not (folder / COMPLETE).exists():
+            self.checkpoint_now()
+        self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def save_weights(self, folder: Path) -> bool:
         if self.is_fsdp_enabled:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +17,21 @@ from t2r.errors import T2RError
 from t2r.training.loop import processes
 from t2r.training.planning.timing import Speeds
 from t2r.training.recipes.recipe import Recipe, Stage
-from t2r.words import counted, in_minutes
+from t2r.words import counted, duration, in_minutes
 
 WRITING, MEASURING, SCANNING, SAVING = 0.25, 0.2, 0.15, 0.02
 """Maximum shares of a budget for the teacher's generation, for evaluation, for the scan and for saving."""
-WANTED_STEPS = 20
-"""The batch is made smaller until a stage has this many steps."""
-FEWEST_STEPS = 5
-"""A budget in which a stage has fewer steps is refused."""
+WANTED_STEPS = 300
+"""The batch is made smaller until a stage has this many steps: their number matters more than their size."""
+FASTER = 1.5
+"""The batch is halved only if a step becomes faster by this factor. On a GPU, or with many optimizer states, steps
+of a small batch take as long as those of a larger one."""
+FEWEST_STEPS, ADVISED_STEPS = 5, 50
+"""A budget in which a stage has fewer steps is refused, and one in which it has this many is named instead."""
 LONGEST = 60.0 * 525_600
 """The largest budget, in seconds."""
-FEWEST_BLOCKS, FEWEST_WINDOWS, FEWEST_SCANNED = 16, 4, 4
-"""Minimum numbers of blocks that the teacher generates, of windows evaluated, and of blocks scanned."""
+FEWEST_WINDOWS, FEWEST_SCANNED = 4, 4
+"""Minimum numbers of windows evaluated, and of blocks scanned."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,12 @@ class Work:
     """Number of forward passes of the scan over its blocks. 0: there is no scan."""
     scanned: int = 16
     """Blocks of the scan."""
+    fewest_blocks: int = 16
+    """Blocks, of the smallest size, that the teacher generates at least."""
+    told_writing: Callable[[int, int], str] = "the teacher generates {:,} tokens instead of {:,}".format
+    """Describes that the teacher generates fewer tokens than was asked."""
+    smallest_block: Callable[[int], int] = int
+    """The size to which blocks of a size may be divided."""
 
     @property
     def length(self) -> int:
@@ -86,6 +96,8 @@ class Timetable:
     saving: float = 0.0
     shrunk: list[str] = field(default_factory=list)
     """Descriptions of what was reduced."""
+    writes_too_long: bool = False
+    """Whether the teacher cannot generate the least that is required in its share of the time."""
 
     @property
     def seconds(self) -> float:
@@ -94,7 +106,11 @@ class Timetable:
 
     @property
     def enough(self) -> bool:
-        return all(stage.steps >= FEWEST_STEPS for stage in self.stages.values())
+        return self.has_steps(FEWEST_STEPS)
+
+    def has_steps(self, count: int) -> bool:
+        """Return whether every stage has this many steps, and the teacher enough time."""
+        return not self.writes_too_long and all(stage.steps >= count for stage in self.stages.values())
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -112,13 +128,15 @@ def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Tim
     if total is None or timetable.enough:
         return timetable
     needed, longer = max(total, 1.0), timetable
-    while any(stage.steps < WANTED_STEPS for stage in longer.stages.values()) and needed < LONGEST:
+    while not longer.has_steps(ADVISED_STEPS) and needed < LONGEST:
         needed *= 1.1
         longer = arrange(work, speeds, needed, spent)
     name, stage = min(timetable.stages.items(), key=lambda item: item[1].steps)
+    reason = f"stage {name} would have {counted(stage.steps, 'step')} of {stage.batch_tokens} tokens"
+    if timetable.writes_too_long:
+        reason = f"{timetable.shrunk[0]}, which takes {duration(timetable.writing)}"
     raise T2RError(
-        f"a time of {in_minutes(total)} is not enough on this machine: stage {name} would have "
-        f"{counted(stage.steps, 'step')} of {stage.batch_tokens} tokens; give about {in_minutes(needed)}, or "
+        f"a time of {in_minutes(total)} is not enough on this machine: {reason}; give about {in_minutes(needed)}, or "
         "use a smaller model"
     )
 
@@ -126,25 +144,24 @@ def decide(work: Work, speeds: Speeds, total: float | None, spent: float) -> Tim
 def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Timetable:
     """Return a timetable, without checking its number of steps."""
     shrunk: list[str] = []
-    written = work.teacher_tokens
+    written, size = work.teacher_tokens, work.smallest_block(work.length)
     windows, scanned = work.windows, work.scanned if work.passes else 0
     of_window, of_block = speeds.reading * work.window * work.reads, speeds.reading * work.length * work.passes
     if total is not None:
         if speeds.writing is not None:
-            least = FEWEST_BLOCKS * work.length
-            written = min(written, max(least, speeds.writing.tokens(WRITING * total, work.length)))
+            written = min(written, max(work.fewest_blocks * size, speeds.writing.tokens(WRITING * total, size)))
         windows = fewer(windows, FEWEST_WINDOWS, MEASURING * total, of_window)
         scanned = fewer(scanned, FEWEST_SCANNED, SCANNING * total, of_block)
         for now, asked, words in (
-            (written, work.teacher_tokens, "the teacher generates {:,} tokens instead of {:,}"),
-            (windows, work.windows, f"{{:,}} of {{:,}} {work.unit} are evaluated"),
-            (scanned, work.scanned if work.passes else 0, "each layer is scanned on {:,} blocks instead of {:,}"),
+            (written, work.teacher_tokens, work.told_writing),
+            (windows, work.windows, f"{{:,}} of {{:,}} {work.unit} are evaluated".format),
+            (scanned, work.scanned if work.passes else 0, "layers are scanned on {:,} blocks instead of {:,}".format),
         ):
             if now < asked:
-                shrunk.append(words.format(now, asked))
+                shrunk.append(words(now, asked))
     fixed = {
         "before": spent,
-        "writing": 0.0 if speeds.writing is None else speeds.writing.seconds(written, work.length),
+        "writing": 0.0 if speeds.writing is None else speeds.writing.seconds(written, size),
         "measuring": windows * of_window,
         "scanning": scanned * of_block,
         "saving": 0.0 if total is None else SAVING * total,
@@ -153,10 +170,12 @@ def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Ti
     stages = {}
     for stage in work.plan.stages:
         own = None if left is None else left * (stage.minutes or 0.0) / work.sum_of_shares
-        stages[stage.name] = plan_stage(stage, speeds, own, work.tokens + written)
+        smallest = work.smallest_block(stage.block_size)
+        stages[stage.name] = plan_stage(stage, speeds, own, work.tokens + written, smallest)
         if stages[stage.name].batch_tokens < stage.batch_tokens:
             shrunk.append(smaller_batch(stage, stages[stage.name].batch_tokens))
-    return Timetable(stages, written, windows, scanned, **fixed, shrunk=shrunk)
+    late = total is not None and written < work.teacher_tokens and fixed["writing"] > WRITING * total
+    return Timetable(stages, written, windows, scanned, **fixed, shrunk=shrunk, writes_too_long=late)
 
 
 def fewer(count: int, least: int, seconds: float, each: float) -> int:
@@ -164,26 +183,36 @@ def fewer(count: int, least: int, seconds: float, each: float) -> int:
     return count if count * each <= seconds else min(count, max(least, int(seconds / each)))
 
 
-def plan_stage(stage: Stage, speeds: Speeds, seconds: float | None, tokens: int) -> StagePlan:
-    """Plan the steps of a stage for `seconds`, or by its own budget, on a text of `tokens` tokens."""
+def plan_stage(
+    stage: Stage, speeds: Speeds, seconds: float | None, tokens: int, smallest: int | None = None
+) -> StagePlan:
+    """Plan the steps of a stage for `seconds`, or by its own budget, on a text of `tokens` tokens.
+
+    A block may be divided down to the size `smallest`. None: it may not."""
     cost = speeds.stages[stage.name]
     if seconds is None and stage.minutes is not None:
         seconds = 60 * stage.minutes
     if seconds is None:
         steps = steps_of(stage, tokens)
         return StagePlan(steps, stage.batch_tokens, steps * cost.of(stage.batch_tokens))
-    blocks = stage.batch_tokens // stage.block_size
-    while seconds < WANTED_STEPS * cost.of(blocks * stage.block_size) and (half := halved(blocks)):
-        blocks = half
-    batch_tokens = blocks * stage.block_size
+    batch_tokens = stage.batch_tokens
+    while seconds < WANTED_STEPS * cost.of(batch_tokens):
+        half = halved(batch_tokens, stage.block_size, smallest or stage.block_size)
+        if not half or cost.of(batch_tokens) < FASTER * cost.of(half):
+            break
+        batch_tokens = half
     steps = int(seconds / max(cost.of(batch_tokens), 1e-9))
     return StagePlan(steps, batch_tokens, steps * cost.of(batch_tokens))
 
 
-def halved(blocks: int) -> int:
-    """Return about half as many blocks, divisible among all processes. 0: there is no smaller batch."""
-    each = blocks // processes.count()
-    return each // 2 * processes.count() if each > 1 else 0
+def halved(batch_tokens: int, block_size: int, smallest: int) -> int:
+    """Return about half of a batch: whole blocks, divisible among all processes, or smaller blocks, one for each
+    process. 0: there is no smaller batch."""
+    world = processes.count()
+    each = batch_tokens // world  # several blocks, or a block that is already smaller
+    if each > block_size:
+        return each // block_size // 2 * block_size * world
+    return each // 2 * world if each // 2 >= smallest else 0
 
 
 def steps_of(stage: Stage, tokens: int) -> int:
@@ -203,7 +232,7 @@ def smaller_batch(stage: Stage, batch_tokens: int) -> str:
 
 
 def with_batch(stage: Stage, batch_tokens: int) -> Stage:
-    """Return the stage with another batch size.
+    """Return the stage with another batch size. A batch smaller than a block has smaller blocks.
 
     Learning rates are scaled by the square root of the batch size, as the gradient noise of Adam is: at the recipe's
     learning rate, steps of one block make a model worse. Stages that train only the maps keep their learning rate,
@@ -213,4 +242,5 @@ def with_batch(stage: Stage, batch_tokens: int) -> Stage:
     scale = 1.0 if stage.train == "maps" else math.sqrt(batch_tokens / stage.batch_tokens)
     rates = ("learning_rate", "map_learning_rate", "min_learning_rate", "warmup_init")
     scaled = {name: scale * rate for name in rates if (rate := getattr(stage, name)) is not None}
-    return dataclasses.replace(stage, batch_tokens=batch_tokens, **scaled)
+    block_size = min(stage.block_size, batch_tokens // processes.count())
+    return dataclasses.replace(stage, batch_tokens=batch_tokens, block_size=block_size, **scaled)

@@ -30,10 +30,8 @@ def plan_lines(
     yield f"plan: {parameters / 1e6:.1f}M parameters, recipe {work.plan.name}, on {place} in {precision}"
     if work.teacher_tokens:
         tokens = work.teacher_tokens if timetable is None else timetable.teacher_tokens
-        # How fast a teacher translates depends on its lines, so it is not timed.
-        timed = None if timetable is None or not timetable.writing else timetable.writing
-        unknown = "" if timetable is None or timed is not None else ", whose time is not part of the total"
-        yield f"plan: the teacher generates {tokens:,} tokens{about(timed)}{unknown}"
+        what = job.task.told_writing(tokens, work.teacher_tokens)
+        yield f"plan: {what}{about(None if timetable is None else timetable.writing)}"
     for stage in work.plan.stages:
         if timetable is None:
             steps, batch, seconds = steps_of(stage, work.tokens + work.teacher_tokens), stage.batch_tokens, None

@@ -4,8 +4,9 @@ On a GPU, whole batches are timed: a small one takes as long as the launches of 
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -71,7 +72,7 @@ class Speeds:
         return cls(stages, values["reading"], None if written is None else WritingSpeed(*written))
 
 
-def time_all(job: Job, model: PreTrainedModel, plan: Recipe, write: Callable[[], WritingSpeed] | None) -> Speeds:
+def time_all(job: Job, model: PreTrainedModel, plan: Recipe, write: Callable[[], WritingSpeed | None] | None) -> Speeds:
     """Time a slice of each part of the work. All processes do so; the main one's times are used."""
     shown = job.settings.progress and processes.is_main()
     parts = len(plan.stages) + 1 + (write is not None)
@@ -91,6 +92,31 @@ def time_all(job: Job, model: PreTrainedModel, plan: Recipe, write: Callable[[],
             "parameters"
         ) from error
     return Speeds.from_dict(processes.agreed(Speeds(stages, reading, writing).to_dict()))
+
+
+def times_one_size(job: Job, place: torch.device) -> bool:
+    """Return whether only whole batches are timed. The time of smaller ones is then not known."""
+    return job.settings.compiled or place.type != "cpu"
+
+
+def time_again(
+    job: Job, model: PreTrainedModel, stages: Sequence[Stage], smaller: Sequence[Stage], speeds: Speeds
+) -> Speeds:
+    """Return the speeds with the times of smaller batches, where a stage has one."""
+    found = dict(speeds.stages)
+    with undisturbed(model):
+        for stage, small in zip(stages, smaller, strict=True):
+            if small.batch_tokens < stage.batch_tokens:
+                less = time_stage(job, model, small).of(small.batch_tokens)
+                seconds = found[stage.name].of(stage.batch_tokens)
+                found[stage.name] = through(stage.batch_tokens, seconds, small.batch_tokens, less)
+    return Speeds.from_dict(processes.agreed(dataclasses.replace(speeds, stages=found).to_dict()))
+
+
+def through(tokens: int, seconds: float, fewer: int, less: float) -> Cost:
+    """Return the cost of steps between two sizes whose times are known."""
+    token = max(0.0, seconds - less) / (tokens - fewer)
+    return Cost(token, max(0.0, less - token * fewer))
 
 
 def choose_threads(job: Job, model: PreTrainedModel, stage: Stage) -> int:

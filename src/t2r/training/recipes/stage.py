@@ -181,6 +181,15 @@ class Stage:
         """Return the stage with this block size. `batch_tokens` is rounded down to whole blocks, at least one."""
         return dataclasses.replace(self, block_size=size, batch_tokens=max(1, self.batch_tokens // size) * size)
 
+    @property
+    def peak_rates(self) -> dict[str, float]:
+        """The peak learning rates, as they are logged: that of the maps separately, if they have their own and are not
+        trained alone."""
+        maps = self.map_learning_rate
+        if maps is None or self.train == "maps":
+            return {"learning_rate": self.learning_rate if maps is None else maps}
+        return {"learning_rate": self.learning_rate, "map_learning_rate": maps}
+
     def make_schedule(self, steps: int) -> Schedule:
         return Schedule(
             kind=self.schedule,

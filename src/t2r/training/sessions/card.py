@@ -39,10 +39,14 @@ def training_section(
     return "\n".join([*lines, ""])
 
 
-def recall_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe how often a word is recalled at each distance, in one line."""
+def recall_lines(rows: Sequence[Mapping[str, Any]], teacher: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """Describe how often a word is recalled at each distance, in one line, and in another how often by the teacher."""
     if not rows:
         return []
-    found = ", ".join(f"{100 * row['accuracy']:.0f} % after {row['distance']:,} tokens" for row in rows)
     trials = counted(rows[0]["trials"], "trial")
-    return [f"recall of a word mentioned once: {found} ({trials}, chance {rows[0]['chance']:.1%})"]
+    lines = [f"recall of a word mentioned once: {recalled(rows)} ({trials}, chance {rows[0]['chance']:.1%})"]
+    return [*lines, f"recall of the teacher: {recalled(teacher)}"] if teacher else lines
+
+
+def recalled(rows: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{100 * row['accuracy']:.0f} % after {row['distance']:,} tokens" for row in rows)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from t2r.training.loop import processes
 from t2r.training.loop.checkpoints import last_checkpoint, remove_incomplete
+from t2r.training.loop.interruption import Interrupted, Interruption
 from t2r.training.loop.preparation import prepared, with_lora
 from t2r.training.loop.threads import Threads
 from t2r.training.loop.trainer import StageTrainer
@@ -71,12 +72,15 @@ def run_stage(
         if processes.is_main():
             remove_incomplete(folder)
         processes.wait()
-        train_or_resume(trainer, last_checkpoint(folder))
+        with Interruption(anywhere=model.device.type == "cpu") as interruption:
+            train_or_resume(trainer, last_checkpoint(folder), interruption)
     if stage.train == "lora":
         model = trained.merge_and_unload()
     record(run, trainer)
     run.finish(stage.name, model)
     trainer.accelerator.free_memory()
+    if interruption.number is not None:  # during the last step
+        interruption.stop()
     return model
 
 
@@ -106,14 +110,16 @@ def steps_and_batch(job: Job, model: PreTrainedModel, stage: Stage, limits: Limi
     told = speeds is not None  # the caller has already logged what was reduced
     if speeds is None:
         speeds = Speeds({stage.name: time_stage(job, model, stage)}, 0.0)
-    made = plan_stage(stage, speeds, limits.seconds, tokens)
+    made = plan_stage(stage, speeds, limits.seconds, tokens, job.task.smallest_block(stage.block_size))
     if made.batch_tokens < stage.batch_tokens and not told:
         logger.warning("%s, to fit into its minutes", smaller_batch(stage, made.batch_tokens))
     return max(1, made.steps), made.batch_tokens
 
 
-def train_or_resume(trainer: StageTrainer, checkpoint: Path | None) -> None:
-    """Train, from a checkpoint if there is one. If the stage averages its weights, the model has the mean."""
+def train_or_resume(trainer: StageTrainer, checkpoint: Path | None, interruption: Interruption) -> None:
+    """Train, from a checkpoint if there is one. If the stage averages its weights, the model has the mean.
+
+    If it is interrupted, a checkpoint is saved."""
     name = trainer.stage.name
     if checkpoint is not None:
         logger.info("resuming from step %s of %s", checkpoint.name.split("-")[1], name)
@@ -121,7 +127,15 @@ def train_or_resume(trainer: StageTrainer, checkpoint: Path | None) -> None:
             trainer.deadline.load(checkpoint)
         if trainer.average is not None:
             trainer.average.load(checkpoint)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.add_callback(interruption)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except Interrupted:
+        interruption.rewind()
+        trainer.leave()
+        if trainer.state.global_step:
+            logger.warning("interrupted: step %d of %s is saved", trainer.state.global_step, name)
+        interruption.stop()
     if trainer.average is not None:
         trainer.average.finish()
         logger.info("stage %s: the mean of %d points is the result", name, trainer.average.count)

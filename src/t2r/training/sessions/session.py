@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,9 +25,16 @@ from t2r.tasks.language_modeling import LanguageModeling
 from t2r.training.loop import processes
 from t2r.training.loop.preparation import check_checkpointing
 from t2r.training.loop.threads import can_choose
-from t2r.training.planning.budget import Timetable, Work, decide, steps_of
+from t2r.training.planning.budget import Timetable, Work, decide, steps_of, with_batch
 from t2r.training.planning.plan_log import plan_lines
-from t2r.training.planning.timing import Speeds, choose_threads, scanned_layers, time_all
+from t2r.training.planning.timing import (
+    Speeds,
+    choose_threads,
+    scanned_layers,
+    time_again,
+    time_all,
+    times_one_size,
+)
 from t2r.training.recipes.recipe import Recipe, Stage
 from t2r.training.sessions.card import completed, training_section
 from t2r.training.sessions.run import Run, run_folder, saved_stages
@@ -82,6 +90,8 @@ class Session:
         """The maximum number of threads. None: the number of threads is not tuned."""
         self.reading: float | None = None
         """Seconds of the last forward pass over the evaluation windows."""
+        self.aside = 0.0
+        """Seconds reserved for what is measured after the last stage beside the task's metrics."""
         self.timetable: Timetable | None = None
         self.speeds: Speeds | None = None
         known = {"recipe": plan.to_dict(), "seed": settings.seed, "bf16": settings.bf16}
@@ -97,7 +107,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt) and processes.is_main() and self.run.begun:
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)  # by Ctrl-C, by SIGTERM
+        if stopped and processes.is_main() and self.run.begun:
             self.run.write()  # records the working time
             logger.warning("interrupted: the same command resumes this run, with --restart it starts again")
         if self.threads is not None:
@@ -110,7 +121,6 @@ class Session:
         teacher: PreTrainedModel | None = None,
         *,
         author: PreTrainedModel | None = None,
-        writer: Any = None,
         scans: bool = False,
     ) -> None:
         """Time this machine, log the plan, and prepare the data. The run starts when this returns.
@@ -118,7 +128,6 @@ class Session:
         Args:
             teacher: the teacher of all distillations.
             author: the model that generates training data. None: the teacher.
-            writer: a function that times the teacher's generation of samples of a given length.
             scans: the sensitivity of the layers will be measured.
         """
         if self.settings.gradient_checkpointing:
@@ -137,7 +146,7 @@ class Session:
             threads = None
             if self.threads is not None:
                 threads = choose_threads(self.job, model, self.plan.stages[0])
-            made = self.arrange(work, model, writer)
+            made = self.arrange(work, model, teacher if author is None else author)
             self.run.remember("threads", lambda: threads)
             if made is not None:
                 self.run.remember("speeds", made[0].to_dict)
@@ -169,6 +178,9 @@ class Session:
             reads=self.reads(),
             passes=scanned_layers(model) if scans else 0,
             scanned=BLOCKS,
+            fewest_blocks=self.task.fewest_blocks,
+            told_writing=self.task.told_writing,
+            smallest_block=self.task.smallest_block,
         )
 
     @property
@@ -182,17 +194,25 @@ class Session:
         count = len(self.plan.stages)
         return 3 + 2 * count if self.compared else 1 + count
 
-    def arrange(self, work: Work, model: PreTrainedModel, writer: Any) -> tuple[Speeds, Timetable] | None:
-        """Time the work and schedule it. None: the work is too short to be timed."""
+    def arrange(
+        self, work: Work, model: PreTrainedModel, author: PreTrainedModel | None
+    ) -> tuple[Speeds, Timetable] | None:
+        """Time the work and schedule it. `author` generates training data. None: the work is too short to be timed."""
         stages = self.plan.stages
         timed = self.minutes is not None or any(stage.minutes is not None for stage in stages)
         if not timed and all(steps_of(s, work.tokens + work.teacher_tokens) < WORTH_TIMING for s in stages):
             return None
-        write = None if writer is None or not work.teacher_tokens else lambda: writer(work.length)
+        write = None
+        if author is not None and work.teacher_tokens:
+            write = partial(self.task.writing_speed, author, work.length)
+        total = None if self.minutes is None else 60 * self.minutes
         with fast_sums(self.place):
             speeds = time_all(self.job, model, self.plan, write)
-        total = None if self.minutes is None else 60 * self.minutes
-        timetable = decide(work, speeds, total, processes.agreed(self.run.seconds))
+            timetable = decide(work, speeds, total, processes.agreed(self.run.seconds))
+            smaller = [with_batch(s, timetable.stages[s.name].batch_tokens) for s in stages]
+            if any(a != b for a, b in zip(smaller, stages, strict=True)) and times_one_size(self.job, self.place):
+                speeds = time_again(self.job, model, stages, smaller, speeds)
+                timetable = decide(work, speeds, total, processes.agreed(self.run.seconds))
         for words in timetable.shrunk:
             logger.warning("%s, to fit into %s", words, "its minutes" if total is None else in_minutes(total))
         return speeds, timetable
@@ -211,7 +231,7 @@ class Session:
         index = self.plan.stages.index(stage)
         later = self.plan.stages[index:]
         reading = self.timetable.measuring / self.reads() if self.reading is None else self.reading
-        others = reading * len(later) * (2 if self.compared else 1) + self.timetable.saving
+        others = reading * len(later) * (2 if self.compared else 1) + self.timetable.saving + self.aside
         if index == 0:
             others += self.timetable.scanning
         left = max(0.0, 60 * self.minutes - self.run.seconds - others)
@@ -313,7 +333,7 @@ class Session:
                 card = folder / "README.md"
                 text = completed(card.read_text(encoding="utf-8"), {"pipeline_tag": self.task.pipeline_tag})
                 text += training_section(self.task.told_data(), results.get("mixture", ()), self.read_tokens(), state)
-                text += results_section(self.plan, *table_of(results, compared=compared))
+                text += results_section(self.plan, *table_of(results, compared=compared), results.get("advice"))
                 card.write_text(text, encoding="utf-8")
         logger.info("done in %s", duration(self.run.seconds))
         self.run.remove()
@@ -340,21 +360,27 @@ def as_begun(plan: Recipe, saved: dict[str, Any]) -> Recipe:
 def table_of(results: dict[str, Any], *, compared: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the header and rows of the results, in the order in which they were measured."""
     task = TASKS.get(results.get("task", ""), LanguageModeling)
-    before = [("teacher", "teacher"), ("swapped, not trained", "swapped")] if compared else [("untrained",) * 2]
+    before = [("untrained",) * 2]
+    if compared:  # a continued conversion has a score before its training
+        before = [("teacher",) * 2, ("before",) * 2 if "before" in results else ("swapped, not trained", "swapped")]
     measured = [(words, results[key]) for words, key in before]
     measured += [(f"after {name}", values) for name, values in results["stages"].items()]
     return task.table(measured, compared=compared)
 
 
 def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(*header)
+    table = Table()
+    for i, heading in enumerate(header):
+        table.add_column(heading, justify="right" if i else "left")
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def results_section(plan: Recipe, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the section of the model card with the recipe and the results."""
+def results_section(
+    plan: Recipe, header: Sequence[str], rows: Sequence[Sequence[str]], advice: str | None = None
+) -> str:
+    """Return the section of the model card with the recipe, the results, and what is said about them."""
     lines = [
         "",
         "## Results",
@@ -364,6 +390,8 @@ def results_section(plan: Recipe, header: Sequence[str], rows: Sequence[Sequence
     ]
     if rows:
         lines += [f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *rows)] + [""]
+    if advice is not None:
+        lines += [f"{advice[0].upper()}{advice[1:]}.", ""]
     return "\n".join(lines)
 
 

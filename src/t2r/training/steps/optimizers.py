@@ -77,7 +77,7 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
     decaying = decayed(model, maps)
     alike: dict[Kind, list[nn.Parameter]] = defaultdict(list)
     trained = [p for p in model.parameters() if p.requires_grad]
-    for p in sorted(trained, key=lambda p: id(p) not in maps):  # Trainer logs the learning rate of the first group
+    for p in sorted(trained, key=lambda p: id(p) not in maps):  # the order of the groups in checkpoints
         rate = map_rate * paces.get(id(p), 1.0) if id(p) in maps else stage.learning_rate
         alike[Kind(rate, id(p) in matrices, id(p) in decaying or not stage.weight_decay)].append(p)
     groups: list[dict[str, Any]] = [
