@@ -129,11 +129,13 @@ def test_a_bad_result_is_said_last(world, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(language_modeling, "FAR", 1.0)
     monkeypatch.setattr(language_modeling, "DOUBTFUL", 2.0)
     valid = str(world / "valid.txt")
-    results = run(world, tmp_path / "out", valid=valid, overrides=(*SHORT, "distill.learning_rate=1"))
+    results = run(
+        world, tmp_path / "out", valid=valid, overrides=(*SHORT, "distill.steps=2", "distill.learning_rate=0.1")
+    )
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert said[-1] == results["advice"] == json.loads((tmp_path / "out" / "results.json").read_text())["advice"]
     assert re.match(
-        r"far from the teacher: its perplexity is [\d.]+ instead of [\d.]+ \(\+\d+%\), after 4 and 4 steps; give",
+        r"far from the teacher: its perplexity is [\d.]+ instead of [\d.]+ \(\+\d+%\), after 4 and 2 steps; give",
         said[-1],
     )
     assert "train this result further" in said[-1]

@@ -108,10 +108,10 @@ class LanguageModeling(Task):
         return not self.documents
 
     def describe(self) -> dict[str, Any]:
-        return ({"hold_out": True} if self.holds_out else {}) | {
+        return {
             "train": list(map(str, self.mixed)),
             "teacher_tokens": self.teacher_tokens if TEACHER in self.sources else None,
-            "valid": self.valid,
+            "valid": "held out" if self.holds_out else self.valid,
             "valid_text": None if self.text is None else digest(self.text.string),
             "limit": self.limit,
             "documents": self.documents,

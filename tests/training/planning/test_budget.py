@@ -136,20 +136,19 @@ def test_blocks_of_pairs_are_divided():
     assert (found.batch_tokens, found.steps) == (512, 117)
     made = with_batch(stage, 512)
     assert (made.batch_tokens, made.block_size) == (512, 512)
-    assert made.learning_rate == pytest.approx(4e-4 / math.sqrt(32))
+    assert made.learning_rate == pytest.approx(4e-4 / 32**0.25)
     assert plan_stage(stage, Speeds({"distill": Cost(0.001, 0.0)}, 0.0), None, 0).batch_tokens == 4096
 
 
-def test_learning_rates_follow_the_square_root_of_the_batch():
-    """At the recipe's learning rate, steps of one block of 256 tokens raised the KL of a 15M model from 1.17 to 1.73;
-    with the scaled learning rate it fell to 0.98."""
+def test_learning_rates_follow_the_fourth_root_of_the_batch():
+    """Measured in docs/log.md. Those of the maps do not, if the recipe has any."""
     stage = Stage(
         "distill", "distill", "all", steps=9, batch_tokens=16384, learning_rate=2.5e-4, map_learning_rate=2e-3
     )
-    made = with_batch(stage, 256 * 4)
-    assert made.learning_rate == pytest.approx(2.5e-4 / 4)
-    assert made.map_learning_rate == pytest.approx(2e-3 / 4)
-    assert "with learning rate 6.3e-05" in budget.smaller_batch(stage, 256 * 4)
+    made = with_batch(stage, 1024)
+    assert made.learning_rate == pytest.approx(2.5e-4 / 2)
+    assert made.map_learning_rate == 2e-3
+    assert "with learning rate 0.00013" in budget.smaller_batch(stage, 1024)
     maps = Stage("transfer", "transfer", "maps", steps=9, batch_tokens=8192, learning_rate=2.5e-2)
     assert with_batch(maps, 512).learning_rate == 2.5e-2
     assert "rate" not in budget.smaller_batch(maps, 512)

@@ -268,6 +268,12 @@ def test_a_budget_shorter_than_its_warm_up(stage, steps, warmup, period):
     assert max(rates) == fitted.learning_rate
 
 
+def test_the_warm_up_of_a_time_budget_grows_with_its_steps():
+    """There is no number of steps at which most of them become a warm-up."""
+    stage = Stage("a", "task", minutes=1.0, warmup_steps=20)
+    assert [stage.fitted(steps).warmup_steps for steps in (5, 20, 21, 32, 199, 200, 5000)] == [0, 2, 2, 3, 19, 20, 20]
+
+
 def test_the_default_transfers_and_then_distills():
     recipe = load_recipe("distill-lm")
     assert [(s.objective, s.train) for s in recipe.stages] == [("transfer", "maps"), ("distill", "all")]

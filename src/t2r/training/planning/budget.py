@@ -8,7 +8,6 @@ training keeps most of the time. The timetable is computed from measured speeds.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -234,13 +233,14 @@ def smaller_batch(stage: Stage, batch_tokens: int) -> str:
 def with_batch(stage: Stage, batch_tokens: int) -> Stage:
     """Return the stage with another batch size. A batch smaller than a block has smaller blocks.
 
-    Learning rates are scaled by the square root of the batch size, as the gradient noise of Adam is: at the recipe's
-    learning rate, steps of one block make a model worse. Stages that train only the maps keep their learning rate,
-    because every attention output of a block is a training signal."""
+    The learning rates of pretrained weights are scaled by the fourth root of the batch size: with small batches the
+    recipe's make a model worse at first, and with the square root, which the gradient noise of Adam suggests, the few
+    steps of a short budget change too little. Maps keep their learning rate, because every attention output of a block
+    is a training signal."""
     if batch_tokens == stage.batch_tokens:
         return stage
-    scale = 1.0 if stage.train == "maps" else math.sqrt(batch_tokens / stage.batch_tokens)
-    rates = ("learning_rate", "map_learning_rate", "min_learning_rate", "warmup_init")
+    scale = 1.0 if stage.train == "maps" else (batch_tokens / stage.batch_tokens) ** 0.25
+    rates = ("learning_rate", "min_learning_rate", "warmup_init")
     scaled = {name: scale * rate for name in rates if (rate := getattr(stage, name)) is not None}
     block_size = min(stage.block_size, batch_tokens // processes.count())
     return dataclasses.replace(stage, batch_tokens=batch_tokens, block_size=block_size, **scaled)

@@ -170,7 +170,10 @@ class Stage:
         """Return the stage for a budget of `steps` steps.
 
         If the budget is not longer than the warm-up, the warm-up and the period are scaled to the budget; without a
-        period, the warm-up becomes a tenth of it."""
+        period, the warm-up becomes a tenth of it. With a time budget, whose steps the recipe does not know, the warm-up
+        is never more than a tenth."""
+        if self.minutes is not None and self.period is None:
+            return dataclasses.replace(self, warmup_steps=min(self.warmup_steps, steps // 10))
         if self.warmup_steps < steps:
             return self
         whole = self.warmup_steps + self.period if self.period else 10 * self.warmup_steps

@@ -165,9 +165,9 @@ class KeepsTime(TrainerCallback):
 
 
 def fit(stage: Stage, steps: int) -> Stage:
-    """Return the stage with its warm-up shortened to fit its budget, with a warning."""
+    """Return the stage with its warm-up shortened to fit its budget, with a warning if the budget is in steps."""
     fitted = stage.fitted(steps)
-    if fitted is not stage:
+    if fitted != stage and stage.minutes is None:
         logger.warning(
             "stage %s has %s, no more than its %s, which are reduced to %d",
             stage.name,
