@@ -298,6 +298,7 @@ def test_a_failing_save_leaves_no_base_model_behind(tmp_path, monkeypatch):
 
 
 LOADS = """
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     for auto, name in ((AutoModelForCausalLM, "llama"), (AutoModelForSeq2SeqLM, "marian")):
         config = AutoConfig.from_pretrained(sys.argv[1] + "/" + name, **options)
@@ -309,6 +310,8 @@ LOADS = """
         model.save_pretrained(sys.argv[2] + name)
         again = auto.from_pretrained(sys.argv[2] + name, **options)
         assert (again(**held).logits - expected).abs().max() < 1e-4
+    # `transformers serve` looks for the class here, even if transformers was imported before t2r and has loaded itself again.
+    assert transformers.T2RForCausalLM is sys.modules["t2r"].T2RForCausalLM
     with open(sys.argv[2], "rb") as file:
         model, ids, expected = pickle.load(file)
     assert torch.equal(model(ids).logits, expected)

@@ -392,6 +392,8 @@ def refuse_other_attention(name: Any) -> NoReturn:
 
 transformers.AutoModelForCausalLM.register(T2RConfig, T2RForCausalLM, exist_ok=True)
 transformers.AutoModelForSeq2SeqLM.register(T2RConfig, T2RForSeq2SeqLM, exist_ok=True)
+for made in (T2RForCausalLM, T2RForSeq2SeqLM):
+    compat.announce_by_name(made)
 # The Auto classes find the classes of transformers by the name of the configuration class, but not registered ones.
 transformers.AutoModelForCausalLM.register(
     reading_class(architectures.AdaptiveLMConfig), architectures.AdaptiveLMForCausalLM, exist_ok=True
