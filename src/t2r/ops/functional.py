@@ -117,9 +117,11 @@ def linear_attention(
 
 
 def is_open(time: int) -> bool:
-    """Return whether `torch.export` leaves the number of tokens open. A loop over chunks would be exported with the
+    """Return whether `torch.export` may leave the number of tokens open. A loop over chunks would be exported with the
     number of chunks of the example, and an ONNX file does not have the guard that says so."""
-    return torch.compiler.is_exporting() and isinstance(time, torch.SymInt)
+    if not torch.compiler.is_exporting():
+        return False
+    return isinstance(time, torch.SymInt) or torch.compiler.is_dynamo_compiling()  # strict=True does not tell
 
 
 def _exportable(
