@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
@@ -201,10 +202,16 @@ def build_from_config(model_class: Any, config: Any, **kwargs: Any) -> Any:
     return model_class._from_config(config, **kwargs)
 
 
-def announce_to_pipelines(class_name: str, seq2seq: bool) -> None:
+def reads_images(model_class: Any) -> bool:
+    """Return whether a language model of this class reads images too."""
+    return model_class.__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+
+
+def announce_to_pipelines(class_name: str, *, seq2seq: bool, images: bool) -> None:
     """Register a model class name with `pipeline()`, which otherwise prints that the model is not supported."""
-    names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    names.setdefault(class_name, class_name)
+    names = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    for known in names + [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES] * images:
+        known.setdefault(class_name, class_name)
 
 
 def announce_by_name(model_class: type) -> None:

@@ -15,7 +15,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaForCausalLM,
+)
 
 import t2r
 from families import FAMILIES, POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
@@ -442,8 +449,18 @@ def test_a_plain_model_is_not_a_t2r_model(tmp_path):
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
 
 
+def test_a_model_that_reads_images_is_loaded_by_each_of_its_auto_classes(tmp_path):
+    model, inputs = swapped("gemma3"), batch("gemma3")
+    model.save_pretrained(tmp_path)
+    for load in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        loaded = load.from_pretrained(tmp_path)
+        assert type(loaded) is type(model)
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
 def test_the_wrong_task(llama, tmp_path):
     refused(llama, "is a T2RForCausalLM, not a T2RForSeq2SeqLM", load=AutoModelForSeq2SeqLM)
+    refused(llama, "is a T2RForCausalLM, not a T2RForImageTextToText", load=AutoModelForImageTextToText)
     swapped("marian").save_pretrained(tmp_path)
     refused(tmp_path, "is a T2RForSeq2SeqLM, not a T2RForCausalLM")
 
