@@ -29,6 +29,7 @@ from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
 from t2r.surgery.adapters import family_of
+from t2r.surgery.undo import undoing
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, trainable, within
 from t2r.training.recipes.recipe import Recipe, default_recipe, load_recipe
@@ -170,7 +171,8 @@ def convert(
         "softmax_layers": softmax_layers,
     }
 
-    with Session(out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=restart) as session:
+    how: dict[str, Any] = {"minutes": minutes, "began": began, "restart": restart}
+    with undoing(base) as swapped, Session(out, plan, task, settings, place, facts, **how) as session:
         teacher = frozen_copy(base, settings)
         student: PreTrainedModel = swap(base, config)
         student.config.use_cache = True
@@ -179,6 +181,7 @@ def convert(
             mergeable_sites(student)  # raises before training if merging is not possible
         writer = None if texts.translates else lambda length: writing_speed(teacher, tokens, length)
         session.prepare(student, teacher, writer=writer, scans=auto is not None)
+        swapped.keep()
 
         student, results = train_stages(session, student, teacher, config, auto)
         results = complete(results | {"recall": session.recall(student)}, session)
