@@ -3,7 +3,9 @@
 import io
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -157,6 +159,20 @@ def test_pipelines_know_swapped_models(caplog):
         logging.disable_propagation()
     assert written[0]["generated_text"].startswith("w5")
     assert "is not supported" not in caplog.text
+
+
+def test_serving_finds_the_class_that_a_folder_names(tmp_path, monkeypatch):
+    """`transformers serve` looks in the package that it has imported, and transformers loads its package twice."""
+    first, user = ModuleType("transformers"), ModuleType("user")
+    user.transformers = first
+    monkeypatch.setitem(sys.modules, "user", user)
+    compat.announce_by_name(t2r.T2RForCausalLM)
+    assert first.T2RForCausalLM is t2r.T2RForCausalLM
+    serving = pytest.importorskip("transformers.cli.serving.model_manager")
+    t2r.swap(tiny("llama")).save_pretrained(tmp_path)
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    model, _ = serving.ModelManager(device="cpu", model_timeout=-1).load_model_and_processor(f"{tmp_path}@main")
+    assert isinstance(model, t2r.T2RForCausalLM)
 
 
 def test_a_trainer_asks_how_to_save_and_load_its_checkpoints(tmp_path):

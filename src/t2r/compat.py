@@ -6,9 +6,10 @@ Each name has a test in `tests/test_compat.py`, which runs with the oldest and t
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
@@ -200,10 +202,31 @@ def build_from_config(model_class: Any, config: Any, **kwargs: Any) -> Any:
     return model_class._from_config(config, **kwargs)
 
 
-def announce_to_pipelines(class_name: str, seq2seq: bool) -> None:
+def reads_images(model_class: Any) -> bool:
+    """Return whether a language model of this class reads images too."""
+    return model_class.__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+
+
+def announce_to_pipelines(class_name: str, *, seq2seq: bool, images: bool) -> None:
     """Register a model class name with `pipeline()`, which otherwise prints that the model is not supported."""
-    names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    names.setdefault(class_name, class_name)
+    names = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    for known in names + [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES] * images:
+        known.setdefault(class_name, class_name)
+
+
+def announce_by_name(model_class: type) -> None:
+    """Make a class an attribute of `transformers`, where `transformers serve` looks for the class that a saved
+    configuration names.
+
+    `transformers.processing_utils` loads the package `transformers` a second time, and modules that were imported
+    before refer to the first. The class becomes an attribute of both."""
+    import transformers.processing_utils
+
+    users = list(sys.modules.values())
+    packages = [transformers, *(vars(user).get("transformers") for user in users if isinstance(user, ModuleType))]
+    for package in packages:
+        if isinstance(package, ModuleType) and package.__name__ == "transformers":
+            setattr(package, model_class.__name__, model_class)
 
 
 # --- Tokenizers ---------------------------------------------------------------------------------------------

@@ -77,15 +77,16 @@ def test_a_state_of_several_sequences_has_one_for_each_prompt():
 
 
 @pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("limit", [9, 14])
+@pytest.mark.parametrize("limit", [3, 5, 9, 14])
 def test_a_maximum_length_as_a_criterion(limit, sample):
-    """A criterion of the user replaces that of transformers, whether it is longer or shorter."""
+    """A criterion of the user replaces that of transformers, whether it is longer or shorter. If it is not longer than
+    the prompt, one token is generated."""
     model, (prompt,) = swapped("gpt2 kept"), prompts([5])
     how = {"max_new_tokens": 6, "eos_token_id": None}
     how |= {"do_sample": True, "top_k": 1} if sample else {}
     criteria = StoppingCriteriaList([MaxLengthCriteria(limit)])
     expected = model.generate(prompt, stopping_criteria=criteria, **how)
-    assert expected.shape[1] == limit
+    assert expected.shape[1] == max(limit, 6)
     assert torch.equal(Engine(model).generate(prompt, stopping_criteria=criteria, **how), expected)
 
 

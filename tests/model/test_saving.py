@@ -15,7 +15,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaForCausalLM,
+)
 
 import t2r
 from families import FAMILIES, POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
@@ -298,6 +305,7 @@ def test_a_failing_save_leaves_no_base_model_behind(tmp_path, monkeypatch):
 
 
 LOADS = """
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     for auto, name in ((AutoModelForCausalLM, "llama"), (AutoModelForSeq2SeqLM, "marian")):
         config = AutoConfig.from_pretrained(sys.argv[1] + "/" + name, **options)
@@ -309,6 +317,8 @@ LOADS = """
         model.save_pretrained(sys.argv[2] + name)
         again = auto.from_pretrained(sys.argv[2] + name, **options)
         assert (again(**held).logits - expected).abs().max() < 1e-4
+    # `transformers serve` looks for the class here, even if transformers was imported before t2r and has loaded itself again.
+    assert transformers.T2RForCausalLM is sys.modules["t2r"].T2RForCausalLM
     with open(sys.argv[2], "rb") as file:
         model, ids, expected = pickle.load(file)
     assert torch.equal(model(ids).logits, expected)
@@ -439,8 +449,19 @@ def test_a_plain_model_is_not_a_t2r_model(tmp_path):
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
 
 
+def test_a_model_that_reads_images_is_loaded_by_each_of_its_auto_classes(tmp_path):
+    model, inputs = swapped("gemma3"), batch("gemma3")
+    model.save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(**inputs).logits
+    for load in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        loaded = load.from_pretrained(tmp_path)
+        assert type(loaded) is type(model)
+        assert torch.equal(loaded(**inputs).logits, expected)
+
+
 def test_the_wrong_task(llama, tmp_path):
     refused(llama, "is a T2RForCausalLM, not a T2RForSeq2SeqLM", load=AutoModelForSeq2SeqLM)
+    refused(llama, "is a T2RForCausalLM, not a T2RForImageTextToText", load=AutoModelForImageTextToText)
     swapped("marian").save_pretrained(tmp_path)
     refused(tmp_path, "is a T2RForSeq2SeqLM, not a T2RForCausalLM")
 

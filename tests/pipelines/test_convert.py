@@ -209,6 +209,18 @@ def test_auto_starts_from_the_teacher_and_the_trained_maps(world, tmp_path, monk
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.use_cache  # as without auto
 
 
+def test_a_model_that_is_refused_is_as_it_was(world, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(world / "llama")
+    tokenizer = AutoTokenizer.from_pretrained(world / "llama")
+    stock, names = type(model), set(model.state_dict())
+    with pytest.raises(T2RError, match="cannot be merged"):
+        run(world, tmp_path / "out", model, tokenizer=tokenizer, merged=True, rotary=True)
+    assert type(model) is stock
+    assert set(model.state_dict()) == names
+    with pytest.raises(T2RError, match="cannot be merged"):  # not "is already a t2r model"
+        run(world, tmp_path / "out", model, tokenizer=tokenizer, merged=True, rotary=True)
+
+
 @pytest.mark.parametrize("wrong", [{"train": "empty.txt"}, {"feature_map": "hedgehog", "feature_size": 7}])
 def test_refused_input_leaves_no_files(world, tmp_path, wrong):
     (tmp_path / "empty.txt").touch()

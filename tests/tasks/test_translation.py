@@ -98,13 +98,14 @@ def test_padding_changes_nothing(tmp_path, tokenizer, teacher):
                 torch.testing.assert_close(together[i, : alone.shape[1]], alone[0], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("objective", ["distill", "task"])
+@pytest.mark.parametrize("objective", ["transfer", "distill", "task"])
 def test_batches_in_few_shapes_have_the_same_loss(tmp_path, tokenizer, teacher, objective):
     """Padding to the width of a block, and copies of rows, change neither the loss nor its gradients."""
     base = copy.deepcopy(teacher).double()
     model = t2r.swap(copy.deepcopy(base), feature_size=4, cross_feature_size=8)
     task = make_task(tmp_path, tokenizer, base)
-    learner = Learner(Job(task, base), model, Stage("only", objective, "all", steps=1))
+    trained = "maps" if objective == "transfer" else "all"
+    learner = Learner(Job(task, base), model, Stage("only", objective, trained, steps=1))
     blocks, shapes = task.dataset(64), set()
     for block in blocks:
         batch = collate([(block, 1)], task.collate, task.rows_of)

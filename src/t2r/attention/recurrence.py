@@ -101,6 +101,11 @@ class Recurrence(nn.Module):
         out, _ = ops.linear_attention(phi_q, phi_k, self.spread(v), starts=starts, causal=causal, **how)
         return out
 
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the stock module that the recurrence does not use. They get no gradient, and
+        distributed training fails if one of them requires it."""
+        return []
+
     def spread(self, v: Tensor) -> Tensor:
         """Repeat values for every key head of the feature map. With un-grouped keys, this is one per query head."""
         return repeat_heads(v, self.feature_map.key_heads)

@@ -331,6 +331,10 @@ class T2RForCausalLM(T2RModel):
     task_name = "T2RForCausalLM"
 
 
+class T2RForImageTextToText(T2RForCausalLM):
+    """A swapped language model that reads images too. It is saved as a T2RForCausalLM."""
+
+
 class T2RForSeq2SeqLM(T2RModel):
     """A swapped encoder-decoder: the decoder is recurrent, and the encoder is unchanged."""
 
@@ -369,9 +373,10 @@ def t2r_class(base: Any) -> type[T2RModel]:
         "forward": forward,
         "_forward_names": names,
     }
-    task = T2RForSeq2SeqLM if seq2seq else T2RForCausalLM
+    images = compat.reads_images(base)
+    task = T2RForSeq2SeqLM if seq2seq else T2RForImageTextToText if images else T2RForCausalLM
     made = type(f"T2R{base.__name__}", (task, base), members)
-    compat.announce_to_pipelines(made.__name__, seq2seq)
+    compat.announce_to_pipelines(made.__name__, seq2seq=seq2seq, images=images)
     return made
 
 
@@ -392,6 +397,10 @@ def refuse_other_attention(name: Any) -> NoReturn:
 
 transformers.AutoModelForCausalLM.register(T2RConfig, T2RForCausalLM, exist_ok=True)
 transformers.AutoModelForSeq2SeqLM.register(T2RConfig, T2RForSeq2SeqLM, exist_ok=True)
+transformers.AutoModelForImageTextToText.register(T2RConfig, T2RForImageTextToText, exist_ok=True)
+transformers.AutoModelForMultimodalLM.register(T2RConfig, T2RForImageTextToText, exist_ok=True)
+for made in (T2RForCausalLM, T2RForSeq2SeqLM):
+    compat.announce_by_name(made)
 # The Auto classes find the classes of transformers by the name of the configuration class, but not registered ones.
 transformers.AutoModelForCausalLM.register(
     reading_class(architectures.AdaptiveLMConfig), architectures.AdaptiveLMForCausalLM, exist_ok=True

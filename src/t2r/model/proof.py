@@ -1,7 +1,7 @@
 """Equivalence check of a swap, for untested families.
 
 The adapters of tested families are known to be correct. For other models the attention is detected automatically, so
-the swap is checked on the model itself. If the check fails, the model is restored.
+the swap is checked on the model itself.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from t2r import compat
 from t2r.attention.recurrence import exact_attention
 from t2r.config import T2RConfig
 from t2r.model.logits import evaluating
-from t2r.surgery.adapters import Family, Site, change_class, family_of, refusal
+from t2r.surgery.adapters import Family, Site, family_of, refusal
 from t2r.surgery.install import install
 
 logger = logging.getLogger(__name__)
@@ -35,29 +34,19 @@ def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
     """Run `install`, with an equivalence check if the family is not tested. Notices tell what the swap changes; a model
     that is loaded later does not repeat them.
 
-    Raises T2RError, and restores the model, if the check fails."""
+    Raises T2RError if the check fails."""
     family = family_of(model)
     if family.tested or model.device.type == "meta":
         announce(family, model, install(model, config))
         return
-    stock = [(site.module, type(site.module)) for site in family.sites(model)]
-    implementation = compat.attention_implementation(model)
     inputs = small_batch(model)
     with evaluating(model):
         expected = model(**inputs, use_cache=False).logits
     announce(family, model, install(model, config))
     with evaluating(model):
         doubt = misunderstanding(model, inputs, expected)
-    if doubt is None:
-        return
-    for module, stock_class in stock:
-        change_class(module, stock_class)
-        if "feature_map" in module._modules:
-            del module.feature_map
-        for name in ("rotary", "direct"):
-            vars(module).pop(name, None)
-    compat.set_attention_implementation(model, implementation)
-    raise refusal(family.model_type, doubt)
+    if doubt is not None:
+        raise refusal(family.model_type, doubt)
 
 
 def misunderstanding(model: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor) -> str | None:

@@ -15,6 +15,7 @@ from t2r.model.proof import install_proved
 from t2r.model.swapped import SwappedModel
 from t2r.options import refuse_unknown
 from t2r.surgery.adapters import change_class
+from t2r.surgery.undo import undoing
 
 
 def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any) -> SwappedModel:
@@ -30,7 +31,7 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
         config: the swap options. None: the defaults.
         options: fields of `t2r.options.SwapOptions`, which override `config`.
 
-    Raises T2RError if the model or an option is not supported.
+    Raises T2RError if the model or an option is not supported. The model is then as it was.
     """
     refuse_other_objects(model)
     refuse_unknown(options, OPTIONS)
@@ -42,8 +43,9 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     config = T2RConfig(**{**chosen, **options})
     base: Any = type(model)
     recurrent: Any = t2r_class(base)
-    own_configuration(model)
-    install_proved(model, config)
+    with undoing(model):
+        own_configuration(model)
+        install_proved(model, config)
     change_class(model, recurrent)
     swapped = cast(SwappedModel, model)
     swapped.adopt(config)

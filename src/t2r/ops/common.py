@@ -141,7 +141,7 @@ def normalize(sums: Sums, dtype: torch.dtype) -> Tensor:
 
 def bound_decay(decay: Tensor) -> Tensor:
     """Clamp decay rates to the supported range."""
-    return decay.clamp(0, FASTEST_DECAY)
+    return decay.clamp(0.0, FASTEST_DECAY)  # bounds of one type, as torch.onnx.export requires
 
 
 def clock(mask: Tensor | None, time: int, like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -92,6 +92,9 @@ def linear_attention(
     """
     _check(q, k, v, state, mask, starts, causal, signed)
     decay = None if decay is None else bound_decay(_checked_decay(decay, k, causal))
+    if backend == "auto" and causal and is_open(k.shape[2]):
+        how: dict[str, Any] = {"mask": mask, "starts": starts, "decay": decay, "signed": signed}
+        return _exportable(q, k, v, state, normalized=normalized, **how)
     request = _request("parallel", q, k, v, state, decay, signed=signed)
     chosen = select(request._replace(starts=starts is not None, causal=causal, normalized=normalized), backend)
     mask = None if mask is None else mask.bool()
@@ -111,6 +114,27 @@ def linear_attention(
             signed=signed,
             normalized=normalized,
         )
+
+
+def is_open(time: int) -> bool:
+    """Return whether `torch.export` may leave the number of tokens open. A loop over chunks would be exported with the
+    number of chunks of the example, and an ONNX file does not have the guard that says so."""
+    if not torch.compiler.is_exporting():
+        return False
+    return isinstance(time, torch.SymInt) or torch.compiler.is_dynamo_compiling()  # strict=True does not tell
+
+
+def _exportable(
+    q: Tensor, k: Tensor, v: Tensor, state: State | None, *, decay: Tensor | None, **how: Any
+) -> tuple[Tensor | Sums, State]:
+    """Compute the quadratic form with a key head for each query head. Folding queries into groups would require
+    comparisons with the length."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    decay = None if decay is None else decay.repeat_interleave(group, dim=0)
+    past = None if state is None else state.map(lambda x: x.repeat_interleave(group, dim=1))
+    out, new = linear_attention(q, k, v, state=past, decay=decay, **how, backend="quadratic")
+    return out, new.map(lambda x: x[:, ::group])
 
 
 def _nothing(

@@ -57,8 +57,9 @@ def quadratic(
             torch.einsum("bhif,bhjf,bhijf->bhij", q.detach().abs(), k.detach().abs(), left.detach()) if signed else None
         )
         num, den, seen = read(q * fade(decay, time).repeat(1, 1, group, 1), past)
-        k = k * fade(decay, time[:, -1:] - time)
-        past = past.faded(fade(decay, time[:, -1:])[:, :, 0])
+        end = time[:, -1].unsqueeze(1)  # of size 1 whatever the length, unlike a slice: torch.export asks
+        k = k * fade(decay, end - time)
+        past = past.faded(fade(decay, end)[:, :, 0])
     keep = carry = None
     if causal:
         visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril()[None]

@@ -39,6 +39,7 @@ from t2r.pipelines.continuation import (
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
 from t2r.surgery.adapters import family_of
+from t2r.surgery.undo import undoing
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, trainable, within
 from t2r.training.recipes.recipe import Recipe, default_recipe, load_recipe
@@ -205,7 +206,8 @@ def convert(
     if reference is not None:
         facts["teacher"] = origin["base_weights"]
 
-    with Session(out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=restart) as session:
+    how: dict[str, Any] = {"minutes": minutes, "began": began, "restart": restart}
+    with undoing(base) as swapped, Session(out, plan, task, settings, place, facts, **how) as session:
         student: PreTrainedModel = base
         if reference is None:
             frozen = frozen_copy(base, settings)
@@ -217,6 +219,7 @@ def convert(
         if merged:
             mergeable_sites(student)  # raises before training if merging is not possible
         session.prepare(student, frozen, scans=auto is not None)
+        swapped.keep()
 
         before = "swapped" if reference is None else "before"
         # Teacher and students are evaluated in float32.

@@ -57,6 +57,10 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
             site.module.become_merged()
     swapped = {id(site.module) for site in chosen}
     family.finish(model, chosen, [site for site in sites if id(site.module) not in swapped])
+    for site in chosen:
+        assert isinstance(site.module, Recurrence)
+        for parameter in site.module.unused_parameters():
+            parameter.requires_grad_(False)
     compat.set_attention_implementation(model, NAME)
     return chosen
 

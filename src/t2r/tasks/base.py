@@ -135,6 +135,10 @@ class Task(ABC):
     def labels(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the target token of the logits at each position, `[batch, time]`, or -100 for no target."""
 
+    def real_positions(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """Return a mask `[batch, time]` of the positions whose attention a transfer matches. None: all."""
+        return None
+
     @abstractmethod
     def disturbed(self, batch: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
         """Return the batch with token noise: this share of the input tokens is replaced by random ones of the batch.

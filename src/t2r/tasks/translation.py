@@ -381,8 +381,7 @@ class Translation(Task):
     def in_few_shapes(self, batch: dict[str, Tensor], block_size: int) -> dict[str, Tensor]:
         """Return the batch of a block with its full width and number of rows.
 
-        Rows that the block lacks are copies of others without labels: they add nothing to the loss, and are valid rows
-        for a transfer."""
+        Rows that the block lacks are copies of others without labels: they add nothing to the loss."""
         labels = batch["labels"]
         rows, width = self.dataset(block_size).shape_of(max(labels.shape[1], batch["input_ids"].shape[1]))
         chosen = torch.arange(max(rows, len(labels))) % len(labels)
@@ -397,6 +396,10 @@ class Translation(Task):
     def labels(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the labels, unshifted: the decoder inputs are shifted instead."""
         return batch["labels"]
+
+    def real_positions(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the positions that predict a token. The padding of targets is not matched in a transfer."""
+        return batch["labels"] >= 0
 
     def disturbed(self, batch: dict[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
         """Add token noise to sources and decoder inputs. Padding and the decoder's start token are kept."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import t2r
-from families import tiny
+from families import batch, tiny
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.optimizers import choose_trained, make_optimizer
 
@@ -48,3 +48,21 @@ def test_without_weight_decay_groups_differ_by_learning_rate_only():
     stage = Stage("only", "task", steps=1)
     choose_trained(model, stage)
     assert len(make_optimizer(model, stage).param_groups) == 1
+
+
+@pytest.mark.parametrize("model_type", ["t5", "mt5", "umt5", "bart"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softmax_layers": [0]}, {"softmax_layers": [1]}, {"recurrent": "causal"}, {"recurrent": "cross"}]
+)
+def test_everything_that_is_trained_gets_a_gradient(model_type, options):
+    """Distributed training fails otherwise. The bias of T5 has no effect if all causal attention is recurrent."""
+    model = t2r.swap(tiny(model_type, torch.float32), **options)
+    model.requires_grad_(True)  # as after a stage
+    choose_trained(model, Stage("only", "task", "all", steps=1))
+    inputs = batch(model_type, padding="right")
+    model(**inputs, labels=inputs["decoder_input_ids"]).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert all("relative_attention_bias" in name for name in frozen)
+    keeps = options.get("recurrent") == "cross" or ("softmax_layers" in options and model_type != "umt5")
+    assert bool(frozen) == (model_type != "bart" and not keeps)

@@ -73,9 +73,11 @@ class Request(NamedTuple):
 
     @property
     def max_length(self) -> int:
-        """The maximum number of tokens. A stopping criterion that the user gives replaces that of transformers."""
+        """The maximum number of tokens. A stopping criterion that the user gives replaces that of transformers.
+
+        `generate()` asks a criterion after a token, so one token is generated even if the prompt is longer."""
         given = [c.max_length for c in self.criteria if isinstance(c, MaxLengthCriteria)]
-        return int(min(given, default=self.config.max_length))
+        return max(int(min(given, default=self.config.max_length)), self.ids.shape[1] + 1)
 
     @property
     def source(self) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t2r.attention.merged import Affine
@@ -23,6 +23,9 @@ class T5Projections(ProjectionAttention):
     key_value_proj_dim: int
     has_relative_attention_bias: bool
     compute_bias: Any
+    relative_attention_bias: Any
+    feeds_softmax: bool = False
+    """Whether softmax layers above use the bias that this layer computes."""
 
     def heads(self, x: Tensor) -> Tensor:
         return split_heads(x, self.key_value_proj_dim)
@@ -53,12 +56,13 @@ class T5Projections(ProjectionAttention):
         bias: Tensor = self.compute_bias(new, past + new, hidden_states.device, past_seen_tokens=past)
         return bias
 
+    def unused_parameters(self) -> list[nn.Parameter]:
+        used = self.feeds_softmax or not self.has_relative_attention_bias
+        return [] if used else list(self.relative_attention_bias.parameters())
+
 
 class T5Recurrence(T5Projections):
     """T5 attention. The first layer computes the bias, and all layers above reuse it."""
-
-    feeds_softmax: bool = False
-    """Whether there are softmax layers above, which need the bias that only the first layer can compute."""
 
     def forward(  # type: ignore[override]
         self,
@@ -85,11 +89,9 @@ class RelativeBiasFamily(Family):
         return Shape(module.n_heads, module.n_heads, module.key_value_proj_dim)
 
     def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
+        feeds = not all(site.cross for site in kept)  # cross attention has no bias
         for site in swapped:
-            module: Any = site.module
-            module.feeds_softmax = bool(kept)
-            if not kept:
-                freeze_bias(module)
+            site.module.feeds_softmax = feeds  # type: ignore[assignment]
 
     def notices(self, model: PreTrainedModel, swapped: Sequence[Site]) -> Iterator[str]:
         yield from super().notices(model, swapped)
@@ -99,12 +101,6 @@ class RelativeBiasFamily(Family):
             "decoder layers do not have: their only position information is the order of tokens; the encoder, cross "
             "attention and softmax layers are not affected"
         )
-
-
-def freeze_bias(module: Any) -> None:
-    """Freeze the unused bias of a recurrent layer. Distributed training fails for parameters without a gradient."""
-    if module.has_relative_attention_bias:
-        module.relative_attention_bias.requires_grad_(False)
 
 
 def t5_like(model_type: str, recurrent: type[T5Projections], family: type[Family] = RelativeBiasFamily) -> Family:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from t2r.attention.projection import ProjectionAttention
 from t2r.surgery.adapters.base import Site
-from t2r.surgery.adapters.t5 import RelativeBiasFamily, T5Projections, freeze_bias, t5_like
+from t2r.surgery.adapters.t5 import RelativeBiasFamily, T5Projections, t5_like
 
 
 class UMT5Recurrence(T5Projections):
@@ -31,8 +31,6 @@ class UMT5Recurrence(T5Projections):
 
 class UMT5Family(RelativeBiasFamily):
     def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
-        for site in swapped:
-            freeze_bias(site.module)
         for site in kept:
             # Older versions of transformers do not set it and rely on a causal mask. The mask of t2r is not causal.
             site.module.is_causal = not site.cross  # type: ignore[assignment]

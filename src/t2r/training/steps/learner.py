@@ -63,7 +63,8 @@ class Learner(compat.WrapsModel, nn.Module):
         if self.stage.objective == "transfer":
             # Logits are not needed: the model's body is enough, or the logits of one position.
             body = None if self.without_logits else self.readout(self.student, inputs)
-            with transferring(self.student, self.compiled and self.task.one_shape) as errors:
+            real = self.task.real_positions(batch)
+            with transferring(self.student, self.compiled and self.task.one_shape, real) as errors:
                 if body is None:
                     self.student(**inputs, use_cache=False, **self.without_logits)
                 else:

@@ -28,8 +28,11 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def transferring(model: nn.Module, compiled: bool = False) -> Iterator[list[Tensor]]:
+def transferring(
+    model: nn.Module, compiled: bool = False, real: Tensor | None = None
+) -> Iterator[list[Tensor]]:
     """Compute both attentions at every site, and pass softmax attention on. Yields a list that collects the errors.
+    `real [rows, time]` says which positions are matched. None: all.
 
     One model is enough: its other weights are the teacher's as long as only the maps are trained. The model is in
     evaluation mode, as a teacher is, so that the targets have no dropout. The maps are in training mode."""
@@ -39,7 +42,7 @@ def transferring(model: nn.Module, compiled: bool = False) -> Iterator[list[Tens
     def observe(site: Recurrence, inputs: Inputs, exact: Tensor) -> None:
         if compiled:  # for strided bf16 values, torch 2.13 generates vectorized CPU code whose gradient is NaN
             inputs = inputs._replace(v=inputs.v.contiguous())
-        errors.append(measure(site, inputs, exact))
+        errors.append(measure(site, inputs, exact, real))
 
     training = [module for module in model.modules() if module.training]
     with exact_attention(model, observer=observe):
@@ -54,14 +57,19 @@ def transferring(model: nn.Module, compiled: bool = False) -> Iterator[list[Tens
                 module.training = True
 
 
-def site_error(site: Recurrence, inputs: Inputs, exact: Tensor) -> Tensor:
+def site_error(site: Recurrence, inputs: Inputs, exact: Tensor, real: Tensor | None = None) -> Tensor:
     """Return the squared error of the recurrence relative to the squared target, averaged over the rows of the batch.
 
-    The mean over rows does not depend on how a batch is divided."""
+    The mean over rows does not depend on how a batch is divided. Only positions in the mask `real` count, and only rows
+    that have such positions."""
     wide = torch.promote_types(exact.dtype, torch.float32)
     exact = exact.detach().to(wide)
-    error, size = (x.square().flatten(1).mean(1) for x in (site.imitate(inputs).to(wide) - exact, exact))
-    return (error / size.clamp_min(1e-12)).mean()
+    squares = [x.square() for x in (site.imitate(inputs).to(wide) - exact, exact)]
+    if real is not None:
+        squares = [x.masked_fill(~real[:, None, :, None], 0) for x in squares]
+    error, size = (x.flatten(1).mean(1) for x in squares)
+    rows = error / size.clamp_min(1e-12)
+    return rows.mean() if real is None else rows.sum() / real.any(1).sum().clamp_min(1)
 
 
 # --- Distillation -------------------------------------------------------------------------------------------

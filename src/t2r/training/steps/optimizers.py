@@ -16,7 +16,7 @@ from t2r.training.steps.muon import Muon
 
 
 def choose_trained(model: nn.Module, stage: Stage) -> None:
-    """Set `requires_grad` for a stage. Frozen maps stay frozen. With LoRA, peft has done this already."""
+    """Set `requires_grad` for a stage. Frozen maps and unused parameters stay frozen. With LoRA, peft has done this."""
     if stage.train == "lora":
         return
     learning = trained_by(model, stage)
@@ -30,6 +30,7 @@ def trained_by(model: nn.Module, stage: Stage) -> set[int]:
     """Return the ids of the parameters that a stage without LoRA trains."""
     sites = recurrent_sites(model)
     frozen = {id(p) for site in sites if not site.feature_map.trainable for p in site.feature_map.parameters()}
+    frozen |= {id(p) for site in sites for p in site.unused_parameters()}
     frozen |= {id(p) for m in model.modules() if "Sinusoidal" in type(m).__name__ for p in m.parameters()}
     if stage.train == "maps":
         chosen = {id(p) for site in sites for p in site.feature_map.parameters()}
