@@ -54,8 +54,9 @@ def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
         change_class(module, stock_class)
         if "feature_map" in module._modules:
             del module.feature_map
-        for name in ("rotary", "direct"):
+        for name in ("rotary", "direct", "window"):
             vars(module).pop(name, None)
+        module._buffers.pop("window_sizes", None)
     compat.set_attention_implementation(model, implementation)
     raise refusal(family.model_type, doubt)
 

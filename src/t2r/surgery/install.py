@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +13,10 @@ from transformers import PreTrainedModel
 from t2r import compat
 from t2r.attention.interface import NAME, InterfaceAttention
 from t2r.attention.joint import has_stock_forward
+from t2r.attention.memories import Shape
 from t2r.attention.merged import Mergeable
 from t2r.attention.recurrence import Recurrence
+from t2r.attention.softmax import sliding_window_of
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, feature_map_class, make_feature_map
@@ -43,7 +47,8 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
             f"rotary=False is not supported for {family.model_type}: its attention does not take "
             "position_embeddings, so the rotation cannot be removed"
         )
-    for site in chosen:
+    windows = sliding_sites(family, model, [site for site in sites if site not in chosen])
+    for site in (*chosen, *windows):
         refuse_replaced_forward(site)
     maps = [make_map(family, site, config, index) for index, site in enumerate(chosen)]
     for site, feature_map in zip(chosen, maps, strict=True):
@@ -55,10 +60,35 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
         if config.merged:
             assert isinstance(site.module, Mergeable)
             site.module.become_merged()
-    swapped = {id(site.module) for site in chosen}
+    keep_windows(family, windows)
+    swapped = {id(site.module) for site in (*chosen, *windows)}
     family.finish(model, chosen, [site for site in sites if id(site.module) not in swapped])
     compat.set_attention_implementation(model, NAME)
     return chosen
+
+
+def sliding_sites(family: Family, model: PreTrainedModel, kept: Sequence[Site]) -> dict[Site, int]:
+    """Return the softmax layers with a sliding window, and its size. Their memory is a window, not all tokens."""
+    if family.recurrent is not None:
+        return {}
+    config = model.config.get_text_config(decoder=True)
+    found = {site: sliding_window_of(config, site.layer) for site in kept if not site.cross}
+    return {site: size for site, size in found.items() if size is not None}
+
+
+def keep_windows(family: Family, sites: Mapping[Site, int]) -> None:
+    """Make softmax layers with a sliding window sites whose memory is a window."""
+    for site, size in sites.items():
+        change_class(site.module, family.recurrent_class(site.module))
+        give_window(site.module, Shape((size,) * family.shape(site.module).num_key_value_heads, 0))
+
+
+def give_window(module: nn.Module, window: Shape) -> None:
+    """Give a site a window. The sizes are also a buffer, because captured calls cannot make tensors from numbers."""
+    site: Any = module
+    site.window = window
+    device = next(module.parameters()).device
+    module.register_buffer("window_sizes", torch.tensor(window.sizes, device=device), persistent=False)
 
 
 def refuse_replaced_forward(site: Site) -> None:
