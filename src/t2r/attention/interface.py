@@ -163,8 +163,9 @@ def attention_forward(
                 f"{type(module).__name__} does not pass its keyword arguments to the attention function, so its "
                 "recurrent state is not available: this model cannot be swapped, or its forward was replaced"
             )
-        windowed = module.has_map or t2r_call.layer is not None  # a window alone, without a cache, is softmax attention
-        if t2r_call.mode is None and windowed:
+        # Without a cache, the sliding window of the base model is a mask, with its dropout.
+        stock = module.keeps_softmax and t2r_call.layer is None
+        if t2r_call.mode is None and not stock:
             mask = t2r_documents if attention_mask is None else attention_mask
             inputs = Inputs(query, key, value, mask, scaling, True, softcap, t2r_call.hidden_states)
             out = module.attend(inputs, t2r_call.layer)

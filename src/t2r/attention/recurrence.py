@@ -47,7 +47,8 @@ class Recurrence(nn.Module):
     feature_map: FeatureMap
     layer_idx: int
     keeps_softmax: bool = False
-    """Whether the site always computes softmax attention and has no map (see `ProjectionAttention.keep_softmax`)."""
+    """Whether the site always computes the softmax attention of the base model and has no map: to all tokens (see
+    `ProjectionAttention.keep_softmax`), or in a sliding window."""
     window: Shape | None = None
     """The windows of its key-value heads. None: it has no window."""
     window_sizes: Tensor
@@ -63,6 +64,11 @@ class Recurrence(nn.Module):
     @property
     def has_map(self) -> bool:
         return "feature_map" in self._modules
+
+    def give_window(self, window: Shape, device: torch.device) -> None:
+        """Give the site a window. The sizes are also a buffer, because captured calls cannot make tensors of numbers."""
+        self.window = window
+        self.register_buffer("window_sizes", torch.tensor(window.sizes, device=device), persistent=False)
 
     def memories(self) -> tuple[Memory, ...]:
         """Return empty memories of the site."""

@@ -27,7 +27,7 @@ from t2r.attention.masks import new_token_mask, refuse_full_mask
 from t2r.attention.memories import KeyValueMemory, Memory, StateMemory, WindowMemory
 from t2r.attention.recurrence import Recurrence
 from t2r.attention.static import StaticT2RCache
-from t2r.config import OPTIONS, T2RConfig, reading_class
+from t2r.config import SWAP, T2RConfig, reading_class
 from t2r.errors import T2RError
 from t2r.model.inputs import is_packed, note_padding, restarts
 from t2r.model.saving import SavedModel
@@ -62,7 +62,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
         self.t2r_config = t2r_config
         self.t2r_family = family_of(self)  # type: ignore[arg-type]
         self.config.__class__ = reading_class(cast(Any, type(self.config)))
-        self.config.t2r = {name: getattr(t2r_config, name) for name in (*OPTIONS, "merged")}
+        self.config.t2r = {name: getattr(t2r_config, name) for name in (*SWAP, "merged")}
 
     # --- Forward --------------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Room(NamedTuple):
 
 def keeps_everything(module: Any) -> bool:
     """Return whether a site has softmax attention to all tokens."""
-    return not isinstance(module, Recurrence) or module.keeps_softmax
+    return not isinstance(module, Recurrence) or (module.keeps_softmax and module.window is None)
 
 
 def make(site: Site) -> SiteLayer:

@@ -54,7 +54,7 @@ def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
         change_class(module, stock_class)
         if "feature_map" in module._modules:
             del module.feature_map
-        for name in ("rotary", "direct", "window"):
+        for name in ("rotary", "direct", "window", "keeps_softmax"):
             vars(module).pop(name, None)
         module._buffers.pop("window_sizes", None)
     compat.set_attention_implementation(model, implementation)

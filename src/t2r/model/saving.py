@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from t2r import __version__, compat
 from t2r.attention.interface import NAME
-from t2r.config import OPTIONS, T2RConfig
+from t2r.attention.recurrence import Recurrence
+from t2r.config import SWAP, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.card import model_card
 from t2r.storage import write_text
@@ -67,7 +68,7 @@ class SavedModel:
         base["architectures"] = [self.base_class.__name__]
         module = Path(REMOTE_CODE).stem
         config = T2RConfig(
-            **{name: getattr(self.t2r_config, name) for name in (*OPTIONS, "merged")},
+            **{name: getattr(self.t2r_config, name) for name in (*SWAP, "merged")},
             base_config=base,
             t2r_version=__version__,
             architectures=[self.task_name],
@@ -114,6 +115,9 @@ class SavedModel:
         refuse_incomplete(str(source), info)
         for name in model.frozen:
             model.get_parameter(name).requires_grad_(False)
+        for module in model.modules():  # models are built without values, and windows are not saved as tensors
+            if isinstance(module, Recurrence) and module.window is not None:
+                module.give_window(module.window, module.window_sizes.device)
         return (model, info) if wants_info else model  # type: ignore[return-value]
 
     @classmethod

@@ -46,7 +46,8 @@ def window_attention(
         q, k, v: queries `[batch, heads, time, dim]`, keys `[batch, key_heads, time, dim]` and values.
         windows: the window of each key head.
         scaling: factor of the scores.
-        origin: `[batch, time]`: where the sequence (or document) of each token begins. None: at 0.
+        origin: `[batch, time]`: where the sequence (or document) of each token begins. Negative: before the first of
+            these tokens. None: at 0.
         softcap: bound of the scores (Gemma 2).
         backend: `auto`, `torch` or `triton`.
 

@@ -79,7 +79,9 @@ class WindowMemory(Memory):
             sums, left = self.step(q, k, v, mask, how)
             found = [sums]
         else:
-            found = [window_attention(q, k, v, windows, scaling=how.scaling, softcap=how.softcap)]
+            # Earlier tokens are before the first place, and the sinks may be among them.
+            origin = None if first else -seen[:, None].expand(-1, k.shape[2])
+            found = [window_attention(q, k, v, windows, scaling=how.scaling, softcap=how.softcap, origin=origin)]
             if not first:
                 found.append(self.past(q, how))
             left = self.leaving(k, v) if leaves else None

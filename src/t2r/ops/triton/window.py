@@ -52,7 +52,7 @@ def ranges(begin, m, start, size, sinks, time, BN: tl.constexpr):
     """Return where the blocks of keys of a block of queries begin: with sinks (and where these end), and in windows."""
     first = tl.min(tl.where(m < time, begin, time), 0)
     low = tl.maximum(tl.maximum(start - size + 1, first), 0) // BN * BN
-    return first // BN * BN, tl.minimum(low, first + sinks), low
+    return tl.maximum(first, 0) // BN * BN, tl.minimum(low, first + sinks), low
 
 
 @triton.jit
