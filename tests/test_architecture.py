@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "t2r"
 LAYERS = (
     ("errors", "words"),
     ("options", "terminal"),
-    ("storage", "compat", "threads"),
+    ("storage", "compat", "threads", "plans"),
     ("architectures",),
     ("config",),
     ("ops",),
@@ -69,7 +69,7 @@ def violations(part: str, imported: Iterator[str]) -> list[str]:
         if root == "t2r" and part != "cli":
             target = rest.split(".")[0]
             allowed = target in (part, "__version__") or LEVEL.get(target, len(LAYERS)) < LEVEL[part]
-            if not allowed or (part == "config" and target not in ("errors", "options", "storage")):
+            if not allowed or (part == "config" and target not in ("errors", "options", "plans", "storage")):
                 wrong.append(module)
     return wrong
 

@@ -12,14 +12,18 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from t2r.errors import T2RError
 from t2r.options import SwapOptions, check, options_of
+from t2r.plans import MemoryPlan
 from t2r.storage import write_text
 
 OPTIONS = tuple(options_of(SwapOptions))
 """Names of the swap options, the same in `swap`, on the command line and in the saved file."""
-KEPT = (*OPTIONS, "merged", "base_model", "base_weights")
+SWAP = (*OPTIONS, "plan")
+"""Names of all fields that describe a swap."""
+KEPT = (*SWAP, "merged", "base_model", "base_weights")
 """Fields that are saved with a swapped model, besides the base model's configuration."""
-FORMAT = 2
-"""Version of the saved format. Newer formats are rejected; older ones keep loading. Format 2 adds the guard below."""
+FORMAT, WITHOUT_PLAN = 3, 2
+"""Version of the saved format. Newer formats are rejected; older ones keep loading. Format 2 adds the guard below, and
+format 3 the plan; a model without a plan is saved in format 2."""
 
 GUARD = "this folder holds a t2r model: import t2r, and load it with an Auto class"
 """Saved as the dtype of the base configuration. `GPT2LMHeadModel.from_pretrained` accepts the base configuration
@@ -37,6 +41,8 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
     The swap options are the fields of `t2r.options.SwapOptions`, where each is documented.
 
     Args:
+        plan: the windows and states of causal attention, by layer and head (`t2r.plans.MemoryPlan`). None: every layer
+            is recurrent, or softmax by the options.
         merged: whether the affine part of the feature maps is merged into the projections (inference only).
         base_model: the folder or hub name of the base model, which is the teacher if a conversion is continued. None:
             not known.
@@ -46,11 +52,12 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
 
     model_type = "t2r"
 
+    plan: Any = None
     merged: bool = False
     base_model: str | None = None
     base_weights: str | None = None
     base_config: Any = None
-    format: int = FORMAT
+    format: int = WITHOUT_PLAN
     t2r_version: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -60,6 +67,10 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
                 f"this t2r reads up to format {FORMAT}: upgrade t2r"
             )
         check(SwapOptions, {name: getattr(self, name) for name in OPTIONS})
+        if self.plan is not None:
+            self.plan = MemoryPlan.of(self.plan).to_dict()
+            self.format = FORMAT
+            self.check_plan()
         if self.base_config is not None and not isinstance(self.base_config, PreTrainedConfig):
             self.base_config = read_base_config(self.base_config, self.dtype)
         if self.base_config is not None:
@@ -111,6 +122,17 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
             if not 0 <= layer < layers:
                 raise T2RError(f"softmax_layers: there is no layer {layer}; the model has layers 0 to {layers - 1}")
         return kept
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        return None if self.plan is None else MemoryPlan.of(self.plan)
+
+    def check_plan(self) -> None:
+        """Raise T2RError for options that a plan excludes."""
+        if self.softmax_layers or self.softmax_every is not None:
+            raise T2RError("a plan says which heads keep which tokens: do not give softmax_layers or softmax_every too")
+        if not self.rotary:
+            raise T2RError("a plan requires rotary=True: the keys of a window are rotated, and the state reads them")
 
     def keeps_some(self) -> bool:
         """Return whether causal attention stays softmax in at least one layer, whatever the number of layers."""

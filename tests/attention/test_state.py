@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 import t2r
 from families import EOS, VOCABULARY, batch, is_seq2seq, tiny
 from processes import same_threads
-from t2r.attention.cache import RecurrentLayer, cache_bytes
+from t2r.attention.cache import SiteLayer, cache_bytes
 from t2r.attention.masks import Padding
 from t2r.attention.state_file import FORMAT
 
@@ -49,10 +49,7 @@ def contents(cache):
         f"{name}.{i}.{key}": value
         for name, layers in cache.parts().items()
         for i, layer in enumerate(layers)
-        for key, value in (
-            layer.state._asdict() if isinstance(layer, RecurrentLayer) else {"keys": layer.keys, "values": layer.values}
-        ).items()
-        if value is not None
+        for key, value in layer.tensors().items()
     }
 
 
@@ -249,7 +246,7 @@ def test_another_format_is_refused(tmp_path):
 
 def test_a_cache_without_a_model_cannot_be_saved(tmp_path):
     with pytest.raises(t2r.T2RError, match="this cache has no model"):
-        t2r.T2RCache([RecurrentLayer()]).save(tmp_path / "state")
+        t2r.T2RCache([SiteLayer()]).save(tmp_path / "state")
 
 
 def test_a_state_that_cannot_be_written(tmp_path):
@@ -382,23 +379,20 @@ def test_stacked_states_are_saved_and_padded_prompts_too(tmp_path):
 
 
 def test_a_kept_sliding_window():
-    """It no longer has the keys that realigning needs. Equal lengths do not need to be realigned."""
+    """A window holds no padding, so rows of different lengths and paddings are independent."""
     model = swapped("mistral", softmax_layers=[1])
-    long, short = read(model, text(1, 12)), read(model, text(1, 7))
-    with pytest.raises(t2r.T2RError, match="sliding window cannot be realigned"):
-        t2r.T2RCache.stack([long, short])
-    texts = [text(1, 12, seed=s) for s in (1, 2)]
+    texts = [text(1, 12, seed=1), text(1, 7, seed=2)]
     together = t2r.T2RCache.stack([read(model, ids) for ids in texts])
     more = text(2, 2, seed=3)
     out = model.continue_from(together, more, **GREEDY, max_new_tokens=7)
     for row, ids in enumerate(texts):
         alone = model.generate(torch.cat([ids, more[row : row + 1]], dim=1), **GREEDY, max_new_tokens=7)
-        assert torch.equal(out[row], alone[0, 12:])
+        assert torch.equal(out[row], alone[0, ids.shape[1] :])
         assert_alike(together.take(row), read(model, ids), 1e-10)
     inputs = batch("mistral")
     padded = read(model, inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    with pytest.raises(t2r.T2RError, match="sliding window cannot be realigned"):
-        padded.take(1)
+    for row, mask in enumerate(inputs["attention_mask"].bool()):
+        assert_alike(padded.take(row), read(model, inputs["input_ids"][row : row + 1, mask]), 1e-10)
 
 
 @pytest.mark.parametrize("first", [1, 3, 5])
@@ -466,13 +460,19 @@ def test_the_mask_of_a_continuation():
         model.continue_from(cache, new, attention_mask=torch.ones(1, 14), **how)
 
 
-def test_a_window_has_no_padding_after_real_tokens():
-    model = swapped("mistral", softmax_layers=[1])
-    cache = read(model, text(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]))
-    with pytest.raises(t2r.T2RError, match="sliding window"):
-        model.continue_from(cache, text(2, 2), max_new_tokens=2)
-    on_the_left = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    model.continue_from(read(model, text(2, 4), on_the_left), text(2, 2), max_new_tokens=2)
+@pytest.mark.parametrize("mask", [[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1]])
+def test_a_window_counts_no_padding(mask):
+    model, ids = swapped("mistral", softmax_layers=[1]), text(2, 6)
+    masks, more = torch.tensor([[1] * 6, mask]), text(2, 12, seed=3)
+    cache = read(model, ids, masks)
+    positions = masks.sum(1)[:, None] + torch.arange(12)
+    with torch.no_grad():
+        whole = torch.cat([masks, torch.ones_like(more)], dim=1)
+        together = model(more, past_key_values=cache, attention_mask=whole, position_ids=positions).logits
+        for row, real in enumerate(masks.bool()):
+            alone = read(model, ids[row : row + 1, real])
+            expected = model(more[row : row + 1], past_key_values=alone).logits[0]
+            torch.testing.assert_close(together[row], expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "falcon"])

@@ -528,12 +528,12 @@ def test_a_state_in_half_precision_is_rounded_after_every_token(case, dtype):
     with torch.no_grad():
         for _ in range(8):
             out = model(**{name: new}, **encoded, past_key_values=cache, use_cache=True)
-            for layer in (layer for layers in cache.parts().values() for layer in layers if hasattr(layer, "state")):
-                layer.state = layer.state.map(lambda x: x.to(dtype).double())
+            for memory in (layer.recurrence for layer in cache.all_layers() if layer.state is not None):
+                memory.state = memory.state.map(lambda x: x.to(dtype).double())
             new = out.logits[:, -1].argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, new], dim=1)
     assert torch.equal(found, tokens)
-    states = [x for layer in engine.decode.own.layers if hasattr(layer, "state") for x in layer.state if x is not None]
+    states = [x for layer in engine.decode.own.layers if layer.state for x in layer.state if x is not None]
     assert {x.dtype for x in states} == {dtype}
     with pytest.raises(T2RError, match="state_dtype"):
         Engine(model, state_dtype=torch.int8)

@@ -13,7 +13,6 @@ import t2r
 from families import tiny
 from kernels import counted_kernels
 from t2r import compat
-from t2r.attention.layers import layer_tensors
 from t2r.bench import models
 from t2r.generation.engine.fusion import available
 from t2r.generation.engine.fusion.attention import parts_of, reproduced
@@ -261,7 +260,7 @@ def test_the_values_of_steps(name, dtype):
     def run():
         step.reset()
         step.active.fill_(1)
-        for x in (x for layer in step.cross for x in layer_tensors(layer).values()):
+        for x in (x for layer in step.cross for x in layer.tensors().values()):
             x.copy_(torch.linspace(0.1, 1, x.numel()).view(x.shape))
         for tokens in ([[3], [5]], [[7], [11]], [[13], [17]]):
             step.tokens.copy_(torch.tensor(tokens))

@@ -317,7 +317,7 @@ LOADS = """
         model.save_pretrained(sys.argv[2] + name)
         again = auto.from_pretrained(sys.argv[2] + name, **options)
         assert (again(**held).logits - expected).abs().max() < 1e-4
-    # `transformers serve` looks for the class here, even if transformers was imported before t2r and has loaded itself again.
+    # `transformers serve` looks for the class here, also if transformers was imported first and loaded itself again.
     assert transformers.T2RForCausalLM is sys.modules["t2r"].T2RForCausalLM
     with open(sys.argv[2], "rb") as file:
         model, ids, expected = pickle.load(file)

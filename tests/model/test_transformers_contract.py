@@ -134,7 +134,7 @@ def test_a_generation_goes_on_from_the_cache_that_it_returned(model_type, kind):
     for part, layers in second.past_key_values.parts().items():
         for layer, other in zip(layers, whole.past_key_values.parts()[part], strict=True):
             assert layer.get_seq_length() == other.get_seq_length()
-            if part == "self" and hasattr(layer, "state"):
+            if part == "self" and layer.state is not None:
                 torch.testing.assert_close(layer.state.s, other.state.s, rtol=1e-8, atol=1e-8)
 
 

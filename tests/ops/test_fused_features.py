@@ -34,7 +34,7 @@ def test_features_and_step_in_one_kernel(options, dtype):
         parameter.copy_(torch.randn(parameter.shape, dtype=torch.float32))
     mask = torch.tensor([[True], [False]], device=DEVICE)
     q, k, v = (torch.randn(2, heads, 1, size, device=DEVICE).to(dtype) for heads, size in ((4, 6), (2, 6), (2, 7)))
-    state = made.empty_state(2, 7, torch.float32, DEVICE).map(lambda x: x + torch.rand(x.shape, device=DEVICE))
+    state = made.rule().empty(2, 7, torch.float32, DEVICE).map(lambda x: x + torch.rand(x.shape, device=DEVICE))
     own = state.map(torch.clone)
     with torch.no_grad():
         phi_q, phi_k = made.double()(q.double() * 0.4, k.double())
@@ -90,6 +90,6 @@ def test_where_features_are_not_computed_in_the_step():
     assert not ops.computes_features(q, v, 8)
     made = make_feature_map("t2r", head_dim=4, num_heads=2, activation="tanh")
     assert made.step_features(1.0) is None
-    state = made.empty_state(1, 4, torch.float64, "cpu")
+    state = made.rule().empty(1, 4, torch.float64, "cpu")
     with pytest.raises(t2r.T2RError, match="features computed in the step"):
         ops.step(q, q, v, state, features=ops.Features(32, "relu"), backend="recurrent")

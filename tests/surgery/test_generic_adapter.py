@@ -122,7 +122,7 @@ def test_a_state_that_does_not_reach_the_layers_is_detected(monkeypatch):
 
 
 def test_a_state_that_is_lost_is_detected(monkeypatch):
-    monkeypatch.setattr(t2r.attention.cache.RecurrentLayer, "store", lambda self, *args: None)
+    monkeypatch.setattr(t2r.attention.memories.StateMemory, "store", lambda self, *args: None)
     with pytest.raises(t2r.T2RError, match="do not continue from their state"):
         t2r.swap(build(*UNDERSTOOD["starcoder2"]))
 

@@ -16,10 +16,13 @@ def described(model):
     """Return what a swap changes: the class and the attributes of each module, by identity, and the configuration."""
     modules = {}
     for name, module in model.named_modules():
-        modules[name] = type(module), {
-            key: {inner: id(x) for inner, x in value.items()} if isinstance(value, dict) else id(value)
-            for key, value in vars(module).items()
-        }
+        modules[name] = (
+            type(module),
+            {
+                key: {inner: id(x) for inner, x in value.items()} if isinstance(value, dict) else id(value)
+                for key, value in vars(module).items()
+            },
+        )
     learning = {name: p.requires_grad for name, p in model.named_parameters()}
     configs = [str((type(m.config), vars(m.config))) for m in model.modules() if hasattr(m, "config")]
     return modules, learning, configs
@@ -31,10 +34,15 @@ def test_a_swap_is_undone(model_type):
     model.train()
     next(model.parameters()).requires_grad_(False)
     before = described(model)
-    with pytest.raises(Refused), undoing(model):
-        t2r.swap(model)
-        model.eval().requires_grad_(True)
-        raise Refused
+
+    def refuse():
+        with undoing(model):
+            t2r.swap(model)
+            model.eval().requires_grad_(True)
+            raise Refused
+
+    with pytest.raises(Refused):
+        refuse()
     assert described(model) == before
     inputs = batch(model_type, padding="right") | dict(FAMILIES[model_type].call)
     with torch.no_grad():
@@ -44,8 +52,13 @@ def test_a_swap_is_undone(model_type):
 
 def test_what_is_kept_is_not_undone():
     model = tiny("llama")
-    with pytest.raises(Refused), undoing(model) as swapped:
-        t2r.swap(model)
-        swapped.keep()
-        raise Refused
+
+    def refuse():
+        with undoing(model) as swapped:
+            t2r.swap(model)
+            swapped.keep()
+            raise Refused
+
+    with pytest.raises(Refused):
+        refuse()
     assert isinstance(model, t2r.T2RForCausalLM)

@@ -21,26 +21,15 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from t2r.attention.layers import (
-    Added,
-    RecurrentLayer,
-    check_layer,
-    fill_layer,
-    held_tensors,
-    layer_bytes,
-    layer_kind,
-    layer_tensors,
-    refuse_window,
-    stack_layers,
-)
+from t2r.attention.layers import SiteLayer
 from t2r.attention.masks import Padding
+from t2r.attention.memories import KeyValueMemory
 from t2r.attention.state_file import FORMAT, fingerprint, read_header
 from t2r.errors import T2RError
 from t2r.storage import whole_file
 
 __all__ = [
-    "Added",
-    "RecurrentLayer",
+    "SiteLayer",
     "StateMixin",
     "T2RCache",
     "T2REncoderDecoderCache",
@@ -90,18 +79,20 @@ class StateMixin:
     @property
     def nbytes(self) -> int:
         """The size of all tensors in bytes."""
-        return sum(layer_bytes(layer) for layers in self.parts().values() for layer in layers)
+        return sum(layer.nbytes for layer in self.all_layers())
+
+    def all_layers(self) -> list[Any]:
+        return [layer for layers in self.parts().values() for layer in layers]
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether all layers are recurrent, so that the size does not depend on the sequence length."""
-        return all(isinstance(layer, RecurrentLayer) for layers in self.parts().values() for layer in layers)
+        """Whether the size does not depend on the sequence length: no layer has all keys and values."""
+        return not any(layer.grows for layer in self.all_layers())
 
     @property
     def rows(self) -> int:
         """The number of sequences in the batch."""
-        tensors = next(iter(layer_tensors(next(iter(self.parts().values()))[0]).values()), None)
-        return 0 if tensors is None else tensors.shape[0]
+        return max(0, self.all_layers()[0].batch_size)
 
     def attention_mask(self, new_tokens: int = 0) -> Tensor:
         """Return the padding mask over the processed tokens and `new_tokens` more."""
@@ -122,7 +113,7 @@ class StateMixin:
     def copied(self) -> Self:
         """Return a copy with cloned and detached tensors."""
         self.refuse_static("copied")
-        held = [x for layers in self.parts().values() for layer in layers for x in held_tensors(layer)]
+        held = [x for layer in self.all_layers() for x in layer.held_tensors()]
         return copy.deepcopy(self, {id(x): x.detach().clone() for x in held})
 
     def fork(self, copies: int = 1) -> Self:
@@ -137,14 +128,10 @@ class StateMixin:
         new.batch_select_indices(torch.tensor([row]))  # type: ignore[attr-defined]
         if self.padding is None:
             return new
-        real, padding = self.attention_mask()[row].bool(), int(self.padding.tokens[row])
+        real = self.attention_mask()[row].bool()
         new.padding = None
-        for layer in (layer for name, layers in new.parts().items() if name != "cross" for layer in layers):
-            if isinstance(layer, RecurrentLayer):
-                layer.length -= padding
-            elif padding:
-                refuse_window(layer)
-                layer.keys, layer.values = (x[:, :, real.to(x.device)] for x in (layer.keys, layer.values))
+        for layer in new.parts()["self"]:
+            layer.drop_padding(real)
         return new
 
     @classmethod
@@ -155,7 +142,7 @@ class StateMixin:
         if not caches:
             raise T2RError("stack requires at least one cache")
         kinds = [cache.kinds() for cache in caches]
-        if not all(shapes for kind in kinds for layers in kind.values() for _, shapes in layers):
+        if not all(cache.rows for cache in caches):
             raise T2RError("an empty cache cannot be stacked")
         if any(other != kinds[0] for other in kinds):
             raise T2RError("states of different models cannot be stacked")
@@ -182,12 +169,12 @@ class StateMixin:
         new.chat = same_chat(caches, longest)
         for name, layers in new.parts().items():
             for i, layer in enumerate(layers):
-                stack_layers(layer, [cache.parts()[name][i] for cache in caches], align=name != "cross")
+                layer.stack([cache.parts()[name][i] for cache in caches], align=name != "cross")
         return new
 
     def kinds(self) -> dict[str, list[Any]]:
-        """Return the type of every layer, and the shapes of its tensors without rows and tokens."""
-        return {name: [layer_kind(layer) for layer in layers] for name, layers in self.parts().items()}
+        """Return the memories of every layer, and the shapes of their tensors without rows and tokens."""
+        return {name: [layer.kind() for layer in layers] for name, layers in self.parts().items()}
 
     def save(self, path: str | Path) -> None:
         """Save to a safetensors file, with the fingerprint of the model. Raises T2RError if it cannot be written."""
@@ -201,7 +188,7 @@ class StateMixin:
         for name, layers in self.parts().items():
             for i, layer in enumerate(layers):
                 lengths[f"{name}.{i}"] = int(layer.get_seq_length())
-                for key, tensor in layer_tensors(layer).items():
+                for key, tensor in layer.tensors().items():
                     tensors[f"{name}.{i}.{key}"] = tensor.detach().cpu().contiguous()
         if self.padding is not None:
             self.padding.check()
@@ -237,8 +224,7 @@ class T2RCache(DynamicCache, StateMixin):
         layers: list[Any] = self.layers
         filled = [layer for layer in layers if layer.is_initialized] or layers
         for layer in filled:  # check all layers before any is cropped
-            if isinstance(layer, RecurrentLayer):
-                layer.check_crop(tokens_to_remove)
+            layer.check_crop(tokens_to_remove)
         for layer in filled:
             layer.crop(tokens_to_remove)
         if self.padding is not None:
@@ -270,16 +256,6 @@ class T2RCache(DynamicCache, StateMixin):
         new = Padding.of(mask[:, -tokens:])
         before = self.padding or Padding(*(torch.zeros_like(x) for x in new))
         self.padding = before.followed_by(new, length)
-
-    def check_window(self, mask: Tensor) -> None:
-        """Raise T2RError if padding that this mask has after real tokens would take their places in a window."""
-        layers: list[Any] = self.layers
-        padding = Padding.of(mask)
-        if any(layer.is_sliding for layer in layers) and bool(((padding.tokens > 0) & (padding.start != 0)).any()):
-            raise T2RError(
-                "this model has softmax layers with a sliding window, which cannot have padding after real tokens: "
-                "pad the first prompts on the left, and continue sequences with prompts of one length"
-            )
 
     # Operations that rearrange the batch also rearrange its padding.
 
@@ -337,8 +313,8 @@ def load_state(path: str | Path, model: Any) -> Any:
                 held = {n.removeprefix(prefix): file.get_tensor(n) for n in names if n.startswith(prefix)}
                 length = header["lengths"].get(f"{part}.{i}")
                 try:
-                    check_layer(layer, held, length, rows)
-                    fill_layer(layer, held, length)
+                    layer.check(held, length, rows)
+                    layer.load(held, length)
                 except (KeyError, TypeError, ValueError) as error:
                     raise T2RError(f"{path} is damaged: layer {i} of its {part} attention is invalid") from error
         if "padding" in names:
@@ -356,11 +332,16 @@ def load_state(path: str | Path, model: Any) -> Any:
     return cache
 
 
-def adopt(cache: Cache | None, layer_idx: int, recurrent: bool, cross: bool = False) -> Any:
-    """Return the cache layer of a site, of the kind that it needs.
+def adopt(cache: Cache | None, layer_idx: int, make: Callable[[], SiteLayer] | None, cross: bool = False) -> Any:
+    """Return the cache layer of a site.
 
-    Caches created by `generate`, by users or by the base model may have layers for softmax attention. An empty layer
-    of the wrong kind is replaced. Raises T2RError if the layer is not empty or not supported.
+    Caches created by `generate`, by users or by the base model may have other layers. An empty one is replaced. Raises
+    T2RError if the layer is not empty or not supported.
+
+    Args:
+        make: makes a layer with the memories of the site. None: softmax attention to all tokens, for which layers of
+            transformers serve too.
+        cross: the site is cross attention.
     """
     if cache is None:
         return None
@@ -370,9 +351,12 @@ def adopt(cache: Cache | None, layer_idx: int, recurrent: bool, cross: bool = Fa
     while len(layers) <= layer_idx:
         layers.append(DynamicLayer())
     layer = layers[layer_idx]
-    if isinstance(layer, RecurrentLayer) == recurrent:
+    ours = isinstance(layer, SiteLayer)
+    if make is None and (not ours or layer.find(KeyValueMemory) is not None):
         return layer
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RecurrentLayer):
+    if make is not None and ours and layer.find(KeyValueMemory) is None:
+        return layer
+    if not ours and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise T2RError(
             f"a recurrent model cannot use a {type(cache).__name__} with layers of type {type(layer).__name__}: "
             "leave cache_implementation unset"
@@ -382,7 +366,7 @@ def adopt(cache: Cache | None, layer_idx: int, recurrent: bool, cross: bool = Fa
             "this cache was filled by a model with other attention (softmax attention where this model is recurrent, "
             "or the reverse): start from an empty cache"
         )
-    layers[layer_idx] = RecurrentLayer() if recurrent else DynamicLayer()
+    layers[layer_idx] = SiteLayer(KeyValueMemory()) if make is None else make()
     return layers[layer_idx]
 
 
@@ -391,3 +375,11 @@ def cache_bytes(cache: Cache) -> int:
     if isinstance(cache, EncoderDecoderCache):
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     return sum(layer_bytes(layer) for layer in cache.layers)
+
+
+def layer_bytes(layer: Any) -> int:
+    """Return the size of a layer of t2r or of transformers."""
+    if isinstance(layer, SiteLayer):
+        return layer.nbytes
+    held = (getattr(layer, name, None) for name in ("keys", "values"))
+    return sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor))

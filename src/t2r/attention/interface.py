@@ -40,6 +40,8 @@ class Call(NamedTuple):
 
     layer: Any
     """The cache layer to read and advance, or None without a cache."""
+    hidden_states: Tensor | None
+    """The inputs of the module."""
     mode: Mode | None
     rotation: tuple[Tensor, Tensor] | None
     """Cosines and sines of a rotation that exact attention has yet to apply to queries and keys."""
@@ -63,7 +65,7 @@ class InterfaceAttention(Mergeable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((kwargs[name] for name in self.cache_arguments if kwargs.get(name) is not None), None)
         mode = mode_of(self)
-        layer = adopt(cache, self.layer_idx, recurrent=mode is None)
+        layer = adopt(cache, self.layer_idx, self.make_layer if mode is None else None)
         if self.merged is not None or (self.direct and mode is None):
             return self.forward_directly(*args, layer=layer, **kwargs)
         rotation = kwargs.get("position_embeddings")
@@ -72,7 +74,8 @@ class InterfaceAttention(Mergeable):
             rotation = None
         if rotation is not None:
             kwargs["position_embeddings"] = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
-        return super().forward(*args, **kwargs, t2r_call=Call(layer, mode, rotation))
+        hidden_states = args[0] if args else kwargs.get("hidden_states")
+        return super().forward(*args, **kwargs, t2r_call=Call(layer, hidden_states, mode, rotation))
 
     # --- Without the stock forward --------------------------------------------------------------------------
 
@@ -127,7 +130,7 @@ class InterfaceAttention(Mergeable):
             out = self.attend_merged(hidden_states, mask, layer)
         else:
             q, k, v = map(self.heads, self.outputs(hidden_states, self.q_proj, self.k_proj, self.v_proj))
-            out = self.attend(q, k, v, mask, layer, self.scaling)
+            out = self.attend(Inputs(q, k, v, mask, self.scaling, hidden_states=hidden_states), layer)
         return self.output_projection(join_heads(out)), None
 
 
@@ -160,8 +163,12 @@ def attention_forward(
                 f"{type(module).__name__} does not pass its keyword arguments to the attention function, so its "
                 "recurrent state is not available: this model cannot be swapped, or its forward was replaced"
             )
-        if t2r_call.mode is None:
-            out = module.attend(query, key, value, attention_mask, t2r_call.layer, scaling)
+        # Without a cache, the sliding window of the base model is a mask, with its dropout.
+        stock = module.keeps_softmax and t2r_call.layer is None
+        if t2r_call.mode is None and not stock:
+            mask = t2r_documents if attention_mask is None else attention_mask
+            inputs = Inputs(query, key, value, mask, scaling, True, softcap, t2r_call.hidden_states)
+            out = module.attend(inputs, t2r_call.layer)
             return out.transpose(1, 2).contiguous(), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is None and causal and (layer := getattr(module, "layer_idx", None)) is not None:

@@ -1,155 +1,205 @@
-"""Cache layers: the recurrent state of a site, and functions for layers of both kinds."""
+"""The cache layer of a site: its memories, and the number of tokens that they have read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from t2r.attention.memories import KeyValueMemory, Memory, StateMemory, WindowMemory
 from t2r.errors import T2RError
-from t2r.ops import Features, State, absorb, linear_attention, step
+from t2r.ops import State
 
 
-class Added(NamedTuple):
-    """What one forward added to a state, recorded so that `crop` can remove tokens."""
+class SiteLayer(CacheLayerMixin):
+    """The memories of a site as a layer of a transformers cache.
 
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    decay: Tensor | None = None  # of the feature map: it has no batch dimension
+    For causal attention, memories advance with every token. For cross attention, they are filled once from the source.
 
-
-class RecurrentLayer(CacheLayerMixin):
-    """The recurrent state of a layer: a `State` of fixed size, and the number of tokens processed.
-
-    For causal attention, the state advances with every token. For cross attention, it is computed once from the source.
-    Tokens cannot be removed from a state. After `activate_past_recording`, the layer records what was added since the
-    last `crop` and can be cropped that far, as assisted decoding requires.
+    Args:
+        memories: the memories, of different kinds.
+        lengths: in a static cache, the number of tokens of each row, `[rows]`, which all layers share. None in other
+            caches, and for cross attention.
+        counts: whether this layer advances `lengths`. One layer of a cache does.
     """
 
     is_sliding = False
     only_real_tokens = False
     """If True, masks are ignored: none of the following tokens is padding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: State | None = None
+    def __init__(self, *memories: Memory, lengths: Tensor | None = None, counts: bool = False) -> None:
+        self.memories = memories
+        self.lengths, self.counts = lengths, counts
         self.length = 0
-        self.record_past = False
-        self.recorded: list[Added] = []
-        self.before: State | None = None
+        self.filled = False
+        """Whether any token was processed, known without device synchronization."""
+        self.is_initialized = lengths is not None
 
-    def advance(
-        self,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        starts: Tensor | None,
-        decay: Tensor | None,
-        signed: bool,
-        features: Features | None = None,
-    ) -> Tensor:
-        """Process one or more tokens: return their outputs and advance the state. For `features` see `ops.step`."""
-        state, time = self.state, phi_k.shape[2]
-        if state is not None and state.s.device != phi_q.device:
-            state = state.map(lambda x: x.to(phi_q.device))
-        how: dict[str, Any] = {"mask": mask, "decay": decay, "signed": signed}
-        if time == 1 and state is not None and starts is None:
-            out, state = step(phi_q, phi_k, v, state, inplace=self.may_overwrite(state), features=features, **how)
-        else:
-            out, state = linear_attention(phi_q, phi_k, v, state=state, starts=starts, **how)
-        self.store(state, time, Added(phi_k, v, mask, decay))
-        return out
+    # --- Memories -------------------------------------------------------------------------------------------
 
-    def can_step(self, mask: Tensor | None) -> bool:
-        """Return whether `advance` will process one token by `ops.step`, and needs its features for nothing else."""
-        documents = mask is not None and mask.dtype != torch.bool and not self.only_real_tokens
-        return self.state is not None and not documents and not self.record_past
+    def find(self, kind: type[Any]) -> Any:
+        """Return the memory of a kind, or None if the site has none."""
+        return next((memory for memory in self.memories if isinstance(memory, kind)), None)
 
-    def may_overwrite(self, state: State) -> bool:
-        """Return whether a step may update the state in place, which avoids allocations and recompilation.
+    @property
+    def recurrence(self) -> StateMemory | None:
+        found: StateMemory | None = self.find(StateMemory)
+        return found
 
-        Gradients and recording need the previous state. A state created in inference mode can only be updated there."""
-        if torch.is_grad_enabled() or self.record_past:
-            return False
-        if torch.compiler.is_compiling():  # inference mode cannot be queried while compiling
-            return True
-        return torch.is_inference_mode_enabled() or not state.s.is_inference()
+    @property
+    def window(self) -> WindowMemory | None:
+        found: WindowMemory | None = self.find(WindowMemory)
+        return found
 
-    def store(self, state: State, tokens: int, added: Added | None = None) -> None:
-        """Store the new state after `tokens` more tokens."""
-        if self.record_past and added is not None:
-            if not self.recorded:
-                self.before = self.state
-            self.recorded.append(added)
-        self.state, self.length, self.is_initialized = state, self.length + tokens, True
+    @property
+    def state(self) -> State | None:
+        """The state of the recurrence, or None before the first token."""
+        return None if self.recurrence is None else self.recurrence.state
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the state is created with the first tokens."""
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """All keys, if the site has softmax attention."""
+        found = self.find(KeyValueMemory)
+        return None if found is None else found.keys
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        found = self.find(KeyValueMemory)
+        return None if found is None else found.values
+
+    @property
+    def grows(self) -> bool:
+        """Whether its size depends on the number of tokens."""
+        return any(memory.grows for memory in self.memories)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its tensors keep their addresses."""
+        return any(memory.fixed for memory in self.memories)
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        return self.is_fixed
+
+    # --- Tokens ---------------------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return keys and values unchanged. Stock modules call this before the attention function, which advances
-        the state."""
-        return key_states, value_states
+        """Add keys and values of softmax attention, and return those to attend to. In a static cache, these are for one
+        token the whole buffers, of which the mask marks the valid part.
+
+        Stock modules call this before the attention function. Other memories are advanced there, so keys and values
+        are returned unchanged."""
+        memory: KeyValueMemory | None = self.find(KeyValueMemory)
+        if memory is None:
+            return key_states, value_states
+        time = key_states.shape[2]
+        if not memory.fixed:
+            held = memory.append(key_states, value_states)
+        elif self.lengths is None:
+            raise T2RError("the source of a static cache is put into its rows: a step does not read it")
+        elif time == 1:
+            held = memory.write(key_states, value_states, self.lengths)
+        else:
+            held = memory.extend(key_states, value_states, self.common_length())
+        self.count(time)
+        return held
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that the memories have read."""
+        self.filled = self.is_initialized = True
+        if self.lengths is None:
+            self.length += tokens
+        elif self.counts:
+            self.lengths.add_(tokens)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: memories are created with the first tokens."""
 
     @property
     def position(self) -> Tensor | None:
         """The position of the next token of each row in a mask of fixed size, `[rows]`. None means at its end."""
-        return None
+        return self.lengths
 
     def get_seq_length(self) -> Any:
-        return self.length
+        return self.length if self.lengths is None else self.lengths.max()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        if self.lengths is None:
+            memory: KeyValueMemory | None = self.find(KeyValueMemory)
+            if memory is not None and memory.fixed:  # a source
+                return memory.room, 0
+            return self.length + query_length, 0
+        if not self.grows:
+            return query_length, 0
+        if query_length == 1:
+            return self.get_max_length(), 0
+        return self.common_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return -1
+        memory: KeyValueMemory | None = self.find(KeyValueMemory)
+        return memory.room if memory is not None and memory.fixed else -1
 
-    @property
-    def batch_size(self) -> int:
-        return -1 if self.state is None else self.state.s.shape[0]
+    def common_length(self) -> int:
+        """Return the length of all rows. Raises T2RError if they differ. Synchronizes with the device."""
+        if not self.filled:
+            return 0
+        assert self.lengths is not None
+        shortest, longest = torch.stack(torch.aminmax(self.lengths)).tolist()
+        if shortest != longest:
+            raise T2RError(
+                f"several tokens at once require rows of equal length, and these rows have {shortest} to {longest} "
+                "tokens: pass one token at a time, or put prefilled sequences into the rows"
+            )
+        return int(longest)
+
+    # --- Removing tokens ------------------------------------------------------------------------------------
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        return self.record_past
+        return all(memory.recording or memory.recorded_tokens is None for memory in self.memories)
 
     def activate_past_recording(self) -> None:
-        self.record_past = True
+        for memory in self.memories:
+            memory.record()
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        known = sum(added.k.shape[2] for added in self.recorded)
-        if not 0 <= -tokens_to_remove <= known:
+        if self.is_fixed:
+            raise T2RError("a static cache cannot remove tokens: use the default cache for assisted decoding")
+        known = [m.recorded_tokens for m in self.memories if m.recorded_tokens is not None]
+        if not 0 <= -tokens_to_remove <= min([*known, self.length]):
             raise T2RError(
                 f"cannot crop by {tokens_to_remove}: only recorded tokens can be removed from a recurrent state "
-                f"({known} tokens since the last crop). Call cache.activate_past_recording() first, and pass the "
-                "number of tokens to remove as a negative number"
+                f"({min([*known, self.length])} tokens since the last crop). Call cache.activate_past_recording() first, "
+                "and pass the number of tokens to remove as a negative number"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (transformers passes a negative number) and clear the record."""
         self.check_crop(tokens_to_remove)
-        remove = -tokens_to_remove
-        if remove:
-            k = torch.cat([added.k for added in self.recorded], dim=2)[:, :, :-remove]
-            v = torch.cat([added.v for added in self.recorded], dim=2)[:, :, :-remove]
-            masks = [
-                torch.ones_like(a.k[:, 0, :, 0], dtype=torch.bool) if a.mask is None else a.mask for a in self.recorded
-            ]
-            assert self.state is not None
-            before = self.state.map(torch.zeros_like) if self.before is None else self.before
-            mask = torch.cat(masks, dim=1)[:, :-remove]
-            self.state = absorb(before, k, v, mask=mask, decay=self.recorded[0].decay)
-            self.length -= remove
-        self.recorded, self.before = [], None
+        for memory in self.memories:
+            memory.crop(-tokens_to_remove)
+        self.length += tokens_to_remove
 
-    def reset(self) -> None:
-        self.__init__()  # type: ignore[misc]
+    def reset(self, rows: Any = None) -> None:
+        """Forget everything, or in a static cache the rows of an index."""
+        for memory in self.memories:
+            memory.reset(rows)
+        if rows is None:
+            self.length, self.filled, self.is_initialized = 0, False, self.lengths is not None
+
+    # --- Rows -----------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        return next((x.shape[0] for x in self.tensors().values()), -1)
+
+    def each_row(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to the batch dimension of all memories."""
+        for memory in self.memories:
+            memory.each_row(function)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.each_row(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -164,99 +214,68 @@ class RecurrentLayer(CacheLayerMixin):
         self.each_row(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Do nothing: the state moves to the device of the queries when it is used."""
+        """Do nothing: memories move to the device of the queries when they are used."""
 
-    def each_row(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the batch dimension of the state and of the recorded tokens."""
-        self.state = None if self.state is None else self.state.map(function)
-        self.before = None if self.before is None else self.before.map(function)
-        self.recorded = [
-            Added(function(a.k), function(a.v), None if a.mask is None else function(a.mask), a.decay)
-            for a in self.recorded
-        ]
+    def put_rows(self, rows: Tensor, other: SiteLayer, index: Tensor, real: Tensor | None = None) -> None:
+        """Copy the rows `index` of another layer to these rows. `real [rows, tokens]` is false for their padding."""
+        for memory, new in zip(self.memories, other.memories, strict=True):
+            memory.put_rows(rows, new, index, real)
+        self.length, self.filled, self.is_initialized = max(self.length, other.length), True, True
 
+    # --- Saving and stacking --------------------------------------------------------------------------------
 
-# --- Layers of either kind ----------------------------------------------------------------------------------
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of all memories by name. Empty before the first token."""
+        return {name: x for memory in self.memories for name, x in memory.tensors().items()}
 
+    def held_tensors(self) -> list[Tensor]:
+        """Return all tensors, including recorded ones."""
+        return [*self.tensors().values(), *(x for memory in self.memories for x in memory.extra_tensors())]
 
-def layer_tensors(layer: Any) -> dict[str, Tensor]:
-    """Return the tensors of a layer by name: a state, or keys and values. Empty for layers of another kind."""
-    if isinstance(layer, RecurrentLayer):
-        held = {} if layer.state is None else layer.state._asdict()
-    else:
-        held = {name: getattr(layer, name, None) for name in ("keys", "values")}
-    return {name: x for name, x in held.items() if isinstance(x, Tensor)}
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in {id(x): x for x in self.held_tensors()}.values())
 
+    def row_bytes(self, tokens: int) -> int:
+        """Return the size of one row that has read this number of tokens."""
+        return sum(memory.row_bytes(tokens) for memory in self.memories)
 
-def layer_kind(layer: Any) -> tuple[Any, ...]:
-    """Return the type of a layer and the shapes of its tensors, without rows and tokens."""
-    recurrent = isinstance(layer, RecurrentLayer)
-    shapes = {name: x.shape[1:] if recurrent else (x.shape[1], x.shape[3]) for name, x in layer_tensors(layer).items()}
-    return type(layer), shapes
+    def kind(self) -> tuple[Any, ...]:
+        """Return what must be equal in layers that are stacked."""
+        return tuple(memory.kind() for memory in self.memories)
 
+    def load(self, held: dict[str, Tensor], length: int) -> None:
+        """Fill an empty layer with the tensors of `tensors`."""
+        if not held:
+            return
+        for memory in self.memories:
+            memory.load({name: x for name, x in held.items() if name in memory.names})
+        self.length = 0
+        self.count(length)
 
-def held_tensors(layer: Any) -> list[Tensor]:
-    """Return all tensors of a layer, including recorded ones."""
-    held = list(layer_tensors(layer).values())
-    if isinstance(layer, RecurrentLayer):
-        for kept in (layer.before or (), *layer.recorded):
-            held += [x for x in kept if isinstance(x, Tensor)]
-    return held
+    def check(self, held: dict[str, Tensor], length: Any, rows: int) -> None:
+        """Raise ValueError unless these tensors are valid for this layer after `length` tokens of `rows` sequences."""
+        if type(length) is not int or length < 0 or (length > 0) != bool(held):
+            raise ValueError("a length without tensors, or tensors without a length")
+        if not held:
+            return
+        if any(x.shape[0] != rows for x in held.values() if x.dim()) or any(not x.dim() for x in held.values()):
+            raise ValueError("tensors of another batch size")
+        if any(not x.is_floating_point() for name, x in held.items() if name != "seen"):
+            raise ValueError("tensors of another dtype")
+        for memory in self.memories:
+            memory.check({name: x for name, x in held.items() if name in memory.names})
+        if set(held) - {name for memory in self.memories for name in memory.names}:
+            raise ValueError("tensors of other memories")
 
+    def stack(self, others: list[SiteLayer], *, align: bool) -> None:
+        """Take the rows of several layers. With `align`, they may have read different numbers of tokens."""
+        for i, memory in enumerate(self.memories):
+            memory.stack([other.memories[i] for other in others], align=align)
+        self.length = max(other.length for other in others)
 
-def layer_bytes(layer: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in {id(x): x for x in held_tensors(layer)}.values())
-
-
-def fill_layer(layer: Any, held: dict[str, Tensor], length: int) -> None:
-    """Fill an empty layer with the tensors of `layer_tensors`."""
-    if not held:
-        return
-    if isinstance(layer, RecurrentLayer):
-        layer.store(State(**held), length)
-        return
-    layer.lazy_initialization(held["keys"], held["values"])
-    layer.keys, layer.values = held["keys"], held["values"]
-    if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length = length
-
-
-def check_layer(layer: Any, held: dict[str, Tensor], length: Any, rows: int) -> None:
-    """Raise ValueError unless these tensors are valid for this layer after `length` tokens of `rows` sequences."""
-    if type(length) is not int or length < 0 or (length > 0) != bool(held):
-        raise ValueError("a length without tensors, or tensors without a length")
-    if not held:
-        return
-    if any(x.dim() < 2 or x.shape[0] != rows or not x.is_floating_point() for x in held.values()):
-        raise ValueError("tensors of another batch size or dtype")
-    if isinstance(layer, RecurrentLayer):
-        state = State(**held)
-        accumulators = {torch.float32, torch.float64}
-        if state.s.dim() != 4 or state.s.dtype not in accumulators or state.z.shape != state.s.shape[:3]:
-            raise ValueError("not a state")
-    elif held["keys"].dim() != 4 or held["keys"].shape[:3] != held["values"].shape[:3]:
-        raise ValueError("not keys and values")
-
-
-def stack_layers(layer: Any, others: list[Any], align: bool) -> None:
-    """Fill `layer` with the rows of all `others`. Keys and values are aligned at their end."""
-    if isinstance(layer, RecurrentLayer):
-        states = [other.state for other in others]
-        layer.state = State(*(None if xs[0] is None else torch.cat(xs) for xs in zip(*states, strict=True)))  # type: ignore[arg-type]
-        layer.length = max(other.length for other in others)
-        layer.recorded, layer.before = [], None
-        return
-    longest = max(other.get_seq_length() for other in others)
-    if any(other.get_seq_length() != longest for other in others):
-        refuse_window(layer)
-        if not align:
-            raise T2RError("sources of different lengths cannot be stacked if cross attention is softmax attention")
-    width = max(other.keys.shape[2] for other in others)
-    for name in ("keys", "values"):
-        held = [getattr(other, name) for other in others]
-        setattr(layer, name, torch.cat([nn.functional.pad(x, (0, 0, width - x.shape[2], 0)) for x in held]))
-
-
-def refuse_window(layer: Any) -> None:
-    if getattr(layer, "is_sliding", False):
-        raise T2RError("a softmax layer with a sliding window cannot be realigned: stack states of equal length")
+    def drop_padding(self, real: Tensor) -> None:
+        """Remove padding from the only row. `real [tokens]` is false for padding."""
+        for memory in self.memories:
+            memory.drop_padding(real)
+        self.length = int(real.sum())

@@ -150,6 +150,42 @@ def padding_and_starts(
     return None, starts
 
 
+class Rows(NamedTuple):
+    """The rows of a batch with real tokens at their front, so that the distance of two tokens is that of their places.
+
+    Windows count tokens, not padding."""
+
+    mask: Tensor | None
+    """`[batch, time]`, true for real tokens, which come first. None: there is no padding."""
+    order: Tensor | None
+    """The place from which each token comes. None: all stay where they are."""
+    starts: Tensor | None
+    """Where documents begin. None: there is one in each row."""
+    origin: Tensor | None
+    """Where the document of each token begins."""
+
+    @classmethod
+    def of(cls, padding: Tensor | None, starts: Tensor | None) -> Rows:
+        """Arrange rows by the results of `padding_and_starts`."""
+        if starts is not None:
+            places = torch.arange(starts.shape[1], device=starts.device)
+            return cls(None, None, starts, torch.where(starts, places, 0).cummax(1).values)
+        if padding is None or padding.shape[1] == 1:
+            return cls(padding, None, None, None)
+        order = (~padding).int().argsort(dim=1, stable=True)
+        return cls(padding.gather(1, order), order, None, None)
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Arrange the tokens of `[batch, heads, time, size]`."""
+        return x if self.order is None else x.gather(2, self.order[:, None, :, None].expand(x.shape))
+
+    def unpacked(self, x: Tensor) -> Tensor:
+        """Undo `packed`."""
+        if self.order is None:
+            return x
+        return torch.zeros_like(x).scatter(2, self.order[:, None, :, None].expand(x.shape), x)
+
+
 def new_token_mask(mask: Tensor | None, input_ids: Tensor, read: int = 0) -> Tensor:
     """Return the padding mask of new tokens, from a mask of them, or of all tokens if some were `read` before."""
     if mask is None:

@@ -85,7 +85,7 @@ class Mergeable(Recurrence):
         q, k, v = self.project_merged(x, self.merged, self.feature_map)
         if (features := self.fused(q, v, mask, layer)) is None:
             q, k = self.feature_map.activate(q), self.feature_map.activate_keys(k)
-        return self.advance(q, k, v, mask, layer, features)
+        return self.advance(q, k, v, mask, layer, features, x)
 
     def project_merged(
         self, x: Tensor, merged: MergedProjections, feature_map: AffineMap

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from t2r.attention.softmax import softmax_weights
+from t2r.ops import Rule, Sum
 from t2r.ops.weights import Weights, attention_weights
 
 
@@ -76,10 +77,12 @@ def observing(observer: Observer) -> Iterator[None]:
         _thread.observer = before
 
 
-def observe_linear(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+def observe_linear(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: Rule, **options: Any) -> None:
     observer: Observer | None = getattr(_thread, "observer", None)
     if observer is not None:
-        observer(module, LinearInputs(q, k, v, options))
+        assert isinstance(rule, Sum)
+        decay = rule.decay if options.get("causal", True) else None
+        observer(module, LinearInputs(q, k, v, {"decay": decay, "signed": rule.signed, **options}))
 
 
 def observe_softmax(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from t2r import ops
 from t2r.attention.cache import adopt
-from t2r.attention.layers import RecurrentLayer
+from t2r.attention.layers import SiteLayer
 from t2r.attention.masks import padding_and_starts
 from t2r.attention.merged import Mergeable
 from t2r.attention.observation import observe_linear, observe_softmax
@@ -63,7 +63,7 @@ class ProjectionAttention(Mergeable):
         if encoder_hidden_states is not None:  # GPT-2's names for the source and its mask
             key_value_states, attention_mask = encoder_hidden_states, encoder_attention_mask
         cross = key_value_states is not None
-        layer = adopt(past_key_values, self.layer_idx, recurrent=not self.exact, cross=cross)
+        layer = adopt(past_key_values, self.layer_idx, None if self.exact else self.make_layer, cross)
         if key_value_states is not None:
             out = self.attend_source(hidden_states, key_value_states, attention_mask, layer)
             if isinstance(past_key_values, EncoderDecoderCache):
@@ -78,7 +78,7 @@ class ProjectionAttention(Mergeable):
             return self.attend_merged(x, mask, layer)
         q, k, v = self.project(x)
         if not self.exact:
-            return self.attend(q, k, v, mask, layer, self.scaling)
+            return self.attend(Inputs(q, k, v, mask, self.scaling, hidden_states=x), layer)
         if layer is not None:
             k, v = layer.update(k, v)
         return self.attend_exactly(q, k, v, mask, causal=True, position_bias=position_bias)
@@ -101,13 +101,14 @@ class ProjectionAttention(Mergeable):
             k, v = self.keys_values(source)
             phi_q, phi_k = self.feature_map(self.queries(x) * self.scaling, k)
         padding, _ = padding_and_starts(mask, v.shape[2])
-        how: dict[str, Any] = {"mask": padding, "causal": False, "signed": self.feature_map.signed}
-        v = self.spread(v)
-        observe_linear(self, phi_q, phi_k, v, how)
-        out, state = ops.linear_attention(phi_q, phi_k, v, **how)
-        if isinstance(layer, RecurrentLayer):
-            layer.store(state, v.shape[2])
-        return out
+        v, rule = self.spread(v), self.feature_map.rule()
+        observe_linear(self, phi_q, phi_k, v, rule, mask=padding, causal=False)
+        out, state = rule.parallel(phi_q, phi_k, v, mask=padding, causal=False)
+        if isinstance(layer, SiteLayer):
+            assert layer.recurrence is not None
+            layer.recurrence.store(state)
+            layer.count(v.shape[2])
+        return out  # type: ignore[return-value]
 
     def attend_exactly(
         self,

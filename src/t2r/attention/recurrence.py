@@ -1,8 +1,9 @@
 """Recurrent attention sites, and the mode that selects recurrent or exact attention.
 
 A site is a stock attention module whose class was changed to one that inherits `Recurrence` and the stock class. It
-computes normalized linear attention over features. Inside `exact_attention` it computes the original softmax attention
-with the same weights. The mode is stored per thread and not on the module, so one model can serve many threads.
+attends through its memories: a window of the last tokens, a recurrent state of those that have left it, or one of both.
+Inside `exact_attention` it computes the original softmax attention with the same weights. The mode is stored per thread
+and not on the module, so one model can serve many threads.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from t2r import ops
-from t2r.attention.layers import RecurrentLayer
-from t2r.attention.masks import padding_and_starts
+from t2r.attention.layers import SiteLayer
+from t2r.attention.masks import Rows, padding_and_starts
+from t2r.attention.memories import Memory, Shape, StateMemory, WindowMemory
 from t2r.attention.observation import observe_linear
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, repeat_heads
+from t2r.ops.rings import How
+from t2r.ops.windows import Left, delayed
 
 
 class Inputs(NamedTuple):
@@ -31,32 +35,67 @@ class Inputs(NamedTuple):
     v: Tensor
     mask: Tensor | None
     scaling: float
-    causal: bool
+    causal: bool = True
+    softcap: float | None = None
+    hidden_states: Tensor | None = None
+    """The inputs of the module, for rules with gates. None: they are not known."""
 
 
 class Recurrence(nn.Module):
-    """An attention site that computes normalized linear attention over features."""
+    """An attention site with a recurrent state, a window, or both."""
 
     feature_map: FeatureMap
     layer_idx: int
     keeps_softmax: bool = False
-    """Whether the site always computes softmax attention and has no map (see `ProjectionAttention.keep_softmax`)."""
+    """Whether the site always computes the softmax attention of the base model and has no map: to all tokens (see
+    `ProjectionAttention.keep_softmax`), or in a sliding window."""
+    window: Shape | None = None
+    """The windows of its key-value heads. None: it has no window."""
+    window_sizes: Tensor
+    """The same as a tensor, a buffer."""
+    stateful: tuple[int, ...] | None = None
+    """The key-value heads that have a state. None: all."""
 
     @property
     def exact(self) -> bool:
         """Whether this call computes exact softmax attention."""
         return self.keeps_softmax or mode_of(self) is not None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float) -> Tensor:
-        """Compute causal attention of new tokens, from the state of the cache: `[batch, heads, time, head_dim]`."""
+    @property
+    def has_map(self) -> bool:
+        return "feature_map" in self._modules
+
+    def give_window(self, window: Shape, device: torch.device) -> None:
+        """Give the site a window. The sizes are also a buffer, because captured calls cannot make tensors of numbers."""
+        self.window = window
+        self.register_buffer("window_sizes", torch.tensor(window.sizes, device=device), persistent=False)
+
+    def memories(self) -> tuple[Memory, ...]:
+        """Return empty memories of the site."""
+        found: list[Memory] = [] if self.window is None else [WindowMemory(self.window)]
+        return (*found, StateMemory()) if self.has_map else tuple(found)
+
+    def make_layer(self) -> SiteLayer:
+        return SiteLayer(*self.memories())
+
+    def attend(self, inputs: Inputs, layer: Any) -> Tensor:
+        """Compute causal attention of new tokens, after those in the cache: `[batch, heads, time, head_dim]`."""
+        if self.window is not None:
+            return self.attend_window(inputs, layer)
+        q, k, v, mask, scaling = inputs[:5]
         if (features := self.fused(q, v, mask, layer, scaling)) is None:
             one = q.shape[2] == 1 and layer is not None and not torch.is_grad_enabled()
             q, k = self.feature_map.of_token(q, k, scaling) if one else self.feature_map(q * scaling, k)
-        return self.advance(q, k, v, mask, layer, features)
+        return self.advance(q, k, v, mask, layer, features, inputs.hidden_states)
+
+    # --- A state alone --------------------------------------------------------------------------------------
 
     def fused(self, q: Tensor, v: Tensor, mask: Tensor | None, layer: Any, scaling: float = 1.0) -> ops.Features | None:
         """Return how the kernel of a decoding step computes the features. None: they are computed before it."""
-        if q.shape[2] > 1 or not isinstance(layer, RecurrentLayer) or not layer.can_step(mask):
+        if q.shape[2] > 1 or not isinstance(layer, SiteLayer) or layer.recurrence is None:
+            return None
+        documents = mask is not None and mask.dtype != torch.bool and not layer.only_real_tokens
+        if documents or not layer.recurrence.can_step():
             return None
         feature_map = self.feature_map
         return feature_map.step_features(scaling) if ops.computes_features(q, v, feature_map.feature_size) else None
@@ -69,37 +108,36 @@ class Recurrence(nn.Module):
         mask: Tensor | None,
         layer: Any,
         features: ops.Features | None = None,
+        hidden_states: Tensor | None = None,
     ) -> Tensor:
         """Compute the outputs of one or more tokens. With a cache layer, start from its state and advance it.
 
         With `features`, queries and keys are the inputs of the feature map."""
-        recurrent, feature_map = isinstance(layer, RecurrentLayer), self.feature_map
+        cached, rule = isinstance(layer, SiteLayer), self.feature_map.rule(hidden_states)
         padding = starts = None
-        if mask is not None and not (recurrent and layer.only_real_tokens):
-            padding, starts = padding_and_starts(mask, phi_k.shape[2], layer.position if recurrent else None)
-        how: dict[str, Any] = {
-            "mask": padding,
-            "starts": starts,
-            "decay": feature_map.decay,
-            "signed": feature_map.signed,
-        }
-        if features is not None:
-            return layer.advance(phi_q, phi_k, v, **how, features=features)
-        v = self.spread(v)
-        if recurrent:
-            return layer.advance(phi_q, phi_k, v, **how)
-        observe_linear(self, phi_q, phi_k, v, how)
-        out, _ = ops.linear_attention(phi_q, phi_k, v, **how)
+        if mask is not None and not (cached and layer.only_real_tokens):
+            padding, starts = padding_and_starts(mask, phi_k.shape[2], layer.position if cached else None)
+        v = v if features is not None else self.spread(v)
+        if cached:
+            out: Tensor = layer.recurrence.advance(
+                phi_q, phi_k, v, rule, mask=padding, starts=starts, features=features
+            )
+            layer.count(phi_q.shape[2])
+            return out
+        observe_linear(self, phi_q, phi_k, v, rule, mask=padding, starts=starts)
+        out, _ = rule.parallel(phi_q, phi_k, v, mask=padding, starts=starts)  # type: ignore[assignment]
         return out
 
     def imitate(self, inputs: Inputs) -> Tensor:
         """Compute the outputs of the recurrence for these inputs, without a cache."""
-        q, k, v, mask, scaling, causal = inputs
+        if self.window is not None:
+            return self.attend_window(inputs, None)
+        q, k, v, mask, scaling, causal = inputs[:6]
         phi_q, phi_k = self.feature_map(q * scaling, k)
         padding, starts = padding_and_starts(mask, k.shape[2])
-        how: dict[str, Any] = {"mask": padding, "decay": self.feature_map.decay, "signed": self.feature_map.signed}
-        out, _ = ops.linear_attention(phi_q, phi_k, self.spread(v), starts=starts, causal=causal, **how)
-        return out
+        rule = self.feature_map.rule(inputs.hidden_states)
+        out, _ = rule.parallel(phi_q, phi_k, self.spread(v), mask=padding, starts=starts, causal=causal)
+        return out  # type: ignore[return-value]
 
     def unused_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the stock module that the recurrence does not use. They get no gradient, and
@@ -110,10 +148,80 @@ class Recurrence(nn.Module):
         """Repeat values for every key head of the feature map. With un-grouped keys, this is one per query head."""
         return repeat_heads(v, self.feature_map.key_heads)
 
+    # --- A window, and a state of what has left it ----------------------------------------------------------
+
+    def windows(self) -> ops.Windows:
+        assert self.window is not None
+        return ops.Windows(self.window_sizes, self.window.sinks)
+
+    def attend_window(self, inputs: Inputs, layer: Any) -> Tensor:
+        """Attend to the window, and with the state to what has left it. Both have one denominator."""
+        near, left, rows = self.attend_near(inputs, layer)
+        parts = near
+        if self.has_map:
+            parts = [*near, self.attend_far(rows.packed(inputs.q), left, inputs, rows, layer)]
+        if layer is not None:
+            layer.count(inputs.q.shape[2])
+        if len(parts) == 1:
+            return rows.unpacked(parts[0].numerator)
+        return rows.unpacked(ops.combine(parts, inputs.v.dtype))
+
+    def attend_near(self, inputs: Inputs, layer: Any) -> tuple[list[ops.Sums], Left | None, Rows]:
+        """Attend to the window. Returns also what leaves it, if there is a state; real tokens first in their rows."""
+        time = inputs.q.shape[2]
+        cached = isinstance(layer, SiteLayer)
+        mask = None if cached and layer.only_real_tokens else inputs.mask
+        rows = Rows.of(*padding_and_starts(mask, time, layer.position if cached else None))
+        q, k, v = map(rows.packed, inputs[:3])
+        windows, how = self.windows(), How(inputs.scaling, inputs.softcap)
+        if cached:
+            near, left = layer.window.attend(q, k, v, windows, rows.mask, how, leaves=self.has_map)
+            return near, left, rows
+        near = [ops.window_attention(q, k, v, windows, scaling=how.scaling, origin=rows.origin, softcap=how.softcap)]
+        return near, delayed(k, v, windows, rows.origin) if self.has_map else None, rows
+
+    def attend_far(self, q: Tensor, left: Left | None, inputs: Inputs, rows: Rows, layer: Any) -> ops.Sums:
+        """Return what the state says about tokens that have left the window."""
+        assert left is not None
+        heads, total = self.stateful, len(self.window.sizes) if self.window is not None else 0
+        if heads is not None:
+            q, left = of_heads(q, heads, total), Left(*(of_heads(x, heads, total) for x in left))
+        feature_map, rule = self.feature_map, self.feature_map.rule(inputs.hidden_states)
+        phi_q, phi_k = feature_map(q * inputs.scaling, left.k)
+        phi_k = phi_k.masked_fill(~repeat_heads(left.valid, feature_map.key_heads)[..., None], 0)
+        v = self.spread(left.v)
+        if layer is None:
+            sums, _ = rule.parallel(phi_q, phi_k, v, mask=rows.mask, starts=rows.starts, normalized=False)
+        else:
+            sums = layer.recurrence.advance(phi_q, phi_k, v, rule, mask=rows.mask, normalized=False)
+        assert isinstance(sums, ops.Sums)
+        sums = sums._replace(peak=feature_map.query_logs(q * inputs.scaling))
+        return sums if heads is None else all_heads(sums, heads, total)
+
+
+def of_heads(x: Tensor, heads: tuple[int, ...], total: int) -> Tensor:
+    """Return the heads of x that belong to some of `total` key heads."""
+    group = x.shape[1] // total
+    return torch.cat([x[:, h * group : (h + 1) * group] for h in heads], dim=1)
+
+
+def all_heads(sums: ops.Sums, heads: tuple[int, ...], total: int) -> ops.Sums:
+    """Return sums for all key heads. Those of heads without a state are empty."""
+    group = sums.numerator.shape[1] // len(heads)
+
+    def spread(x: Tensor) -> Tensor:
+        parts = [torch.zeros_like(x[:, :group])] * total
+        for i, h in enumerate(heads):
+            parts[h] = x[:, i * group : (i + 1) * group]
+        return torch.cat(parts, dim=1)
+
+    peak = None if sums.peak is None else spread(sums.peak)
+    return ops.Sums(spread(sums.numerator), spread(sums.denominator), peak=peak)
+
 
 def recurrent_sites(model: nn.Module) -> list[Recurrence]:
     """Return all recurrent sites of a model, from the first layer to the last."""
-    return [m for m in model.modules() if isinstance(m, Recurrence) and hasattr(m, "feature_map")]
+    return [m for m in model.modules() if isinstance(m, Recurrence) and m.has_map]
 
 
 def computes_exactly(model: nn.Module) -> bool:

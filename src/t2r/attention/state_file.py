@@ -67,6 +67,7 @@ def fingerprint(model: nn.Module, format: int = FORMAT) -> str:
         else:
             swapped: Any = model
             options = f"{config.feature_map} {config.activation} {config.rotary} {swapped.kept_layers()}"
+            options += "" if config.plan is None else f" {config.plan}"
         digest.update(options.encode())
     samples = []
     for name, tensor in sorted(model.state_dict().items()):

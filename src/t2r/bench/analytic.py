@@ -91,7 +91,7 @@ def step_cost(
         rows, key_rows = (0, 0) if getattr(module, "merged", None) is not None else affine_rows(feature_map)
         mapped += 2 * size * (heads * rows + (0 if site.cross else key_heads * key_rows))
         map_weights += sum(x.numel() for x in feature_map.parameters())
-        empty = [x for x in feature_map.empty_state(1, size, model.dtype, "meta") if x is not None]
+        empty = [x for x in feature_map.rule().empty(1, size, model.dtype, "meta") if x is not None]
         state = sum(x.numel() * (state_dtype or x.dtype).itemsize for x in empty)
         attention += heads * (2 * k * size + 2 * k)
         read, held = read + state, held + state

@@ -151,7 +151,7 @@ def prepared(
     found: list[tuple[str, Any, int | None]] = [(name, model, None) for name, model in ready.items()]
     swapped = [model for name, model in ready.items() if isinstance(models[name], T2RModel)]
     # The memory of models with softmax layers depends on the length.
-    pure = [model for model in swapped if not model.kept_layers()] or swapped
+    pure = [model for model in swapped if not model.grows()] or swapped
     states = [step_of(model, 1, 0, 1, state_dtype).row_bytes(0) for model in pure]
     teacher, own = next(iter(ready.items()))
     if states and not isinstance(models[teacher], T2RModel):
@@ -162,7 +162,7 @@ def prepared(
 
 def step_of(model: Any, rows: int, read: int, size: int, state_dtype: torch.dtype | None = None) -> DecodeStep:
     """Return a step whose rows have read `read` tokens, with room for `size` keys and values in softmax layers."""
-    decode = DecodeStep(model, rows, size if model.kept_layers() else None, state_dtype=state_dtype)
+    decode = DecodeStep(model, rows, size if model.grows() else None, state_dtype=state_dtype)
     decode.active.fill_(1)
     decode.greedy.fill_(True)
     decode.own.lengths.fill_(read)

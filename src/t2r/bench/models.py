@@ -176,7 +176,7 @@ def add_feature_sizes(models: dict[str, PreTrainedModel], sizes: Sequence[int]) 
 
 def feature_sizes(model: PreTrainedModel) -> list[int] | None:
     """Return the feature sizes of a model, from the largest; None if it has softmax layers."""
-    if not isinstance(model, T2RModel) or model.kept_layers():
+    if not isinstance(model, T2RModel) or model.grows():
         return None
     return sorted({int(site.feature_map.feature_size) for site in recurrent_sites(cast(Any, model))}, reverse=True)
 

@@ -122,7 +122,7 @@ class EngineReader(Reader):
     def milliseconds(self, steps: int) -> float:
         # A window stays full: every step writes its last token.
         before, room = (self.length, self.length + 1 + steps) if self.window is None else (self.length - 1, self.length)
-        size = room if self.model.kept_layers() else None
+        size = room if self.model.grows() else None
         if self.decode is None or self.decode.max_length != size:
             self.decode = None  # frees its memory before the next is allocated
             how: dict[str, Any] = {"compiled": self.compiled, "state_dtype": self.state_dtype}

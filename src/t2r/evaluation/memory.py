@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
-from t2r.attention.layers import RecurrentLayer, layer_tensors
+from t2r.attention.layers import SiteLayer
 from t2r.evaluation.variants import DTYPES, Variant
 from t2r.model.logits import evaluating
 
@@ -61,14 +61,15 @@ def _filled(model: PreTrainedModel) -> Any:
 def _of_layers(layers: Iterable[Any], variant: Variant | None = None) -> Memory | None:
     state = token = 0
     for layer in layers:
-        held = layer_tensors(layer)
-        if isinstance(layer, RecurrentLayer):
+        ours = isinstance(layer, SiteLayer)
+        held = [x for name in ("keys", "values") if (x := getattr(layer, name, None)) is not None]
+        if ours and not layer.grows:
             stored = None if variant is None or variant.state is None else DTYPES[variant.state].itemsize
-            state += sum(x.numel() * (stored or x.element_size()) for x in held.values())
-        elif not held or getattr(layer, "is_sliding", False):
+            state += sum(x.numel() * (stored or x.element_size()) for x in layer.tensors().values())
+        elif not held or (not ours and getattr(layer, "is_sliding", False)):
             return None
         else:
-            token += sum(x.numel() for x in held.values()) // READ * KEY_BYTES
+            token += sum(x.numel() for x in held) // READ * KEY_BYTES
     if not state and not token:
         return None
     return Memory(state, token, None if variant is None or variant.window is None else variant.window + variant.sinks)

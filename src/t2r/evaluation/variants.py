@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from t2r.attention.layers import RecurrentLayer
+from t2r.attention.memories import StateMemory
 from t2r.attention.softmax import SoftmaxWindow
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.model.logits import Readout, evaluating, takes
 from t2r.model.modeling import T2RModel
-from t2r.ops import State, step
+from t2r.ops import Rule, Sums
 from t2r.ops.common import HALF
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -171,8 +171,8 @@ class WindowedReadout(Readout):
             raise T2RError(f"{self.model.config.model_type} models do not support a window: the model ignores the mask")
 
 
-class RoundedLayer(RecurrentLayer):
-    """A recurrent layer that rounds its state every `every` tokens.
+class RoundedMemory(StateMemory):
+    """A state that is rounded every `every` tokens.
 
     Only the sums of a layer depend on the order of rounding. Everything else is computed for all tokens at once, so a
     text takes one forward pass."""
@@ -181,35 +181,44 @@ class RoundedLayer(RecurrentLayer):
         super().__init__()
         self.dtype, self.every = dtype, every
 
-    def advance(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, *, mask: Tensor | None, **how: Any) -> Tensor:
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, *, mask: Tensor | None = None, **how: Any
+    ) -> Tensor | Sums:
         if self.every == 1 and self.dtype in HALF and not torch.is_grad_enabled():
-            return self.stepwise(phi_q, phi_k, v, mask, how["decay"], how["signed"])
+            return self.stepwise(q, k, v, rule, mask, how.get("normalized", True))
         found = []
-        for start in range(0, phi_k.shape[2], self.every):
+        for start in range(0, k.shape[2], self.every):
             part = slice(start, start + self.every)
             own = None if mask is None else mask[:, part]
-            found.append(super().advance(phi_q[:, :, part], phi_k[:, :, part], v[:, :, part], mask=own, **how))
+            found.append(super().advance(q[:, :, part], k[:, :, part], v[:, :, part], rule, mask=own, **how))
             assert self.state is not None
             self.state = self.state.map(lambda x: x.to(self.dtype).to(x.dtype))
-        return torch.cat(found, dim=2)
+        return joined(found)
 
-    def can_step(self, mask: Tensor | None) -> bool:
+    def can_step(self) -> bool:
         return False  # `advance` takes features, also of a single token
 
     def stepwise(
-        self, phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, decay: Tensor | None, signed: bool
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None, normalized: bool
+    ) -> Tensor | Sums:
         """Advance a state that is stored in half precision, as the engine does."""
         if self.state is None:
-            self.state = State.zeros(phi_k, v, signed).map(lambda x: x.to(self.dtype))
-        out = v.new_empty(*phi_q.shape[:3], v.shape[3])
-        for i in range(phi_k.shape[2]):
+            self.state = rule.empty(q.shape[0], v.shape[3], v.dtype, v.device).map(lambda x: x.to(self.dtype))
+        found = []
+        for i in range(k.shape[2]):
             now = slice(i, i + 1)
             own = None if mask is None else mask[:, now]
-            how: dict[str, Any] = {"mask": own, "decay": decay, "signed": signed, "inplace": True}
-            out[:, :, now], _ = step(phi_q[:, :, now], phi_k[:, :, now], v[:, :, now], self.state, **how)
-        self.store(self.state, phi_k.shape[2])
-        return out
+            how: dict[str, Any] = {"mask": own, "inplace": True, "normalized": normalized}
+            out, _ = rule.step(q[:, :, now], k[:, :, now], v[:, :, now], self.state, **how)
+            found.append(out)
+        return joined(found)
+
+
+def joined(parts: list[Any]) -> Tensor | Sums:
+    """Join outputs, or sums, of consecutive tokens."""
+    if isinstance(parts[0], Sums):
+        return Sums(*(None if xs[0] is None else torch.cat(xs, dim=2) for xs in zip(*parts, strict=True)))  # type: ignore[arg-type]
+    return torch.cat(parts, dim=2)
 
 
 class RoundedReadout(Readout):
@@ -230,7 +239,9 @@ class RoundedReadout(Readout):
 
     def _cache(self) -> Any:
         cache = self.model.make_cache()
-        for i, layer in enumerate(cache.layers):
-            if isinstance(layer, RecurrentLayer):
-                cache.layers[i] = RoundedLayer(self.dtype, self.every)
+        for layer in cache.layers:
+            layer.memories = tuple(
+                RoundedMemory(self.dtype, self.every) if isinstance(memory, StateMemory) else memory
+                for memory in layer.memories
+            )
         return cache

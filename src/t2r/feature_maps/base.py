@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from t2r.errors import T2RError
 from t2r.feature_maps.tensors import TokenAffine, affine, full_precision, like_linear
-from t2r.ops import FASTEST_DECAY, LARGEST_LOG_WEIGHT, Features, State
+from t2r.ops import FASTEST_DECAY, LARGEST_LOG_WEIGHT, Features
 from t2r.ops.common import HALF
 from t2r.ops.constants import derived
+from t2r.ops.rules import Rule, Sum
 
 # Catches typing errors. At 16 times the head size, the state is as large as the keys and values of 8 * head_dim tokens.
 LARGEST_RATIO = 16
@@ -34,6 +35,8 @@ class FeatureMap(nn.Module):
         grouped: use one map and state per key/value head. If False, use one per query head.
         shared: queries and keys use the same parameters. If False, each query head has its own.
         decay: learn a decay rate for each feature.
+        query_weights: learn how much the state counts for each query beside a window, as the exponential of an affine
+            function of the query. Without a window it would cancel.
         seed: seed of the initialization. Use a different one for each layer.
         trainable: if False, the parameters are frozen.
     """
@@ -52,6 +55,7 @@ class FeatureMap(nn.Module):
         grouped: bool = True,
         shared: bool = True,
         decay: bool = False,
+        query_weights: bool = False,
         seed: int = 0,
         trainable: bool = True,
     ) -> None:
@@ -76,6 +80,7 @@ class FeatureMap(nn.Module):
         self.seed = seed
         self.trainable = trainable
         self.decay_logits = nn.Parameter(torch.empty(self.key_heads, self.feature_size)) if decay else None
+        self.query_weight = HeadAffine(num_heads, 1, head_dim, bias=True) if query_weights else None
 
     @property
     def decay(self) -> Tensor | None:
@@ -90,11 +95,11 @@ class FeatureMap(nn.Module):
             )
         return derived(self, "decay", lambda: FASTEST_DECAY * (DECAY_PACE * full_precision(logits)).sigmoid())
 
-    def empty_state(self, rows: int, value_size: int, dtype: torch.dtype, device: torch.device | str) -> State:
-        """Return the zero state of attention over these features, for `rows` sequences."""
-        heads = torch.empty(rows, self.key_heads, 1, 1, dtype=dtype, device=device)
-        keys, values = (heads.expand(-1, -1, -1, size) for size in (self.feature_size, value_size))
-        return State.zeros(keys, values, self.signed)
+    def rule(self, hidden_states: Tensor | None = None) -> Rule:
+        """Return how a state over these features is advanced by the tokens of a call.
+
+        `hidden_states [batch, time, hidden]` are the inputs of the attention, for recurrences with gates."""
+        return Sum(self.key_heads, self.feature_size, self.decay, self.signed)
 
     @property
     def signed(self) -> bool:
@@ -133,6 +138,10 @@ class FeatureMap(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.queries(q), self.keys(k)
 
+    def query_logs(self, q: Tensor) -> Tensor | None:
+        """Return the logarithms of the query weights, `[batch, num_heads, time]`, or None if there are none."""
+        return None if self.query_weight is None else full_precision(self.query_weight(q)[..., 0])
+
     def of_token(self, q: Tensor, k: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
         """Compute `forward(q * scaling, k)` for a single token, without gradients."""
         return self.forward(q * scaling, k)
@@ -164,6 +173,9 @@ class FeatureMap(nn.Module):
             drawn = torch.rand(self.decay_logits.shape, generator=generator, device=generator.device)
             rates = torch.exp(low + (high - low) * drawn)
             self.decay_logits.copy_(torch.logit(rates / FASTEST_DECAY) / DECAY_PACE)
+        if self.query_weight is not None:
+            for parameter in self.query_weight.parameters():
+                parameter.zero_()  # all queries start with weight 1
 
     def finish(self) -> None:
         """Freeze parameters if not trainable, and initialize them. Constructors call this last."""

@@ -121,6 +121,8 @@ def mergeable_sites(model: PreTrainedModel) -> list[Mergeable]:
                 "(t2r, hedgehog) can be merged into the projections"
             )
         assert isinstance(site, Mergeable)
+        if site.window is not None:
+            raise T2RError("this model has windows, which need queries and keys: it cannot be merged")
         if site.merged is not None:
             raise T2RError("this model is already merged")
         if site.merge_obstacle is not None:

@@ -9,28 +9,30 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, cast
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from t2r import architectures, compat
 from t2r.attention.cache import T2RCache, T2REncoderDecoderCache, load_state
 from t2r.attention.interface import NAME, PADDED, UNMASKED
-from t2r.attention.layers import RecurrentLayer
+from t2r.attention.layers import SiteLayer
 from t2r.attention.masks import new_token_mask, refuse_full_mask
-from t2r.attention.static import StaticRecurrentLayer, StaticSoftmaxLayer, StaticSourceLayer, StaticT2RCache
-from t2r.config import OPTIONS, T2RConfig, reading_class
+from t2r.attention.memories import KeyValueMemory, Memory, StateMemory, WindowMemory
+from t2r.attention.recurrence import Recurrence
+from t2r.attention.static import StaticT2RCache
+from t2r.config import SWAP, T2RConfig, reading_class
 from t2r.errors import T2RError
 from t2r.model.inputs import is_packed, note_padding, restarts
 from t2r.model.saving import SavedModel
 from t2r.ops.constants import constant_weights
-from t2r.surgery.adapters import Family, family_of
+from t2r.surgery.adapters import Family, Site, family_of
 from t2r.surgery.install import install
 
 
@@ -60,7 +62,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
         self.t2r_config = t2r_config
         self.t2r_family = family_of(self)  # type: ignore[arg-type]
         self.config.__class__ = reading_class(cast(Any, type(self.config)))
-        self.config.t2r = {name: getattr(t2r_config, name) for name in (*OPTIONS, "merged")}
+        self.config.t2r = {name: getattr(t2r_config, name) for name in (*SWAP, "merged")}
 
     # --- Forward --------------------------------------------------------------------------------------------
 
@@ -123,17 +125,20 @@ class T2RModel(SavedModel, compat.ModelHooks):
     def count_layers(self) -> int:
         return len(self.t2r_family.decoder_layers(self))  # type: ignore[arg-type]
 
-    def make_cache(self) -> T2RCache | T2REncoderDecoderCache:
-        """Return an empty cache, with recurrent states and, for softmax layers, growing keys and values."""
+    def grows(self, cross: bool = False) -> bool:
+        """Return whether causal attention, or cross attention, keeps all keys and values in some layer."""
         model: Any = self
-        stock: list[Any] = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
-        count, kept, cross_kept = self.count_layers(), self.kept_sites(cross=False), self.kept_sites(cross=True)
-        stock += [DynamicLayer() for _ in range(count - len(stock))]  # hidden by assistant_early_exit
-        own = T2RCache([stock[i] if i in kept else RecurrentLayer() for i in range(count)], model)
+        return any(site.cross == cross and keeps_everything(site.module) for site in self.t2r_family.sites(model))
+
+    def make_cache(self) -> T2RCache | T2REncoderDecoderCache:
+        """Return an empty cache, with the memories of each site: a recurrent state, a window, or growing keys and
+        values."""
+        model: Any = self
+        made = self.by_layer(lambda site: SiteLayer(KeyValueMemory()) if keeps_everything(site.module) else make(site))
+        own = T2RCache(made[False], model)
         if not self.config.is_encoder_decoder:
             return own
-        cross = T2RCache([DynamicLayer() if i in cross_kept else RecurrentLayer() for i in range(count)], model)
-        return T2REncoderDecoderCache(own, cross, model)
+        return T2REncoderDecoderCache(own, T2RCache(made[True], model), model)
 
     def make_static_cache(
         self,
@@ -152,41 +157,41 @@ class T2RModel(SavedModel, compat.ModelHooks):
             state_dtype: the dtype in which states are stored, torch.bfloat16 or torch.float16, to halve their memory.
                 They are rounded after every token. Defaults to float32."""
         model: Any = self
-        kept, cross_kept, count = self.kept_sites(cross=False), self.kept_sites(cross=True), self.count_layers()
-        if kept and max_length is None:
-            raise T2RError(f"a static cache requires max_length, because layers {kept} are softmax layers")
-        stock: list[Any] = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
-        if any(i in kept and layer.is_sliding for i, layer in enumerate(stock)):
+        if self.grows() and max_length is None:
             raise T2RError(
-                "a static cache does not support softmax layers with a sliding window: use the default cache"
+                f"a static cache requires max_length, because layers {self.kept_layers()} are softmax layers"
             )
-        if kept and self.t2r_family.positions == "relative":
+        if self.grows() and self.t2r_family.positions == "relative":
             raise T2RError("a static cache does not support softmax layers with a relative bias: use the default cache")
-        made: dict[bool, list[Any]] = {False: [None] * count, True: [None] * count}
         lengths = torch.zeros(rows, dtype=torch.long, device=model.device)
-        for site in self.t2r_family.sites(model):
-            shape, module = self.t2r_family.shape(site.module), cast(Any, site.module)
-            own = None if site.cross else lengths
-            counts = not site.cross and site.layer == count - 1
-            if site.layer not in (cross_kept if site.cross else kept):
-                state = module.feature_map.empty_state(rows, shape.head_dim, model.dtype, model.device)
-                state = state if state_dtype is None else state.map(lambda x: x.to(state_dtype))
-                made[site.cross][site.layer] = StaticRecurrentLayer(state, own, counts)
-                continue
-            most = source_length if site.cross else max_length
-            if most is None:
-                made[True][site.layer] = DynamicLayer()
-                continue
-            size = (rows, shape.num_key_value_heads, most, shape.head_dim)
-            keys, values = (torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(2))
-            if site.cross:
-                made[True][site.layer] = StaticSourceLayer(keys, values)
+        room = Room(rows, model.dtype, model.device, state_dtype, lengths)
+        last = self.count_layers() - 1
+
+        def allocate(site: Site) -> SiteLayer:
+            shape = self.t2r_family.shape(site.module)
+            if not keeps_everything(site.module):
+                memories = fixed_memories(cast(Recurrence, site.module), shape.head_dim, room)
+            elif (tokens := source_length if site.cross else max_length) is not None:
+                size = (rows, shape.num_key_value_heads, tokens, shape.head_dim)
+                keys, values = (torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(2))
+                memories = (KeyValueMemory(keys, values, fixed=True),)
             else:
-                made[False][site.layer] = StaticSoftmaxLayer(keys, values, lengths, counts)
+                return SiteLayer(KeyValueMemory())
+            return SiteLayer(*memories, lengths=None if site.cross else lengths, counts=site.layer == last)
+
+        made = self.by_layer(allocate)
         cache = StaticT2RCache(made[False], lengths, model)
         if not self.config.is_encoder_decoder:
             return cache
         return T2REncoderDecoderCache(cache, T2RCache(made[True], model), model)
+
+    def by_layer(self, make: Callable[[Site], SiteLayer]) -> dict[bool, list[SiteLayer]]:
+        """Return a cache layer for each site: those of causal attention, and those of cross attention."""
+        model: Any = self
+        made: dict[bool, list[SiteLayer]] = {False: [], True: []}
+        for site in self.t2r_family.sites(model):
+            made[site.cross].append(make(site))
+        return made
 
     def load_state(self, path: str | os.PathLike[str]) -> T2RCache | T2REncoderDecoderCache:
         """Load a cache that was saved with `cache.save`."""
@@ -231,7 +236,6 @@ class T2RModel(SavedModel, compat.ModelHooks):
         cache.unseen = cache.get_seq_length()
         # From a mask longer than the ids, `generate` infers that the ids are only the new tokens.
         mask = torch.cat([cache.attention_mask()[::ways].to(mask), mask], dim=1)
-        cache.check_window(mask)
         return model.generate(input_ids, attention_mask=mask, past_key_values=cache, **options)
 
     # --- Generation -----------------------------------------------------------------------------------------
@@ -314,6 +318,40 @@ class T2RModel(SavedModel, compat.ModelHooks):
             missing = " or ".join(architectures) or "(no class is named)"
             raise T2RError(f"this version of transformers has no model class {missing}")
         return t2r_class(base)
+
+
+class Room(NamedTuple):
+    """What the memories of a static cache have in common."""
+
+    rows: int
+    dtype: torch.dtype
+    device: torch.device
+    state_dtype: torch.dtype | None
+    lengths: Tensor
+
+
+def keeps_everything(module: Any) -> bool:
+    """Return whether a site has softmax attention to all tokens."""
+    return not isinstance(module, Recurrence) or (module.keeps_softmax and module.window is None)
+
+
+def make(site: Site) -> SiteLayer:
+    return cast(Recurrence, site.module).make_layer()
+
+
+def fixed_memories(module: Recurrence, head_dim: int, room: Room) -> tuple[Memory, ...]:
+    """Allocate the memories of a site at fixed addresses."""
+    made: list[Memory] = []
+    if module.window is not None:
+        size = (room.rows, module.window.slots, head_dim)
+        keys, values = (torch.zeros(size, dtype=room.dtype, device=room.device) for _ in range(2))
+        made.append(WindowMemory(module.window, keys=keys, values=values, seen=room.lengths))
+    if module.has_map:
+        state = module.feature_map.rule().empty(room.rows, head_dim, room.dtype, room.device)
+        if room.state_dtype is not None:
+            state = state.map(lambda x: x.to(room.state_dtype))
+        made.append(StateMemory(state, fixed=True))
+    return tuple(made)
 
 
 def option_value(model: Any, generation_config: GenerationConfig | None, options: Mapping[str, Any], name: str) -> Any:

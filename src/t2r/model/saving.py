@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from t2r import __version__, compat
 from t2r.attention.interface import NAME
+from t2r.attention.recurrence import Recurrence
 from t2r.config import KEPT, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.card import model_card
@@ -114,6 +115,9 @@ class SavedModel:
         refuse_incomplete(str(source), info)
         for name in model.frozen:
             model.get_parameter(name).requires_grad_(False)
+        for module in model.modules():  # models are built without values, and windows are not saved as tensors
+            if isinstance(module, Recurrence) and module.window is not None:
+                module.give_window(module.window, module.window_sizes.device)
         return (model, info) if wants_info else model  # type: ignore[return-value]
 
     @classmethod

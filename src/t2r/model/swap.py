@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from t2r.config import OPTIONS, T2RConfig
+from t2r.config import SWAP, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.modeling import T2RModel, t2r_class
 from t2r.model.proof import install_proved
@@ -29,17 +29,17 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     Args:
         model: a transformers model.
         config: the swap options. None: the defaults.
-        options: fields of `t2r.options.SwapOptions`, which override `config`.
+        options: fields of `t2r.options.SwapOptions`, or `plan` (`t2r.plans.MemoryPlan`), which override `config`.
 
     Raises T2RError if the model or an option is not supported. The model is then as it was.
     """
     refuse_other_objects(model)
-    refuse_unknown(options, OPTIONS)
+    refuse_unknown(options, SWAP)
     if isinstance(model, T2RModel):
         raise T2RError("this model is already swapped: start from the base model")
     if hasattr(model, "_hf_hook") and any(weight.is_meta for weight in model.parameters()):
         raise T2RError("some weights of this model are offloaded to disk or CPU: load the model without offloading")
-    chosen = {name: getattr(config, name) for name in OPTIONS} if config is not None else {}
+    chosen = {name: getattr(config, name) for name in SWAP} if config is not None else {}
     config = T2RConfig(**{**chosen, **options})
     base: Any = type(model)
     recurrent: Any = t2r_class(base)

@@ -14,25 +14,33 @@ from t2r.ops.common import (
     Features,
     State,
     Sums,
+    combine,
     normalize,
 )
 from t2r.ops.functional import absorb, computes_features, linear_attention, look, step
 from t2r.ops.registry import backends, choose
+from t2r.ops.rules import Rule, Sum
 from t2r.ops.weights import attention_weights
+from t2r.ops.windows import Windows, window_attention
 
 __all__ = [
     "FASTEST_DECAY",
     "LARGEST_LOG_WEIGHT",
     "Features",
+    "Rule",
     "State",
+    "Sum",
     "Sums",
+    "Windows",
     "absorb",
     "attention_weights",
     "backends",
     "choose",
+    "combine",
     "computes_features",
     "linear_attention",
     "look",
     "normalize",
     "step",
+    "window_attention",
 ]

@@ -115,7 +115,7 @@ class _Chunked(torch.autograd.Function):
         for stretch in stretches(k.shape[2], *size):
             chunk = take(q, k, v, decay, mask, document, stretch)
             before, state = _scan(chunk, state, stretch.chunks, signed)
-            (num, den, total), _ = _attend(chunk, before, signed)
+            (num, den, total, _), _ = _attend(chunk, before, signed)
             if den_out is None:
                 bounded = safe_denominator(den, total)
                 num = num.div_(bounded.safe[..., None]).masked_fill_(bounded.empty[..., None], 0)

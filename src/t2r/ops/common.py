@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,9 @@ FASTEST_DECAY = 1.0
 """Upper bound of the decay rate. At this rate a row of the state shrinks by a factor of e per token. The bound limits
 the exponents that appear when a chunk of tokens is computed at once."""
 
+
+NOTHING = -1e30
+"""The logarithm of a weight of zero, where minus infinity would make a softmax undefined."""
 
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes in which a state may be stored between steps."""
@@ -92,6 +95,8 @@ class Sums(NamedTuple):
     denominator: Tensor  # [batch, heads, time]
     magnitude: Tensor | None = None
     """`[batch, heads, time]`: sum of absolute weights, for signed features only. It has no gradient."""
+    peak: Tensor | None = None
+    """`[batch, heads, time]`: the logarithm of a factor of numerator and denominator. None: 0."""
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -137,6 +142,21 @@ def normalize(sums: Sums, dtype: torch.dtype) -> Tensor:
     """Divide numerator by denominator, with the bounds that every backend uses, and cast to `dtype`."""
     safe, _, empty = safe_denominator(sums.denominator, sums.magnitude)
     return cast_output((sums.numerator / safe[..., None]).masked_fill(empty[..., None], 0), dtype)
+
+
+def combine(parts: Sequence[Sums], dtype: torch.dtype) -> Tensor:
+    """Add the sums that several memories have for the same queries, divide once, and cast to `dtype`.
+
+    Weights must not be negative. Where a part has no weight, it has no effect."""
+    logs, means = [], []
+    for part in parts:
+        empty = part.denominator <= 0
+        log = part.denominator.masked_fill(empty, 1.0).log()
+        logs.append((log if part.peak is None else log + part.peak).masked_fill(empty, -torch.inf))
+        means.append(part.numerator / part.denominator.clamp_min(DENOMINATOR_FLOOR)[..., None])
+    shares = torch.stack(logs).nan_to_num(neginf=NOTHING).softmax(0)
+    mixed = [share[..., None] * mean for share, mean in zip(shares, means, strict=True)]
+    return cast_output(sum(mixed[1:], mixed[0]), dtype)
 
 
 def bound_decay(decay: Tensor) -> Tensor:

@@ -141,7 +141,8 @@ class Backend(ABC):
         decay: Tensor | None,
         inplace: bool,
         features: Features | None = None,
-    ) -> tuple[Tensor, State]:
+        normalized: bool = True,
+    ) -> tuple[Tensor | Sums, State]:
         """Process one token. The backend clamps decay rates itself, so that a fused step is a single kernel launch."""
 
     @abstractmethod

@@ -195,8 +195,9 @@ def step(
     signed: bool = False,
     inplace: bool = False,
     features: Features | None = None,
+    normalized: bool = True,
     backend: str = "auto",
-) -> tuple[Tensor, State]:
+) -> tuple[Any, State]:
     """Process one token: add its key and value to the state, then read the state.
 
     Arguments are those of `linear_attention`, with a time dimension of 1. With `inplace`, the given state is updated
@@ -207,7 +208,11 @@ def step(
 
     With `features`, q, k and v are the inputs of a feature map, and the kernel of the step also computes the features.
     A head of k and v may then serve several key heads. `computes_features` says where this is supported.
+
+    With `normalized=False`, the first result are `Sums`, and features must not be signed.
     """
+    if signed and not normalized:
+        raise T2RError("step with normalized=False does not support signed features")
     if k.shape[2] != 1 or q.shape[2] != 1:
         raise T2RError(f"step requires exactly one token, got {q.shape[2]} queries and {k.shape[2]} keys")
     if inplace and state is None:
@@ -215,13 +220,14 @@ def step(
     mask = None if mask is None else mask.bool()
     if features is not None:
         if state is None:
-            raise T2RError("step with features requires a state: pass one, for example of FeatureMap.empty_state")
+            raise T2RError("step with features requires a state: pass one, for example of Rule.empty")
         known = _computing_backend(q, v, features.size) if backend == "auto" and not torch.is_grad_enabled() else None
         if known is None:
             request = _request("step", q, k, v, state, decay, signed=signed)
             known = select(request._replace(feature=features.size, features=True), backend)
         with no_autocast(q.device.type):
-            return known.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace, features=features)
+            how: dict[str, Any] = {"inplace": inplace, "features": features, "normalized": normalized}
+            return known.step(q, k, v, state, mask=mask, decay=decay, **how)
     half = inplace and state is not None and state.s.dtype in HALF
     _check(q, k, v, state, mask, None, True, signed, half=half)
     decay = None if decay is None else _checked_decay(decay, k, True)
@@ -229,9 +235,9 @@ def step(
     with no_autocast(q.device.type):
         past = State.zeros(k, v, signed) if state is None else state
         if not half or chosen.abilities.half_state:
-            return chosen.step(q, k, v, past, mask=mask, decay=decay, inplace=inplace)
+            return chosen.step(q, k, v, past, mask=mask, decay=decay, inplace=inplace, normalized=normalized)
         full = past.map(lambda x: x.to(accumulator_dtype(q, k, v)))
-        out, _ = chosen.step(q, k, v, full, mask=mask, decay=decay, inplace=True)
+        out, _ = chosen.step(q, k, v, full, mask=mask, decay=decay, inplace=True, normalized=normalized)
         for own, new in zip(past, full, strict=True):
             if own is not None and new is not None:
                 own.copy_(new)

@@ -16,7 +16,6 @@ from t2r.ops.common import (
     clock,
     fade,
     fold_groups,
-    normalize,
     read,
     unfold_groups,
 )
@@ -46,7 +45,7 @@ def quadratic(
     if decay is None:
         weights = q @ k.mT
         total = q.detach().abs() @ k.detach().abs().mT if signed else None
-        num, den, seen = read(q, past)
+        num, den, seen, _ = read(q, past)
     else:
         decay, time = decay.to(dtype), clock(mask, keys, k)
         # Decay of each key feature between its key and each query. Later keys are masked below.
@@ -56,7 +55,7 @@ def quadratic(
         total = (
             torch.einsum("bhif,bhjf,bhijf->bhij", q.detach().abs(), k.detach().abs(), left.detach()) if signed else None
         )
-        num, den, seen = read(q * fade(decay, time).repeat(1, 1, group, 1), past)
+        num, den, seen, _ = read(q * fade(decay, time).repeat(1, 1, group, 1), past)
         end = time[:, -1].unsqueeze(1)  # of size 1 whatever the length, unlike a slice: torch.export asks
         k = k * fade(decay, end - time)
         past = past.faded(fade(decay, end)[:, :, 0])
@@ -163,7 +162,7 @@ def step(
     mask: Tensor | None = None,
     decay: Tensor | None = None,
     inplace: bool = False,
-) -> tuple[Tensor, State]:
+) -> tuple[Sums, State]:
     """Process one token: decay the state, add the key and value, and read. With `inplace`, update the given state."""
     dtype = state.s.dtype
     keys, values = k.to(dtype), v.to(dtype)
@@ -188,4 +187,4 @@ def step(
             state.z_abs.add_(keys[:, :, 0].abs())
     else:
         state = absorb(state, keys, values)
-    return normalize(look(q.to(dtype), state), v.dtype), state
+    return look(q.to(dtype), state), state

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from t2r.ops.common import DENOMINATOR_FLOOR, State, bound_decay, cast_output
+from t2r.ops.common import DENOMINATOR_FLOOR, State, Sums, bound_decay, cast_output
 from t2r.ops.constants import derived
 
 
@@ -16,7 +16,15 @@ def can_do(state: State, *, inplace: bool) -> bool:
     return inplace and state.z_abs is None and not torch.is_grad_enabled()
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, state: State, mask: Tensor | None, decay: Tensor | None) -> Tensor:
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    mask: Tensor | None,
+    decay: Tensor | None,
+    normalized: bool = True,
+) -> Tensor | Sums:
     """Compute `reference.step` for non-negative features. Where the denominator is zero, so is the numerator."""
     s, dtype = state.s, v.dtype
     (batch, heads, feature, value), queries = s.shape, q.shape[1]
@@ -36,6 +44,8 @@ def step(q: Tensor, k: Tensor, v: Tensor, state: State, mask: Tensor | None, dec
     s.addcmul_(k, v)
     q = q.reshape(batch * heads, -1, feature)
     num, den = torch.bmm(q, s.view(batch * heads, feature, value)), torch.bmm(q, z.view(batch * heads, feature, 1))
+    if not normalized:
+        return Sums(num.view(batch, queries, 1, value), den.view(batch, queries, 1))
     out = num.div_(den.clamp_min_(DENOMINATOR_FLOOR))
     return cast_output(out, dtype).view(batch, queries, 1, value)
 

@@ -27,10 +27,12 @@ class TorchBackend(Backend):
         decay: Tensor | None,
         inplace: bool,
         features: Features | None = None,
-    ) -> tuple[Tensor, State]:
+        normalized: bool = True,
+    ) -> tuple[Tensor | Sums, State]:
         if single.can_do(state, inplace=inplace):
-            return single.step(q, k, v, state, mask, decay), state
-        return reference.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace)
+            return single.step(q, k, v, state, mask, decay, normalized), state
+        sums, state = reference.step(q, k, v, state, mask=mask, decay=decay, inplace=inplace)
+        return normalize(sums, v.dtype) if normalized else sums, state
 
     def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
         return normalize(reference.look(q.to(state.s.dtype), state), dtype)

@@ -285,7 +285,7 @@ def site_report(
 
 
 def state_bytes(feature_map: FeatureMap, value_size: int, dtype: torch.dtype) -> int:
-    return sum(x.nbytes for x in feature_map.empty_state(1, value_size, dtype, "meta") if x is not None)
+    return sum(x.nbytes for x in feature_map.rule().empty(1, value_size, dtype, "meta") if x is not None)
 
 
 def kv_bytes(layer: CacheLayerMixin, shape: Shape, length: int, dtype: torch.dtype) -> int:

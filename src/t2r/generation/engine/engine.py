@@ -331,7 +331,7 @@ class Engine(RunningBatch):
         with torch.no_grad():
             request = prepare(self.model, ids, options, self.generation_config)
         check_padding(request)
-        if self.model.kept_layers() and not self.model.config.is_encoder_decoder:
+        if self.model.grows() and not self.model.config.is_encoder_decoder:
             mask = whole_mask(request, state)
             if mask is not None and not Padding.of(mask).is_known:  # a row holds real tokens only
                 raise ForGenerate("a row has padding in several places, and the model has softmax layers")

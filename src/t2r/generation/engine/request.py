@@ -215,7 +215,7 @@ def not_now(model: Any) -> str | None:
 
 def no_static_cache(model: Any) -> str | None:
     """Return why the model has no static cache, or None if it has one."""
-    if not model.kept_layers():
+    if not model.grows() and not model.grows(cross=True):
         return None
     try:
         model.make_static_cache(rows=1, max_length=1, source_length=1)

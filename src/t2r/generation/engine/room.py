@@ -30,8 +30,8 @@ class Room(NamedTuple):
         length, source = total_length(request, state), request.source
         return cls(
             request.ids.shape[0],
-            length if model.kept_sites(cross=False) else 0,
-            source.shape[1] if source is not None and model.kept_sites(cross=True) else 0,
+            length if model.grows() else 0,
+            source.shape[1] if source is not None and model.grows(cross=True) else 0,
         )
 
     def fits(self, step: DecodeStep | None) -> bool:

@@ -18,6 +18,7 @@ from t2r.model.modeling import T2RModel, t2r_class
 from t2r.model.proof import TOLERANCES, small_batch
 from t2r.surgery.adapters import family_of
 from t2r.surgery.adapters.base import change_class
+from t2r.surgery.install import keep_windows, sliding_sites
 
 
 def on_the_engine(model: PreTrainedModel) -> Any:
@@ -39,7 +40,9 @@ def on_the_engine(model: PreTrainedModel) -> Any:
         del site.feature_map
         change_class(site, type(site).__bases__[1])  # the class before the swap
     # FSMT has classes of its own for softmax layers, which the softmax layers of a swapped model have already.
-    family.finish(shared, [], [site for site in family.sites(shared) if not isinstance(site.module, Recurrence)])
+    stock = [site for site in family.sites(shared) if not isinstance(site.module, Recurrence)]
+    keep_windows(family, sliding_sites(family, shared, stock))
+    family.finish(shared, [], [site for site in stock if not isinstance(site.module, Recurrence)])
     compat.set_attention_implementation(shared, NAME)
     if not swapped:
         change_class(shared, cast(Any, t2r_class(cast(Any, type(model)))))

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from t2r.attention.layers import layer_tensors
-from t2r.attention.static import StaticRecurrentLayer, StaticSourceLayer
 from t2r.generation.engine.fusion import available, fused, shortened
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
@@ -145,15 +143,8 @@ class DecodeStep:
 
     def row_bytes(self, tokens: int, source: int = 0) -> int:
         """Return the size of the cache of one sequence with this number of tokens, and of tokens of the source."""
-        total = 0
-        for layer in (*self.own.layers, *self.cross):
-            held = layer_tensors(layer).values()
-            if isinstance(layer, StaticRecurrentLayer):
-                total += sum(x[0].numel() * x.element_size() for x in held)
-            else:
-                held_tokens = source if isinstance(layer, StaticSourceLayer) else tokens
-                total += sum(x[0, :, 0].numel() * x.element_size() * held_tokens for x in held)
-        return total
+        own = sum(layer.row_bytes(tokens) for layer in self.own.layers)
+        return int(own + sum(layer.row_bytes(source) for layer in self.cross))
 
     def forward(self) -> None:
         if self.reorders:
@@ -202,7 +193,7 @@ class DecodeStep:
 
     def recorded(self) -> Callable[[], None]:
         inputs = [self.tokens, self.active, self.greedy, self.order, self.bias]
-        inputs += [x for layer in self.cross for x in layer_tensors(layer).values()]  # each prefill changes the sources
+        inputs += [x for layer in self.cross for x in layer.tensors().values()]  # each prefill changes the sources
         inputs += [] if self.source_mask is None else [self.source_mask]
         outputs = [self.tokens, self.logits, self.own.lengths, *self.own.tensors()]
         with torch.inference_mode(), constant_weights(self.constants), shortened(self.model, self.forward):

@@ -63,11 +63,12 @@ class Triton(Backend):
         decay: Tensor | None,
         inplace: bool,
         features: Features | None = None,
-    ) -> tuple[Tensor, State]:
+        normalized: bool = True,
+    ) -> tuple[Tensor | Sums, State]:
         from t2r.ops.triton.decode import step
 
         state = state if inplace else state.map(torch.clone)
-        return step(q, k, v, state, mask, decay, features), state
+        return step(q, k, v, state, mask, decay, features, normalized), state
 
     def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
         if q.shape[2] == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):

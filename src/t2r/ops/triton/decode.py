@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from t2r.ops.common import Features, State
+from t2r.ops.common import Features, State, Sums
 from t2r.ops.triton.blocks import block, inner, on_device
 from t2r.ops.triton.decode_kernel import decode, read
 from t2r.ops.triton.launch import Arguments, Repeated
@@ -24,13 +24,16 @@ def _launch(
     mask: Tensor | None,
     decay: Tensor | None,
     features: Features | None = None,
-) -> Tensor:
+    normalized: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return the output, or the numerator and the denominator."""
     q, k, v = inner(q), inner(k), inner(v)
     how = _NONE if features is None else features
     flags = None if mask is None else mask.view(torch.uint8)
     rates = None if decay is None else inner(decay)
     (batch, heads, _, _), (_, key_heads, feature, value) = q.shape, s.shape
-    out = torch.empty(batch, heads, 1, value, dtype=v.dtype, device=v.device)
+    out = torch.empty(batch, heads, 1, value, dtype=v.dtype if normalized else torch.float32, device=v.device)
+    dens = out if normalized else out.new_empty(batch, heads, 1)
 
     def arguments() -> Arguments:
         group, rows = heads // key_heads, block(feature, 256)
@@ -47,16 +50,16 @@ def _launch(
         constants = dict(
             FEATURE=feature, VALUE=value, DIM=dim,
             HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None,
-            GROUPED=group > 1, MAPPED=how.q_weight is not None, HAS_BIAS=how.q_bias is not None,
+            GROUPED=group > 1, NORMALIZED=normalized, MAPPED=how.q_weight is not None, HAS_BIAS=how.q_bias is not None,
             ACTIVATION=how.activation, WEIGHS=how.weighs_keys,
             BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256),
         )  # fmt: skip
         return (batch * key_heads,), integers, constants
 
-    given = (q, k, v, s, z, z_abs, flags, rates, out, *how[3:])
+    given = (q, k, v, s, z, z_abs, flags, rates, out, dens, *how[3:])
     with on_device(q):
-        _decode.launch(given, how[:3], arguments)
-    return out
+        _decode.launch(given, (*how[:3], normalized), arguments)
+    return out, dens
 
 
 @torch.library.custom_op("t2r::step", mutates_args=("s", "z", "z_abs"))
@@ -69,8 +72,10 @@ def _traced(
     z_abs: Tensor | None,
     mask: Tensor | None,
     decay: Tensor | None,
-) -> Tensor:
-    return _launch(q, k, v, s, z, z_abs, mask, decay)
+    normalized: bool,
+) -> tuple[Tensor, Tensor]:
+    out, dens = _launch(q, k, v, s, z, z_abs, mask, decay, None, normalized)
+    return out, dens.new_empty(0) if normalized else dens  # a custom operator may not return a tensor twice
 
 
 @_traced.register_fake
@@ -83,8 +88,10 @@ def _(
     z_abs: Tensor | None,
     mask: Tensor | None,
     decay: Tensor | None,
-) -> Tensor:
-    return v.new_empty(q.shape[0], q.shape[1], 1, v.shape[3])
+    normalized: bool,
+) -> tuple[Tensor, Tensor]:
+    out = v.new_empty(q.shape[0], q.shape[1], 1, v.shape[3], dtype=v.dtype if normalized else torch.float32)
+    return out, out.new_empty(0) if normalized else out.new_empty(out.shape[:3])
 
 
 def step(
@@ -95,12 +102,14 @@ def step(
     mask: Tensor | None,
     decay: Tensor | None,
     features: Features | None = None,
-) -> Tensor:
+    normalized: bool = True,
+) -> Tensor | Sums:
     """Process one token and update the state in place. Eager calls skip the dispatch of the custom operator."""
     if torch.compiler.is_compiling():
-        traced: Tensor = _traced(q, k, v, state.s, state.z, state.z_abs, mask, decay)
-        return traced
-    return _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features)
+        out, dens = _traced(q, k, v, state.s, state.z, state.z_abs, mask, decay, normalized)
+    else:
+        out, dens = _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features, normalized)
+    return out if normalized else Sums(out, dens)
 
 
 def look(q: Tensor, state: State, dtype: torch.dtype) -> Tensor:

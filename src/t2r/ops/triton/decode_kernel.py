@@ -56,21 +56,24 @@ def features(given, rows, shift, f_ok, MAPPED: tl.constexpr, HAS_BIAS: tl.conste
 
 
 @triton.jit
-def quotient(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr):
-    """Read a block of a state with the features of one query."""
+def read_block(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr, NORMALIZED: tl.constexpr):
+    """Read a block of a state with the features of one query. Returns the output or the numerator; the denominator."""
     num = tl.sum(query[:, None] * new, 0)
     den = tl.sum(query * sum_k, 0) + tl.zeros([1], tl.float32)
-    total = tl.sum(tl.abs(query) * sum_abs, 0) + tl.zeros([1], tl.float32)
-    return tl.sum(divide(num[None, :], den, total, HAS_Z_ABS), 0)
+    if NORMALIZED:
+        total = tl.sum(tl.abs(query) * sum_abs, 0) + tl.zeros([1], tl.float32)
+        num = tl.sum(divide(num[None, :], den, total, HAS_Z_ABS), 0)
+    return num, den
 
 
 @triton.jit(do_not_specialize=["key_heads", "group", "k_share", "v_share"])
 def decode(
-    q, k, v, s, z, z_abs, mask, decay, out, q_weight, q_bias, k_weight, k_bias,
+    q, k, v, s, z, z_abs, mask, decay, out, dens, q_weight, q_bias, k_weight, k_bias,
     q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, decay_h,
     key_heads, group, k_share, v_share,
     FEATURE: tl.constexpr, VALUE: tl.constexpr, DIM: tl.constexpr,
     HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr, GROUPED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -141,11 +144,15 @@ def decode(
                     MAPPED, HAS_BIAS, BD,
                 )  # fmt: skip
                 query = features(q_given, q_map, q_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
-                row = quotient(query, new, sum_k, sum_abs, HAS_Z_ABS)
+                row, den = read_block(query, new, sum_k, sum_abs, HAS_Z_ABS, NORMALIZED)
                 tl.store(out + b * out_b + head * out_h + d, saturate(row, out.dtype.element_ty), mask=d_ok)
+                if not NORMALIZED:
+                    tl.store(dens + b * key_heads * group + head + one, den)
         else:
-            row = quotient(query, new, sum_k, sum_abs, HAS_Z_ABS)
+            row, den = read_block(query, new, sum_k, sum_abs, HAS_Z_ABS, NORMALIZED)
             tl.store(out + b * out_b + h * out_h + d, saturate(row, out.dtype.element_ty), mask=d_ok)
+            if not NORMALIZED:
+                tl.store(dens + b * key_heads + h + one, den)
         here = s_here + f[:, None] * s_f + d[None, :]
         tl.store(here, new.to(s.dtype.element_ty), mask=f_ok[:, None] & d_ok[None, :])
     tl.store(z_here, sum_k.to(z.dtype.element_ty), mask=f_ok)

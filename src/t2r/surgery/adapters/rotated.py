@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from t2r.attention.cache import adopt
 from t2r.attention.projection import ProjectionAttention
+from t2r.attention.recurrence import Inputs
 from t2r.feature_maps import join_heads
 from t2r.surgery.adapters.base import Family, Site, change_class
 
@@ -37,14 +38,14 @@ class RotatedAttention(ProjectionAttention):
 
     def attend_rotated(self, x: Tensor, mask: Tensor | None, cache: Any, positions: Any) -> Tensor:
         """Compute the output of the module, `[batch, time, hidden]`, before residual dropout."""
-        layer = adopt(cache, self.layer_idx, recurrent=not self.exact)
+        layer = adopt(cache, self.layer_idx, None if self.exact else self.make_layer)
         q, k, v = self.project(x)
         if self.exact:
             out = self.rotated_exactly(q, k, v, mask, layer, positions)
         else:
             if self.rotary:
                 q, k = self.rotate(q, k, positions)
-            out = self.attend(q, k, v, mask, layer, self.scaling)
+            out = self.attend(Inputs(q, k, v, mask, self.scaling, hidden_states=x), layer)
         return self.output(join_heads(out))
 
     def rotated_exactly(

@@ -28,9 +28,7 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def transferring(
-    model: nn.Module, compiled: bool = False, real: Tensor | None = None
-) -> Iterator[list[Tensor]]:
+def transferring(model: nn.Module, compiled: bool = False, real: Tensor | None = None) -> Iterator[list[Tensor]]:
     """Compute both attentions at every site, and pass softmax attention on. Yields a list that collects the errors.
     `real [rows, time]` says which positions are matched. None: all.
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from t2r.attention.joint import affine, is_linear
-from t2r.attention.static import StaticSoftmaxLayer, StaticT2RCache
+from t2r.attention.layers import SiteLayer
+from t2r.attention.memories import KeyValueMemory
+from t2r.attention.static import StaticT2RCache
 from t2r.generation.engine.fusion.layers import near
 from t2r.generation.engine.fusion.replacing import Replacing, parts, sample
 
@@ -38,7 +40,7 @@ def fuse_attention(model: Any, cache: Any, replacing: Replacing) -> None:
     different = set()
     for site in model.t2r_family.sites(model):
         module, layer = site.module, cache.layers[site.layer]
-        if site.cross or not isinstance(layer, StaticSoftmaxLayer) or layer.keys.dtype == torch.float64:
+        if site.cross or not layer.grows or layer.keys.dtype == torch.float64:
             continue
         if not replacing.replaceable(module, *ARGUMENTS[: 3 if rotary is None else 4]) or parts_of(module) is None:
             continue
@@ -73,7 +75,7 @@ def fused_forward(module: Any) -> Callable[..., Any]:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache, rotation = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
         layer: Any = cache.layers[module.layer_idx] if isinstance(cache, StaticT2RCache) else None
-        fits = isinstance(layer, StaticSoftmaxLayer) and layer.only_real_tokens and hidden_states.shape[1] == 1
+        fits = layer is not None and layer.grows and layer.only_real_tokens and hidden_states.shape[1] == 1
         known = not args and kwargs.get("t2r_window") is None
         if not fits or not known or (rotation is not None and rotation[0].shape[-1] != size):
             return stock(hidden_states, *args, **kwargs)
@@ -102,7 +104,8 @@ def reproduced(module: Any, rotary: nn.Module | None) -> bool:
     for forward in (module.forward, fused_forward(module)):
         values = []
         for x in inputs:
-            layer = StaticSoftmaxLayer(buffers[0].clone(), buffers[1].clone(), lengths, counts=False)
+            memory = KeyValueMemory(buffers[0].clone(), buffers[1].clone(), fixed=True)
+            layer = SiteLayer(memory, lengths=lengths)
             layer.only_real_tokens = True
             cache = StaticT2RCache([layer] * (module.layer_idx + 1), lengths)
             values += [forward(x, past_key_values=cache, **how)[0], layer.keys, layer.values]

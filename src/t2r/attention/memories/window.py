@@ -1,0 +1,251 @@
+"""The memory of a window: the keys and values of the last tokens and of the sinks, in ring buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from t2r.attention.memories.base import Memory, may_overwrite
+from t2r.ops import Sums, Windows, window_attention
+from t2r.ops.rings import How, Left, Ring
+
+
+class Shape(NamedTuple):
+    """The buffers of a window memory: heads of equal windows lie together, so that each kind is a ring."""
+
+    sizes: tuple[int, ...]
+    """The window of each key head."""
+    sinks: int
+
+    @property
+    def rings(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Windows, from the smallest to the largest, and their heads. Heads without a window have none."""
+        return [
+            (size, tuple(h for h, own in enumerate(self.sizes) if own == size))
+            for size in sorted(set(self.sizes))
+            if size
+        ]
+
+    @property
+    def slots(self) -> int:
+        """Tokens of all heads together."""
+        return sum(len(heads) * (size + self.sinks) for size, heads in self.rings)
+
+
+class WindowMemory(Memory):
+    """The windows of a layer. `keys` and `values` are `[rows, slots, dim]`, one ring after the other.
+
+    Padding is not stored, so rows are independent of their padding. `seen [rows]` is the number of tokens of each row;
+    that of a fixed memory is the tensor of lengths of its cache."""
+
+    names = ("keys", "values", "seen")
+
+    def __init__(
+        self, shape: Shape, *, keys: Tensor | None = None, values: Tensor | None = None, seen: Tensor | None = None
+    ) -> None:
+        self.shape = shape
+        self.keys, self.values, self.seen = keys, values, seen
+        self.fixed = keys is not None
+        self.before: dict[str, Tensor] | None = None
+        self.added: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    # --- Attention ------------------------------------------------------------------------------------------
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, mask: Tensor | None, how: How, *, leaves: bool
+    ) -> tuple[list[Sums], Left | None]:
+        """Store new tokens and attend to the window of each. Real tokens are at the front of their rows.
+
+        Args:
+            mask: `[rows, time]`, false for padding after the real tokens. None: there is none.
+            leaves: return also what leaves the window at each new position, for a recurrent state.
+
+        Returns sums over the new tokens and over those before, which belong together.
+        """
+        first = self.keys is None
+        if self.keys is None or self.values is None or self.seen is None:
+            self.allocate(k, v)
+        assert self.keys is not None and self.values is not None and self.seen is not None
+        how = how._replace(inplace=self.fixed or (may_overwrite(self.keys) and not self.recording))
+        if self.recording:
+            if not self.added:
+                self.before = dict(self.tensors())
+            self.added.append((k, v, mask))
+        seen = self.seen
+        if k.shape[2] == 1:
+            sums, left = self.step(q, k, v, mask, how)
+            found = [sums]
+        else:
+            # Earlier tokens are before the first place, and the sinks may be among them.
+            origin = None if first else -seen[:, None].expand(-1, k.shape[2])
+            found = [window_attention(q, k, v, windows, scaling=how.scaling, softcap=how.softcap, origin=origin)]
+            if not first:
+                found.append(self.past(q, how))
+            left = self.leaving(k, v) if leaves else None
+            self.extend(k, v, mask, how)
+        if not self.fixed:
+            self.seen = seen + (k.shape[2] if mask is None else mask.sum(1))
+        return found, left
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How) -> tuple[Sums, Left]:
+        assert self.seen is not None
+        made, sums, left = [], [], []
+        for ring, heads in self.rings():
+            new, own, gone = ring.step(*(self.of_heads(x, heads) for x in (q, k, v)), self.seen, mask, how)
+            made.append(new)
+            sums.append(own)
+            left.append(gone)
+        self.store(made, how)
+        return self.whole(sums), self.all_left(left, k, v)
+
+    def past(self, q: Tensor, how: How) -> Sums:
+        assert self.seen is not None
+        return self.whole([ring.attend(self.of_heads(q, heads), self.seen, how) for ring, heads in self.rings()])
+
+    def leaving(self, k: Tensor, v: Tensor) -> Left:
+        assert self.seen is not None
+        left = [ring.leaving(self.of_heads(k, hs), self.of_heads(v, hs), self.seen) for ring, hs in self.rings()]
+        return self.all_left(left, k, v)
+
+    def all_left(self, left: list[Left], k: Tensor, v: Tensor) -> Left:
+        """Join what leaves all rings. Tokens of heads without a window leave at once."""
+        gone = Left(*(self.joined(parts) for parts in zip(*left, strict=True)))
+        if 0 not in self.shape.sizes:
+            return gone
+        at_once = torch.tensor([size == 0 for size in self.shape.sizes], device=k.device)[None, :, None]
+        return Left(
+            torch.where(at_once[..., None], k, gone.k), torch.where(at_once[..., None], v, gone.v), gone.valid | at_once
+        )
+
+    def extend(self, k: Tensor, v: Tensor, mask: Tensor | None, how: How) -> None:
+        assert self.seen is not None
+        count = torch.full_like(self.seen, k.shape[2]) if mask is None else mask.sum(1)
+        self.store(
+            [
+                ring.extended(self.of_heads(k, heads), self.of_heads(v, heads), self.seen, count, how)
+                for ring, heads in self.rings()
+            ],
+            how,
+        )
+
+    def store(self, made: list[Ring], how: How) -> None:
+        if not how.inplace:  # otherwise the rings are views of the buffers
+            self.keys = torch.cat([ring.keys.flatten(1, 2) for ring in made], dim=1)
+            self.values = torch.cat([ring.values.flatten(1, 2) for ring in made], dim=1)
+
+    def rings(self) -> list[tuple[Ring, tuple[int, ...]]]:
+        """Return views of the buffers as rings, with their heads."""
+        assert self.keys is not None and self.values is not None
+        found, start = [], 0
+        for size, heads in self.shape.rings:
+            slots = size + self.shape.sinks
+            end = start + len(heads) * slots
+            keys, values = (x[:, start:end].unflatten(1, (len(heads), slots)) for x in (self.keys, self.values))
+            found.append((Ring(keys, values, size, self.shape.sinks), heads))
+            start = end
+        return found
+
+    def whole(self, sums: list[Sums]) -> Sums:
+        """Join the sums of all rings. Heads without a window have no weight."""
+        numerators, denominators, _, peaks = zip(*sums, strict=True)
+        return Sums(self.joined(numerators), self.joined(denominators), peak=self.joined(peaks, -torch.inf))
+
+    def of_heads(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        """Return the heads of x that belong to these key heads."""
+        key_heads = len(self.shape.sizes)
+        if len(heads) == key_heads:
+            return x
+        group = x.shape[1] // key_heads
+        return torch.cat([x[:, h * group : (h + 1) * group] for h in heads], dim=1)
+
+    def joined(self, parts: Sequence[Any], fill: float = 0.0) -> Any:
+        """Put the heads of all rings into the order of the key heads. `fill` is the value of heads without a window."""
+        every, key_heads = [heads for _, heads in self.shape.rings], len(self.shape.sizes)
+        if len(every[0]) == key_heads:
+            return parts[0]
+        group = parts[0].shape[1] // len(every[0])
+        by_head: list[Any] = [torch.full_like(parts[0][:, :group], fill)] * key_heads
+        for part, heads in zip(parts, every, strict=True):
+            for i, h in enumerate(heads):
+                by_head[h] = part[:, i * group : (i + 1) * group]
+        return torch.cat(by_head, dim=1)
+
+    def allocate(self, k: Tensor, v: Tensor) -> None:
+        rows, slots = k.shape[0], self.shape.slots
+        self.keys, self.values = (x.new_zeros(rows, slots, x.shape[3]) for x in (k, v))
+        self.seen = torch.zeros(rows, dtype=torch.long, device=k.device)
+
+    # --- Rows -----------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        if self.keys is None or self.values is None or self.seen is None:
+            return {}
+        held = {"keys": self.keys, "values": self.values}
+        return held if self.fixed else held | {"seen": self.seen}
+
+    def extra_tensors(self) -> list[Tensor]:
+        return [*(self.before or {}).values(), *(x for added in self.added for x in added if x is not None)]
+
+    def load(self, held: dict[str, Tensor]) -> None:
+        if held:
+            self.keys, self.values, self.seen = held["keys"], held["values"], held["seen"].long()
+
+    def check(self, held: dict[str, Tensor]) -> None:
+        keys, values, seen = held["keys"], held["values"], held["seen"]
+        if keys.dim() != 3 or values.shape[:2] != keys.shape[:2] or keys.shape[1] != self.shape.slots:
+            raise ValueError("not a window of this size")
+        if seen.shape != keys.shape[:1] or seen.is_floating_point() or bool((seen < 0).any()):
+            raise ValueError("not numbers of tokens")
+
+    def each_row(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.fixed:
+            for x in self.tensors().values():
+                x.copy_(function(x))
+            return
+        self.load({name: function(x) for name, x in self.tensors().items()})
+        self.before = None if self.before is None else {name: function(x) for name, x in self.before.items()}
+        self.added = [tuple(None if x is None else function(x) for x in added) for added in self.added]  # type: ignore[misc]
+
+    def kind(self) -> tuple[Any, ...]:
+        return "window", self.shape, {name: tuple(x.shape[1:]) for name, x in self.tensors().items()}
+
+    def row_bytes(self, tokens: int) -> int:
+        sinks = self.shape.sinks
+        held = sum(len(heads) * min(tokens, size + sinks) for size, heads in self.shape.rings)
+        return sum(held * x.shape[2] * x.element_size() for name, x in self.tensors().items() if name != "seen")
+
+    def put_rows(self, rows: Tensor, other: Any, index: Tensor, real: Tensor | None) -> None:
+        for name, own in self.tensors().items():
+            new = getattr(other, name)
+            own[rows] = new.index_select(0, index.to(new.device)).to(own)
+
+    def taken(self, row: int, tokens: int) -> dict[str, Tensor]:
+        held = {name: x[row : row + 1].clone() for name, x in self.tensors().items()}
+        return held | {"seen": torch.tensor([tokens], device=held["keys"].device)}
+
+    @property
+    def recorded_tokens(self) -> int | None:
+        return sum(k.shape[2] for k, _, _ in self.added)
+
+    def crop(self, tokens: int) -> None:
+        added, before = self.added, self.before
+        self.added, self.before = [], None
+        if not tokens or before is None:
+            return
+        self.load(before)
+        assert self.seen is not None
+        k, v = (torch.cat([part[i] for part in added], dim=2)[:, :, :-tokens] for i in (0, 1))
+        masks = [torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if m is None else m for k, _, m in added]
+        mask = torch.cat(masks, dim=1)[:, :-tokens]
+        order = (~mask).int().argsort(dim=1, stable=True)  # real tokens first
+        k, v = (x.gather(2, order[:, None, :, None].expand(x.shape)) for x in (k, v))
+        self.extend(k, v, mask, How(1.0))
+        self.seen = self.seen + mask.sum(1)
+
+    def reset(self, rows: Any = None) -> None:
+        """Forget everything. The buffers of a fixed memory stay as they are: what is beyond a length is not read."""
+        if not self.fixed:
+            self.__init__(self.shape)  # type: ignore[misc]

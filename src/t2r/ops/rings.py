@@ -1,0 +1,108 @@
+"""A ring buffer with the keys and values of a window and its sinks, for key heads with windows of one size.
+
+The first `sinks` slots hold the first tokens of a sequence. Token n after them is in slot `sinks + (n - sinks) % size`,
+where it replaces the token that leaves the window. Rows are independent: `seen [rows]` is the number of tokens that each
+has read. Padding is not stored, so a ring needs no mask.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from t2r.ops.common import Sums
+from t2r.ops.windows import Left, softmax_sums
+
+
+class Ring(NamedTuple):
+    """Buffers `[rows, heads, sinks + size, dim]`. Functions that change them return new ones unless told otherwise."""
+
+    keys: Tensor
+    values: Tensor
+    size: int
+    sinks: int
+
+    def slot(self, n: Tensor) -> Tensor:
+        """Return the slot of token n."""
+        return torch.where(n < self.sinks, n, self.sinks + (n - self.sinks) % self.size)
+
+    def held(self, seen: Tensor) -> Tensor:
+        """Return which token is in each slot, `[rows, slots]`, after `seen [rows]` tokens. Negative: none yet."""
+        slot, size = torch.arange(self.keys.shape[2], device=seen.device), self.size
+        turns = torch.div(seen[:, None] - 1 - slot, size, rounding_mode="floor")
+        latest = torch.where(slot < self.sinks, slot, slot + turns * size)
+        return torch.where(slot < seen[:, None], latest, -1)
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, mask: Tensor | None, how: How
+    ) -> tuple[Ring, Sums, Left]:
+        """Store one token, and attend to the window with it. Returns what it replaced."""
+        at = self.slot(seen)[:, None, None, None]
+        old = [x.gather(2, at.expand(-1, x.shape[1], 1, x.shape[3])) for x in (self.keys, self.values)]
+        new = [k.to(old[0].dtype), v.to(old[1].dtype)]
+        if mask is not None:  # padding is not stored
+            new = [torch.where(mask[:, None, :, None], x, before) for x, before in zip(new, old, strict=True)]
+        keys, values = (
+            write(x, at.expand_as(y), y, how.inplace) for x, y in zip((self.keys, self.values), new, strict=True)
+        )
+        count = seen + (1 if mask is None else mask[:, 0].long())
+        filled = torch.arange(keys.shape[2], device=seen.device) < count[:, None]
+        out, lse = softmax_sums(
+            q, keys.to(q.dtype), values.to(v.dtype), filled[:, None, None], how.scaling, how.softcap
+        )
+        valid = (seen >= self.sinks + self.size)[:, None, None].expand(-1, k.shape[1], 1)
+        ring = self._replace(keys=keys, values=values)
+        return ring, Sums(out, torch.ones_like(lse), peak=lse), Left(old[0].to(k.dtype), old[1].to(v.dtype), valid)
+
+    def attend(self, q: Tensor, seen: Tensor, how: How) -> Sums:
+        """Attend with new queries `[rows, heads, time, dim]` to the tokens that are stored before them."""
+        held = self.held(seen)[:, None]
+        position = seen[:, None] + torch.arange(q.shape[2], device=q.device)
+        near = position[:, :, None] - held < self.size
+        allowed = (held >= 0) & (near | (held < self.sinks))
+        out, lse = softmax_sums(
+            q, self.keys.to(q.dtype), self.values.to(q.dtype), allowed[:, None], how.scaling, how.softcap
+        )
+        return Sums(out, torch.ones_like(lse), peak=lse)
+
+    def leaving(self, k: Tensor, v: Tensor, seen: Tensor) -> Left:
+        """Return what leaves the window at each of the new positions, whose keys and values are given."""
+        time = k.shape[2]
+        token = seen[:, None] + torch.arange(time, device=k.device) - self.size  # [rows, time]
+        stored = token < seen[:, None]
+        slot, place = self.slot(token.clamp_min(0)), (token - seen[:, None]).clamp(0, max(0, time - 1))
+        found = []
+        for own, new in ((self.keys, k), (self.values, v)):
+            of_ring, of_new = (
+                x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+                for x, index in ((own.to(new.dtype), slot), (new, place))
+            )
+            found.append(torch.where(stored[:, None, :, None], of_ring, of_new))
+        return Left(found[0], found[1], (token >= self.sinks)[:, None].expand(-1, k.shape[1], -1))
+
+    def extended(self, k: Tensor, v: Tensor, seen: Tensor, count: Tensor, how: How) -> Ring:
+        """Store the first `count [rows]` of new tokens."""
+        if not k.shape[2]:
+            return self
+        held = self.held(seen + count)
+        new, place = held >= seen[:, None], (held - seen[:, None]).clamp(0, max(0, k.shape[2] - 1))
+        made = []
+        for own, x in ((self.keys, k), (self.values, v)):
+            taken = x.gather(2, place[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])).to(own.dtype)
+            kept = torch.where(new[:, None, :, None], taken, own)
+            made.append(own.copy_(kept) if how.inplace else kept)
+        return self._replace(keys=made[0], values=made[1])
+
+
+class How(NamedTuple):
+    """How a ring attends, and whether its buffers are changed in place."""
+
+    scaling: float
+    softcap: float | None = None
+    inplace: bool = False
+
+
+def write(x: Tensor, at: Tensor, y: Tensor, inplace: bool) -> Tensor:
+    return x.scatter_(2, at, y) if inplace else x.scatter(2, at, y)
