@@ -1,4 +1,4 @@
-"""Attention to windows, ring buffers, and the combination with a state, compared with their definition for one query."""
+"""Attention to windows, ring buffers, and the combination with a state, compared with the definition for a query."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ MISSING = registry.BACKENDS["triton"].missing()
 SCALING = 0.4
 
 
+TIMES = st.integers(1, 14)
+
+
 @st.composite
-def sequences(draw, times=st.integers(1, 14)):
+def sequences(draw, times=TIMES):
     """Queries, keys and values of sequences with windows, and where their documents begin."""
     batch, key_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     time, dim = draw(times), draw(st.sampled_from([2, 5]))

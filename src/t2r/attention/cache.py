@@ -92,7 +92,8 @@ class StateMixin:
     @property
     def rows(self) -> int:
         """The number of sequences in the batch."""
-        return max(0, self.all_layers()[0].batch_size)
+        rows: int = self.all_layers()[0].batch_size
+        return max(0, rows)
 
     def attention_mask(self, new_tokens: int = 0) -> Tensor:
         """Return the padding mask over the processed tokens and `new_tokens` more."""

@@ -172,8 +172,8 @@ class SiteLayer(CacheLayerMixin):
         if not 0 <= -tokens_to_remove <= min([*known, self.length]):
             raise T2RError(
                 f"cannot crop by {tokens_to_remove}: only recorded tokens can be removed from a recurrent state "
-                f"({min([*known, self.length])} tokens since the last crop). Call cache.activate_past_recording() first, "
-                "and pass the number of tokens to remove as a negative number"
+                f"({min([*known, self.length])} tokens since the last crop). Call cache.activate_past_recording() "
+                "first, and pass the number of tokens to remove as a negative number"
             )
 
     def crop(self, tokens_to_remove: int) -> None:

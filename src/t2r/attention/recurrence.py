@@ -66,7 +66,7 @@ class Recurrence(nn.Module):
         return "feature_map" in self._modules
 
     def give_window(self, window: Shape, device: torch.device) -> None:
-        """Give the site a window. The sizes are also a buffer, because captured calls cannot make tensors of numbers."""
+        """Give the site a window. The sizes are also a buffer: captured calls cannot make tensors of numbers."""
         self.window = window
         self.register_buffer("window_sizes", torch.tensor(window.sizes, device=device), persistent=False)
 

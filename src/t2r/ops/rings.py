@@ -1,8 +1,8 @@
 """A ring buffer with the keys and values of a window and its sinks, for key heads with windows of one size.
 
 The first `sinks` slots hold the first tokens of a sequence. Token n after them is in slot `sinks + (n - sinks) % size`,
-where it replaces the token that leaves the window. Rows are independent: `seen [rows]` is the number of tokens that each
-has read. Padding is not stored, so a ring needs no mask.
+where it replaces the token that leaves the window. Rows are independent: `seen [rows]` is the number of tokens that
+each has read. Padding is not stored, so a ring needs no mask.
 """
 
 from __future__ import annotations

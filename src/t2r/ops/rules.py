@@ -1,8 +1,8 @@
 """Rules: how a recurrent state is advanced by the keys and values of new tokens, and read by their queries.
 
-A rule has the parameters of its recurrence for one call. What it keeps is its own affair: a named tuple of tensors whose
-first dimension are the rows of a batch. `Sum` is the paper's rule, with an optional decay. Another recurrence is another
-class of this shape, with its reference and its kernels, which a feature map returns (`FeatureMap.rule`).
+A rule has the parameters of its recurrence for one call. What it keeps is its own affair: a named tuple of tensors
+whose first dimension are the rows of a batch. `Sum` is the paper's rule, with an optional decay. Another recurrence is
+another class of this shape, with its reference and its kernels, which a feature map returns (`FeatureMap.rule`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Sum(NamedTuple):
         causal: bool = True,
         normalized: bool = True,
     ) -> tuple[Tensor | Sums, State]:
-        return functional.linear_attention(
+        answer: tuple[Tensor | Sums, State] = functional.linear_attention(
             q,
             k,
             v,
@@ -92,6 +92,7 @@ class Sum(NamedTuple):
             signed=self.signed,
             normalized=normalized,  # type: ignore[call-overload]
         )
+        return answer
 
     def step(
         self,

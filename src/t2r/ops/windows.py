@@ -103,7 +103,7 @@ def attend(
     sinks: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attend with queries from position `start` on to the sinks and to the keys from position `first` on."""
-    (_, heads, queries, _), (key_heads, keys) = q.shape, k.shape[1:3]
+    queries, keys = q.shape[2], k.shape[2]
     column = torch.arange(keys, device=q.device)
     position = torch.where(column < sinks, column, column - sinks + first)
     row = torch.arange(start, start + queries, device=q.device)
@@ -161,7 +161,7 @@ def shifted(x: Tensor, by: Tensor) -> Tensor:
 
 
 class Left(NamedTuple):
-    """Tokens that leave windows: for each position, the key and value that leave there, `[batch, key_heads, time, …]`."""
+    """Tokens that leave windows: the key and value that leave at each position, `[batch, key_heads, time, …]`."""
 
     k: Tensor
     v: Tensor

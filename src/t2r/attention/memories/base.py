@@ -63,7 +63,7 @@ class Memory(ABC):
         """Return tensors that are held beside those of `tensors`: recorded ones."""
         return []
 
-    def drop_padding(self, real: Tensor) -> None:
+    def drop_padding(self, real: Tensor) -> None:  # noqa: B027 (a memory without padding has nothing to do)
         """Remove padding from the only row. `real [tokens]` is false for padding."""
 
     def stack(self, others: Sequence[Self], *, align: bool) -> None:

@@ -16,7 +16,7 @@ from t2r.errors import T2RError
 class KeyValueMemory(Memory):
     """All keys and values `[rows, heads, tokens, dim]`, in the order of the tokens, with padding where it was read.
 
-    The buffers of a fixed one have room for a number of tokens. Each row has as many as its length says, and no padding.
+    The buffers of a fixed one have room for a number of tokens. A row has as many as its length says, and no padding.
     """
 
     names = ("keys", "values")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from t2r.attention.memories.base import Memory, may_overwrite
 from t2r.ops import Sums, Windows, window_attention
-from t2r.ops.rings import How, Left, Ring
+from t2r.ops.rings import How, Ring
+from t2r.ops.windows import Left
 
 
 class Shape(NamedTuple):
@@ -75,6 +76,7 @@ class WindowMemory(Memory):
                 self.before = dict(self.tensors())
             self.added.append((k, v, mask))
         seen = self.seen
+        left: Left | None
         if k.shape[2] == 1:
             sums, left = self.step(q, k, v, mask, how)
             found = [sums]
@@ -94,7 +96,8 @@ class WindowMemory(Memory):
         assert self.seen is not None
         made, sums, left = [], [], []
         for ring, heads in self.rings():
-            new, own, gone = ring.step(*(self.of_heads(x, heads) for x in (q, k, v)), self.seen, mask, how)
+            own_q, own_k, own_v = (self.of_heads(x, heads) for x in (q, k, v))
+            new, own, gone = ring.step(own_q, own_k, own_v, self.seen, mask, how)
             made.append(new)
             sums.append(own)
             left.append(gone)
@@ -237,8 +240,9 @@ class WindowMemory(Memory):
             return
         self.load(before)
         assert self.seen is not None
-        k, v = (torch.cat([part[i] for part in added], dim=2)[:, :, :-tokens] for i in (0, 1))
-        masks = [torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if m is None else m for k, _, m in added]
+        k = torch.cat([key for key, _, _ in added], dim=2)[:, :, :-tokens]
+        v = torch.cat([value for _, value, _ in added], dim=2)[:, :, :-tokens]
+        masks = [torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if m is None else m for key, _, m in added]
         mask = torch.cat(masks, dim=1)[:, :-tokens]
         order = (~mask).int().argsort(dim=1, stable=True)  # real tokens first
         k, v = (x.gather(2, order[:, None, :, None].expand(x.shape)) for x in (k, v))
