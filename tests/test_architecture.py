@@ -26,6 +26,7 @@ LAYERS = (
     ("data",),
     ("generation",),
     ("evaluation",),
+    ("budgets",),
     ("tasks",),
     ("training",),
     ("reporting",),

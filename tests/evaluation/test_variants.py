@@ -130,8 +130,8 @@ def test_the_state_is_rounded_after_every_step(monkeypatch):
         for token in ids[0]:
             expected.append(model(token.view(1, 1), past_key_values=cache, use_cache=True).logits)
             for layer in cache.layers:
-                if hasattr(layer, "state"):
-                    layer.state = layer.state.map(lambda x: x.bfloat16().double())
+                if (memory := layer.recurrence) is not None:
+                    memory.state = memory.state.map(lambda x: x.bfloat16().double())
     found = logits(model, ids, Variant(state="bfloat16"))
     torch.testing.assert_close(found, torch.cat(expected, dim=1).float(), atol=1e-5, rtol=1e-5)
 

@@ -197,7 +197,8 @@ def attention_forward(
     )
     if t2r_call is not None and t2r_call.mode is not None and t2r_call.mode.observer is not None:
         assert isinstance(module, Recurrence)
-        t2r_call.mode.observer(module, Inputs(query, key, value, attention_mask, scaling, causal), out)
+        inputs = Inputs(query, key, value, attention_mask, scaling, causal, softcap, t2r_call.hidden_states)
+        t2r_call.mode.observer(module, inputs, out)
     return out.transpose(1, 2).contiguous(), None
 
 

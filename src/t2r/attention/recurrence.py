@@ -139,6 +139,13 @@ class Recurrence(nn.Module):
         out, _ = rule.parallel(phi_q, phi_k, self.spread(v), mask=padding, starts=starts, causal=causal)
         return out  # type: ignore[return-value]
 
+    def imitate_window(self, inputs: Inputs) -> Tensor | None:
+        """Compute the outputs of the window alone, without a cache. None: the site has no window."""
+        if self.window is None:
+            return None
+        near, _, rows = self.attend_near(inputs, None)
+        return rows.unpacked(near[0].numerator)
+
     def unused_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the stock module that the recurrence does not use. They get no gradient, and
         distributed training fails if one of them requires it."""
@@ -224,9 +231,14 @@ def recurrent_sites(model: nn.Module) -> list[Recurrence]:
     return [m for m in model.modules() if isinstance(m, Recurrence) and m.has_map]
 
 
+def swapped_sites(model: nn.Module) -> list[Recurrence]:
+    """Return all sites that do not compute what the base model does: those with a state, and those with windows."""
+    return [m for m in model.modules() if isinstance(m, Recurrence) and not m.keeps_softmax]
+
+
 def computes_exactly(model: nn.Module) -> bool:
-    """Return whether recurrent sites of the model now compute exact attention, in this thread."""
-    return any(mode_of(site) is not None for site in recurrent_sites(model))
+    """Return whether swapped sites of the model now compute exact attention, in this thread."""
+    return any(mode_of(site) is not None for site in swapped_sites(model))
 
 
 # --- The mode of a thread -----------------------------------------------------------------------------------
@@ -274,7 +286,7 @@ def exact_attention(
     Raises:
         T2RError: the model is merged.
     """
-    sites = [site for site in recurrent_sites(model) if site.layer_idx not in recurrent_layers]
+    sites = [site for site in swapped_sites(model) if site.layer_idx not in recurrent_layers]
     if any(getattr(site, "merged", None) is not None for site in sites):
         raise T2RError("a merged model cannot compute softmax attention, because it has no queries and keys")
     before: Mode | None = getattr(_thread, "mode", None)

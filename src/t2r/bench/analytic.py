@@ -86,12 +86,19 @@ def step_cost(
             read, held = read + tokens * token, held + before * token
             written += 0 if site.cross else token
             continue
+        if module.window is not None:
+            tokens = sum(min(length + 1, size + module.window.sinks) for size in module.window.sizes if size)
+            attention += 4 * (heads // kv_heads) * tokens * size
+            read, held = read + 2 * tokens * size * each, held + 2 * tokens * size * each
+            written += 2 * kv_heads * size * each
+        if not module.has_map:
+            continue
         feature_map: FeatureMap = module.feature_map
         k, key_heads = feature_map.feature_size, feature_map.key_heads
         rows, key_rows = (0, 0) if getattr(module, "merged", None) is not None else affine_rows(feature_map)
         mapped += 2 * size * (heads * rows + (0 if site.cross else key_heads * key_rows))
         map_weights += sum(x.numel() for x in feature_map.parameters())
-        empty = [x for x in feature_map.rule().empty(1, size, model.dtype, "meta") if x is not None]
+        empty = [x for x in feature_map.empty_state(1, size, model.dtype, "meta") if x is not None]
         state = sum(x.numel() * (state_dtype or x.dtype).itemsize for x in empty)
         attention += heads * (2 * k * size + 2 * k)
         read, held = read + state, held + state

@@ -22,6 +22,7 @@ from t2r.cli import (
     info,
     inspect,
     merge,
+    plan,
     pretrain,
     report,
     reproduce,
@@ -44,6 +45,7 @@ app.command()(swap.swap)
 app.command()(merge.merge)
 app.command()(average.average)
 app.command(cls=ShowsRecipe)(inspect.inspect)
+app.command()(plan.plan)
 app.command()(generate.generate)
 app.command()(evaluate.evaluate)
 app.command()(analyze.analyze)

@@ -76,6 +76,17 @@ def convert(
         ),
     ] = None,
     set_: Set = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes of a sequence, for example 8MiB: every head gets a window of the tokens that it needs, and a "
+            "state of what has left it. With --recipe none: windows only, without training."
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="With --memory: tokens that windows are planned for. [default: positions, at most 2,048]"),
+    ] = None,
     minutes: Annotated[float | None, flag(RUN["minutes"])] = None,
     teacher_tokens: Annotated[int, flag(RUN["teacher_tokens"])] = RUN["teacher_tokens"].default,
     documents: Documents = False,
@@ -111,6 +122,7 @@ def convert(
     t2r convert gpt2 rnn --train corpus.txt --valid valid.txt        report perplexity
     t2r convert gpt2 rnn --train corpus.txt --minutes 30             fit into 30 minutes
     t2r convert gpt2 rnn --train corpus.txt --softmax-layers auto:3  keep softmax in the 3 most sensitive layers
+    t2r convert gpt2 rnn --train corpus.txt --memory 4MiB            the best model for 4 MiB per sequence
     t2r convert gpt2 rnn --train teacher                             train on text the model generates
     t2r convert gpt2 rnn --train wiki.txt:2 --train novels.txt:0.5   read twice, and half, per epoch
     t2r convert gpt2 rnn --train wiki.txt:60% --train novels.txt:40% mix by share of the tokens
@@ -125,7 +137,7 @@ def convert(
     from t2r.pipelines.convert import convert as run
     from t2r.pipelines.convert import summary
 
-    recipe = recipe or ("distill-mt" if src or tgt else "distill-lm")
+    recipe = recipe or ("distill-mt" if src or tgt else "memory-lm" if memory else "distill-lm")
     with calm(quiet or as_json, info=not quiet):
         results = run(
             source,
@@ -143,6 +155,8 @@ def convert(
             recipe=recipe,
             overrides=stage_overrides(stage, minutes, set_, recipe),
             minutes=minutes,
+            memory=memory,
+            context=context,
             teacher_tokens=teacher_tokens,
             documents=documents,
             teacher=teacher,

@@ -132,6 +132,7 @@ WORDS = (
     "quarter", "rabbit", "river", "silver", "table", "umbrella", "valley", "window", "winter", "yellow",
 )  # fmt: skip
 DISTANCES = (16, 64, 256)
+FAR_DISTANCES = (1024, 2048, 4096)
 LEAD = 16
 """Minimum number of tokens before the key, because models treat the first tokens of a text differently."""
 
@@ -227,12 +228,31 @@ def recall(
     return results
 
 
+def recall_questions(
+    tokenizer: Tokenizer, text: list[int], length: int, trials: int, *, choices: int = 8, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the questions of `recall` as token ids `[trials, length]`, with the longest distance that fits, and the
+    first tokens of the choices `[trials, choices]`, the right one first."""
+    rng, sentences = random.Random(seed), _sentences(tokenizer)
+    asked = [_trial(tokenizer, sentences, rng, choices) for _ in range(trials)]
+    distance = length - LEAD - max(len(t.key) + len(t.question) for t in asked)
+    if distance < 0 or len(text) < length:
+        raise T2RError(f"a text of {len(text)} tokens is too short for questions of {length} tokens")
+    rows = [_context(trial, text, length, distance, rng) for trial in asked]
+    return torch.tensor(rows), torch.tensor([trial.choices for trial in asked])
+
+
 def fitting_distances(
     tokenizer: Tokenizer, window: int, positions: int | None, candidates: Sequence[int] = DISTANCES
 ) -> list[int]:
-    """Return the distances of recall up to half a window, for a model with `positions` positions (None: no limit)."""
+    """Return the distances of recall up to half a window, or up to a window if they are far, for a model
+    with `positions` positions (None: no limit)."""
     rest = recall_tokens(tokenizer)
-    return [d for d in candidates if 2 * d <= window and (positions is None or d + rest <= positions)]
+    return [
+        d
+        for d in candidates
+        if (d if d in FAR_DISTANCES else 2 * d) <= window and (positions is None or d + rest <= positions)
+    ]
 
 
 def recall_tokens(tokenizer: Tokenizer) -> int:

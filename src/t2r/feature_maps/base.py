@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from t2r.errors import T2RError
 from t2r.feature_maps.tensors import TokenAffine, affine, full_precision, like_linear
-from t2r.ops import FASTEST_DECAY, LARGEST_LOG_WEIGHT, Features
+from t2r.ops import FASTEST_DECAY, LARGEST_LOG_WEIGHT, Features, State
 from t2r.ops.common import HALF
 from t2r.ops.constants import derived
 from t2r.ops.rules import Rule, Sum
@@ -100,6 +100,10 @@ class FeatureMap(nn.Module):
 
         `hidden_states [batch, time, hidden]` are the inputs of the attention, for recurrences with gates."""
         return Sum(self.key_heads, self.feature_size, self.decay, self.signed)
+
+    def empty_state(self, rows: int, value_size: int, dtype: torch.dtype, device: torch.device | str) -> State:
+        """Return the state of the rule before the first token. Its parameters are not needed, and may be offloaded."""
+        return Sum(self.key_heads, self.feature_size, signed=self.signed).empty(rows, value_size, dtype, device)
 
     @property
     def signed(self) -> bool:

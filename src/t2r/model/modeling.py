@@ -347,7 +347,7 @@ def fixed_memories(module: Recurrence, head_dim: int, room: Room) -> tuple[Memor
         keys, values = (torch.zeros(size, dtype=room.dtype, device=room.device) for _ in range(2))
         made.append(WindowMemory(module.window, keys=keys, values=values, seen=room.lengths))
     if module.has_map:
-        state = module.feature_map.rule().empty(room.rows, head_dim, room.dtype, room.device)
+        state = module.feature_map.empty_state(room.rows, head_dim, room.dtype, room.device)
         if room.state_dtype is not None:
             state = state.map(lambda x: x.to(room.state_dtype))
         made.append(StateMemory(state, fixed=True))

@@ -104,7 +104,7 @@ def frozen_copy(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
 
 def advice(task: Task, results: dict[str, Any]) -> str | None:
     """Say that a conversion is far worse than its teacher, and what to do. None: it is not, or was not measured."""
-    teacher, student = results["teacher"], list(results["stages"].values())[-1]
+    teacher, student = results["teacher"], next(reversed(results["stages"].values()), None)
     gap = None if teacher is None or student is None else task.gap(teacher, student)
     if gap is None:
         return None

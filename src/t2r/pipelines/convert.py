@@ -28,6 +28,7 @@ from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import RunOptions, check, parse_auto, refuse_unknown
 from t2r.pipelines import beside
+from t2r.pipelines.budget import MemoryBudget
 from t2r.pipelines.common import Texts, advice, complete, frozen_copy
 from t2r.pipelines.continuation import (
     check_continued,
@@ -74,6 +75,8 @@ def convert(
     tokenizer: PreTrainedTokenizerBase | None = None,
     teacher: str | PreTrainedModel | None = None,
     softmax_layers: list[int] | str | None = None,
+    memory: str | int | None = None,
+    context: int | None = None,
     teacher_tokens: int = RunOptions.teacher_tokens,
     documents: bool = False,
     merged: bool = False,
@@ -127,6 +130,10 @@ def convert(
             other weights is refused.
         softmax_layers: softmax layers to keep, or `auto:N` for the N most sensitive ones, measured after the first
             stage.
+        memory: the bytes of a sequence, for example `8MiB`. Every head then has a window of the tokens that it needs,
+            measured on the training text, and a state of what has left it; with the recipe `none`, a window only.
+        context: with `memory`, the number of tokens that windows are planned for. None: the positions of the model, at
+            most 2,048.
         teacher_tokens: number of tokens that the teacher generates for `train="teacher"`.
         documents: attention does not cross document boundaries inside a block.
         merged: merge the feature maps into the projections, also where that does not pay. A merged model generates
@@ -155,7 +162,11 @@ def convert(
     check(RunOptions, given)
     texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
     refuse_deleting([*texts.names(), recipe, tokenizer], out)
-    whole = load_recipe(recipe or default_recipe(texts.translates), overrides)
+    budget = None if memory is None else MemoryBudget(memory, context)
+    whole = load_recipe(recipe or default_recipe(texts.translates, memory=memory is not None), overrides)
+    if budget is None and (context is not None or not whole.stages):
+        wrong = "context belongs to a memory budget" if whole.stages else f"recipe {whole.name} trains nothing"
+        raise T2RError(f"{wrong}: give memory, for example --memory 8MiB")
     plan = within(whole, minutes)
     auto = parse_auto(softmax_layers)
     swap_options = over(plan.swap, options) | {"seed": seed}
@@ -191,17 +202,27 @@ def convert(
         raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
     of_data: dict[str, Any] = {"teacher_beams": teacher_beams, "teacher_tokens": teacher_tokens, "join": join}
     of_data["hold_out"] = True
+    if budget is not None:
+        budget.check(base, texts, softmax_layers)
+        of_data["longest"] = budget.context_of(base)
     task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_data)
     plan = texts.fitted(plan, base)
     config = T2RConfig(**swap_options)
     check_auto(auto, plan, config, base)
     task.check(base, [stage.block_size for stage in plan.stages])
+    planned = None
+    if budget is not None:
+        planned = budget.plan(base, tokens, task, swap_options, trains=bool(plan.stages), progress=progress)
+        swap_options["feature_size"] = planned.features or swap_options.get("feature_size")
+        config = T2RConfig(**swap_options, plan=planned.plan.to_dict())
     facts = {
         "model": base.config.name_or_path,
         "weights": of_model(base),
         "swap": swap_options,
         "softmax_layers": softmax_layers,
     }
+    if planned is not None:
+        facts["memory_plan"] = planned.plan.to_dict()
     origin = origin_of(base if reference is None else reference)
     if reference is not None:
         facts["teacher"] = origin["base_weights"]
@@ -230,6 +251,8 @@ def convert(
         if measured is not None and (doubt := task.doubt(measured)) is not None:
             logger.warning("the teacher does not know the text that is measured: %s; %s", doubt, WRONG)
         results: dict[str, Any] = {"task": task.name, "teacher": measured}
+        if planned is not None:
+            results["planned"] = planned.to_dict()
         results[before] = session.measure(before, student, frozen)
         student, trained = train_stages(session, student, frozen, config, auto)
         results |= trained

@@ -54,9 +54,14 @@ class SiteReport:
     state_bytes: int
     kv_bytes: dict[int, int]
     """Bytes of keys and values of softmax attention, by number of tokens, also where it was swapped."""
+    windows: list[int] | None = None
+    """The window of each key-value head, in tokens. None: there are none."""
+    window_bytes: dict[int, int] | None = None
+    """Bytes of the windows, by number of tokens."""
 
     def cache_bytes(self, length: int) -> int:
-        return self.state_bytes if self.recurrent else self.kv_bytes[length]
+        window = 0 if self.window_bytes is None else self.window_bytes[length]
+        return self.state_bytes + window if self.recurrent else self.kv_bytes[length]
 
 
 @dataclass(frozen=True)
@@ -228,8 +233,8 @@ def report(
     sites = []
     for site, parameters in zip(kin.sites(model), before, strict=True):
         layer = DynamicLayer() if site.cross else stock[site.layer]
-        feature_map = None if site.layer in kept or config.keeps(site.cross) else site.module.feature_map
-        sites.append(site_report(site, kin.shape(site.module), feature_map, parameters, layer, dtype, lengths))
+        swapped_site = site.layer not in kept and not config.keeps(site.cross)
+        sites.append(site_report(site, kin.shape(site.module), swapped_site, parameters, layer, dtype, lengths))
     parameters, added = count(base.parameters()), sum(site.parameters_added for site in sites)
     return Inspection(
         model=name_of(model),
@@ -264,28 +269,39 @@ def cross_saves_from(sites: list[SiteReport]) -> int | None:
 def site_report(
     site: Site,
     shape: Shape,
-    feature_map: Any,
+    swapped: bool,
     parameters: int,
     layer: CacheLayerMixin,
     dtype: torch.dtype,
     lengths: Sequence[int],
 ) -> SiteReport:
     """Report on one site. `parameters` and `layer` are those of the base model."""
+    module: Any = site.module
+    feature_map = module.feature_map if swapped and module.has_map else None
+    window = module.window if swapped else None
     return SiteReport(
         name=site.name,
         layer=site.layer,
         cross=site.cross,
-        recurrent=feature_map is not None,
+        recurrent=swapped,
         **shape._asdict(),
         feature_size=None if feature_map is None else feature_map.feature_size,
         parameters_added=count(site.module.parameters()) - parameters,
         state_bytes=0 if feature_map is None else state_bytes(feature_map, shape.head_dim, dtype),
         kv_bytes={n: kv_bytes(layer, shape, n, dtype) for n in lengths},
+        windows=None if window is None else list(window.sizes),
+        window_bytes=None if window is None else {n: window_bytes(window, shape, n, dtype) for n in lengths},
     )
 
 
+def window_bytes(window: Any, shape: Shape, length: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the windows of a layer after `length` tokens."""
+    held = sum(min(length, size + window.sinks) for size in window.sizes if size)
+    return 2 * held * shape.head_dim * dtype.itemsize
+
+
 def state_bytes(feature_map: FeatureMap, value_size: int, dtype: torch.dtype) -> int:
-    return sum(x.nbytes for x in feature_map.rule().empty(1, value_size, dtype, "meta") if x is not None)
+    return sum(x.nbytes for x in feature_map.empty_state(1, value_size, dtype, "meta") if x is not None)
 
 
 def kv_bytes(layer: CacheLayerMixin, shape: Shape, length: int, dtype: torch.dtype) -> int:
@@ -299,8 +315,8 @@ def kv_bytes(layer: CacheLayerMixin, shape: Shape, length: int, dtype: torch.dty
 
 def ungrouped(config: T2RConfig, sites: list[SiteReport], dtype: torch.dtype) -> Ungrouped | None:
     """Return the cost of the sites with `grouped=False`. None: it would change nothing."""
-    recurrent = [site for site in sites if site.recurrent]
-    if config.merged or not config.grouped or all(site.num_heads == site.num_key_value_heads for site in recurrent):
+    recurrent = [site for site in sites if site.recurrent and site.feature_size is not None]
+    if config.plan is not None or config.merged or not config.grouped or all(site.num_heads == site.num_key_value_heads for site in recurrent):
         return None
     parameters = held = 0
     for site in recurrent:
@@ -339,10 +355,10 @@ def tables(inspection: Inspection) -> list[Table | str]:
     for site in inspection.sites:
         layers.add_row(
             str(site.layer),
-            f"{'cross ' if site.cross else ''}{kind if site.recurrent else 'softmax'}",
+            f"{'cross ' if site.cross else ''}{described(site, kind)}",
             str(site.feature_size or "-"),
             f"{site.parameters_added:,}" if site.recurrent else "-",
-            human(site.state_bytes) if site.recurrent else "-",
+            human(site.state_bytes) if site.state_bytes else "-",
             *(human(site.kv_bytes[n]) for n in LENGTHS),
         )
     whole = Table(box=None, padding=(0, 1, 0, 0))
@@ -352,6 +368,14 @@ def tables(inspection: Inspection) -> list[Table | str]:
         before, after = inspection.kv_bytes[n], inspection.cache_bytes[n]
         whole.add_row(tokens(n), human(before), human(after), f"{before / after:.1f}×")
     return [title, "", layers, "", whole, "", *summary(inspection)]
+
+
+def described(site: SiteReport, kind: str) -> str:
+    """Return the kind of attention of a site, with the windows of its heads."""
+    if site.windows is None:
+        return kind if site.recurrent else "softmax"
+    shown = " ".join(map(str, site.windows)) if len(set(site.windows)) > 1 else str(site.windows[0])
+    return f"window {shown}" + (" + state" if site.state_bytes else "")
 
 
 def summary(inspection: Inspection) -> list[str]:
@@ -380,6 +404,9 @@ def summary(inspection: Inspection) -> list[str]:
         f"parameters added: {inspection.parameters_added:,}{merged}, {inspection.share:.2%} of the base "
         f"model's {inspection.parameters:,}"
     )
+    if sizes := [size for site in inspection.sites for size in site.windows or []]:
+        counts = ", ".join(f"{sizes.count(size)} of {size:,}" for size in sorted(set(sizes)))
+        lines.append(f"windows of key-value heads: {counts} tokens")
     lines.append(
         f"per sequence: {human(inspection.state_bytes)} of state; at 4K tokens "
         f"{human(inspection.cache_bytes[4096])} in total, instead of {human(inspection.kv_bytes[4096])}"
@@ -402,10 +429,14 @@ def state_lines(model: PreTrainedModel) -> list[str]:
     found = inspect_model(model)
     sizes = sorted({site.feature_size for site in found.sites if site.feature_size is not None})
     recurrent = sum(site.recurrent for site in found.sites)
-    return [
+    lines = [
         f"feature size: {', '.join(map(str, sizes))} ({recurrent} of {len(found.sites)} attention modules recurrent)",
         f"state of a sequence: {found.state_bytes:,} bytes in {found.dtype}",
     ]
+    if any(site.windows for site in found.sites):
+        longest = max(found.cache_bytes)
+        lines.append(f"state and windows of a sequence: {found.cache_bytes[longest]:,} bytes in {found.dtype}")
+    return lines
 
 
 def tokens(number: int) -> str:

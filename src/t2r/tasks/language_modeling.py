@@ -25,7 +25,7 @@ from t2r.data.progress import progress_bar
 from t2r.data.teacher import WritingSpeed, writing_speed
 from t2r.errors import T2RError
 from t2r.evaluation import Text, encode, perplexity, read_text
-from t2r.evaluation.generation import PROMPTS, fitting_distances, recall
+from t2r.evaluation.generation import DISTANCES, FAR_DISTANCES, PROMPTS, fitting_distances, recall
 from t2r.evaluation.perplexity import WINDOW
 from t2r.generation.state import check_vocabulary
 from t2r.options import RunOptions
@@ -140,6 +140,8 @@ class LanguageModeling(Task):
 
     def read(self) -> None:
         """Tokenize the texts, or read them from the cache."""
+        if self.corpora:
+            return
         key = of_tokenizer(self.tokenizer)
         with self.caching():
             self.corpora = {
@@ -267,7 +269,8 @@ class LanguageModeling(Task):
     # --- Evaluation -----------------------------------------------------------------------------------------
 
     def window(self, model: PreTrainedModel) -> int:
-        return min(WINDOW, self.longest or WINDOW, max_positions(model) or WINDOW)
+        longest = self.longest or WINDOW
+        return min(longest, max_positions(model) or longest)
 
     def windows(self, model: PreTrainedModel) -> tuple[int, int]:
         window, tokens = self.window(model), 0 if self.text is None else len(self.text.token_ids)
@@ -312,7 +315,8 @@ class LanguageModeling(Task):
             return []
         windows, window = self.windows(model)
         try:
-            distances = fitting_distances(self.tokenizer, window, max_positions(model))
+            far = DISTANCES if self.longest is None else (*DISTANCES, *FAR_DISTANCES)
+            distances = fitting_distances(self.tokenizer, window, max_positions(model), far)
             trials = max(1, min(RunOptions.trials, windows))  # where little is measured, of recall too
             measured = recall(model, self.tokenizer, self.text.string, distances=distances, trials=trials)
         except T2RError as error:  # this tokenizer does not tell enough words apart, or the text is too short

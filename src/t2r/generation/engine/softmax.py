@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from t2r import compat
 from t2r.attention.interface import NAME
-from t2r.attention.recurrence import Recurrence, computes_exactly, mode_of, recurrent_sites
+from t2r.attention.recurrence import Recurrence, computes_exactly, mode_of, swapped_sites
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.model.logits import evaluating
@@ -31,13 +31,15 @@ def on_the_engine(model: PreTrainedModel) -> Any:
     swapped = isinstance(model, T2RModel)
     if swapped and not computes_exactly(cast(Any, model)):
         return model
-    if not all(map(mode_of, recurrent_sites(model))):
+    if not all(map(mode_of, swapped_sites(model))):
         raise T2RError("some of its layers compute exact attention")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise T2RError("the model is on several devices")
     family, shared = family_of(model), sharing_weights(model)
-    for site in recurrent_sites(shared):
-        del site.feature_map
+    for site in swapped_sites(shared):
+        for name in ("feature_map", "window_sizes", "window", "stateful"):
+            if name in site._modules or name in site._buffers or name in vars(site):
+                delattr(site, name)
         change_class(site, type(site).__bases__[1])  # the class before the swap
     # FSMT has classes of its own for softmax layers, which the softmax layers of a swapped model have already.
     stock = [site for site in family.sites(shared) if not isinstance(site.module, Recurrence)]

@@ -36,6 +36,8 @@ def within(plan: Recipe, minutes: float | None) -> Recipe:
     stages keep their own budgets."""
     if minutes is None:
         return plan
+    if not plan.stages:
+        raise T2RError(f"recipe {plan.name} trains nothing: leave out minutes")
     own = [stage.minutes for stage in plan.stages]
     if not all(own):
         own = [stage.steps or (stage.tokens or 0) / stage.batch_tokens for stage in plan.stages]
@@ -55,6 +57,6 @@ def trainable(plan: Recipe, model: PreTrainedModel) -> Recipe:
     for stage in plan.stages:
         if stage not in stages:
             logger.warning("stage %s is skipped: the feature map has nothing to train", stage.name)
-    if not stages:
+    if plan.stages and not stages:
         raise T2RError(f"recipe {plan.name} has nothing to train: the feature map has no parameters or is frozen")
     return dataclasses.replace(plan, stages=stages)

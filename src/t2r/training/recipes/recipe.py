@@ -26,6 +26,9 @@ __all__ = ["BUDGETS", "OBJECTIVES", "OPTIMIZERS", "TRAINED", "Recipe", "Stage", 
 
 logger = logging.getLogger(__name__)
 
+NONE = "none"
+"""The recipe that trains nothing."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -119,9 +122,9 @@ def parse_yaml(text: str, what: str) -> Any:
         raise T2RError(f"{what} is not valid YAML: {error or type(error).__name__}") from error
 
 
-def default_recipe(translates: bool) -> str:
-    """Return the name of the recipe that converts a model, if no other is given."""
-    return "distill-mt" if translates else "distill-lm"
+def default_recipe(translates: bool, *, memory: bool = False) -> str:
+    """Return the name of the recipe that converts a model, if no other is given. `memory`: to a memory budget."""
+    return "distill-mt" if translates else "memory-lm" if memory else "distill-lm"
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -132,7 +135,7 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def make_recipe(plan: Any, name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Make a recipe from parsed YAML. `name` is used in errors, and as its name if it has none."""
     stages = plan.get("stages") if isinstance(plan, dict) else None
-    if not isinstance(stages, list) or not stages:
+    if not isinstance(stages, list):
         raise T2RError(f"recipe {name} has no list of stages")
     for stage in stages:
         if not isinstance(stage, dict) or "name" not in stage or "objective" not in stage:
@@ -144,6 +147,8 @@ def make_recipe(plan: Any, name: str | Path, overrides: Iterable[str] = ()) -> R
         raise T2RError(f"recipe {name}: no field {', '.join(unknown)}")
     swap = check_swap(plan.get("swap"), f"recipe {name}")
     made = tuple(make_stage(stage) for stage in plan["stages"])
+    if not made and plan.get("name") != NONE:
+        raise T2RError(f"recipe {name} has no list of stages")
     if len({stage.name for stage in made}) != len(made):
         raise T2RError(f"recipe {name}: two stages have the same name")
     train = read_train(plan["train"], f"recipe {name}") if plan.get("train") is not None else ()

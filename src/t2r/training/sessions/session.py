@@ -159,7 +159,7 @@ class Session:
             self.restrict(work, self.timetable)
         for line in plan_lines(self.job, model, work, self.timetable, self.place, self.minutes):
             logger.info("%s", line)
-        names = self.task.prepare(teacher if author is None else author, max(sizes))
+        names = self.task.prepare(teacher if author is None else author, max(sizes, default=0))
         for size in sizes:
             self.task.dataset(size)
         self.run.remember("corpus", lambda: names)

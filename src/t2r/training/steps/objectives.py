@@ -38,6 +38,8 @@ def transferring(model: nn.Module, compiled: bool = False, real: Tensor | None =
     measure = fused(site_error) if compiled else site_error
 
     def observe(site: Recurrence, inputs: Inputs, exact: Tensor) -> None:
+        if not site.has_map:  # a window alone has nothing to learn
+            return
         if compiled:  # for strided bf16 values, torch 2.13 generates vectorized CPU code whose gradient is NaN
             inputs = inputs._replace(v=inputs.v.contiguous())
         errors.append(measure(site, inputs, exact, real))
@@ -58,11 +60,16 @@ def transferring(model: nn.Module, compiled: bool = False, real: Tensor | None =
 def site_error(site: Recurrence, inputs: Inputs, exact: Tensor, real: Tensor | None = None) -> Tensor:
     """Return the squared error of the recurrence relative to the squared target, averaged over the rows of the batch.
 
+    Beside a window, it is relative to the error of the window alone. Relative to the target, it would be small from the
+    beginning, and what only the state can learn, what lies outside the window, would hardly count.
+
     The mean over rows does not depend on how a batch is divided. Only positions in the mask `real` count, and only rows
     that have such positions."""
     wide = torch.promote_types(exact.dtype, torch.float32)
     exact = exact.detach().to(wide)
-    squares = [x.square() for x in (site.imitate(inputs).to(wide) - exact, exact)]
+    without = site.imitate_window(inputs)
+    rest = exact if without is None else exact - without.detach().to(wide)
+    squares = [x.square() for x in (site.imitate(inputs).to(wide) - exact, rest)]
     if real is not None:
         squares = [x.masked_fill(~real[:, None, :, None], 0) for x in squares]
     error, size = (x.flatten(1).mean(1) for x in squares)

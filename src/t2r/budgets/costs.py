@@ -1,0 +1,128 @@
+"""What memory costs: the bytes of a window and of a state, for each layer of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from t2r.attention.softmax import sliding_window_of
+from t2r.errors import T2RError
+from t2r.plans import MemoryPlan
+from t2r.surgery.adapters import family_of
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+KEY_BYTES = 2
+"""Keys and values are counted in bfloat16, whatever the dtype of the model on this machine."""
+STATE_BYTES = 4
+"""States are float32."""
+SINKS = 4
+SMALLEST = 16
+"""The smallest window of a head, in tokens."""
+BEYOND = 16
+"""Windows that hold the whole context are longer by this fraction of it: 1/16."""
+FEATURES = (32, 16, 8, 4)
+"""Features of a state, if none are given: the first number whose states need at most a fifth of the memory."""
+SHARE = 5
+
+
+def parse_memory(given: str | int | float) -> int:
+    """Return the number of bytes that is meant by a number, or by text such as `8MiB`."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
+    if isinstance(given, bool) or found is None or found[2] not in UNITS or not float(found[1]):
+        raise T2RError(f"memory must be a number of bytes above 0, for example 8MiB; got {given!r}")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def in_mib(count: float) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+class LayerCost(NamedTuple):
+    heads: int
+    """Key-value heads."""
+    token: int
+    """Bytes of the key and the value of a token, for each of them."""
+    state: int
+    """Bytes of a state, for each of them. 0: there are no states."""
+    longest: int
+    """The longest window that makes sense: that of the base model, or one with more than the context."""
+
+    def of(self, window: int) -> int:
+        """Return the bytes of a head with this window. A head that sees all there is has no state."""
+        return (window + SINKS) * self.token + (self.state if window < self.longest else 0)
+
+
+class Costs(NamedTuple):
+    """The costs of all layers, for texts of `context` tokens."""
+
+    layers: tuple[LayerCost, ...]
+    context: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, context: int, features: int = 0) -> Costs:
+        """Return those of a base model, with states of `features` features. 0: none, windows only."""
+        if model.config.is_encoder_decoder:
+            raise T2RError("a memory budget is for language models: an encoder-decoder reads a source of fixed length")
+        family, config = family_of(model), model.config.get_text_config(decoder=True)
+        if family.positions == "relative":
+            raise T2RError(f"{family.model_type} models cannot have windows: their positions are a bias on the scores")
+        found: list[LayerCost] = []
+        for site in family.sites(model):
+            shape, own = family.shape(site.module), sliding_window_of(config, site.layer)
+            longest = context + context // BEYOND
+            found.append(
+                LayerCost(
+                    shape.num_key_value_heads,
+                    2 * KEY_BYTES * shape.head_dim,
+                    STATE_BYTES * features * (shape.head_dim + 1),
+                    longest if own is None else min(own, longest),
+                )
+            )
+        return cls(tuple(found), context)
+
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """Layers and heads."""
+        return [(index, head) for index, layer in enumerate(self.layers) for head in range(layer.heads)]
+
+    @property
+    def least(self) -> int:
+        """The bytes of the smallest plan."""
+        return sum(layer.heads * layer.of(min(SMALLEST, layer.longest)) for layer in self.layers)
+
+    @property
+    def whole(self) -> int:
+        """The bytes of all keys and values of a context."""
+        return sum(layer.heads * layer.token * min(self.context, layer.longest) for layer in self.layers)
+
+    def check(self, memory: int) -> None:
+        """Raise T2RError for a budget that is too small, or larger than the whole cache."""
+        if not self.least <= memory <= self.whole:
+            raise T2RError(
+                f"a memory of {in_mib(memory)} is not possible: the smallest plan of this model needs "
+                f"{in_mib(self.least)}, and all keys and values of {self.context:,} tokens {in_mib(self.whole)}"
+            )
+
+    def of_plan(self, plan: MemoryPlan) -> int:
+        pairs = zip(self.layers, plan.windows, strict=True)
+        return sum(layer.of(window) for layer, windows in pairs for window in windows)
+
+    def plan(self, windows: Sequence[Sequence[int]]) -> MemoryPlan:
+        """Return the plan with these windows, and states where they are not the longest."""
+        states: Any = tuple(
+            tuple(bool(layer.state) and window < layer.longest for window in row)
+            for layer, row in zip(self.layers, windows, strict=True)
+        )
+        return MemoryPlan(tuple(map(tuple, windows)), SINKS, states)
+
+
+def features_for(model: PreTrainedModel, context: int, memory: int) -> int:
+    """Return how many features a state has if the user does not say: the more memory, the more."""
+    for features in FEATURES:
+        costs = Costs.of(model, context, features)
+        if SHARE * sum(layer.heads * layer.state for layer in costs.layers) <= memory:
+            return features
+    return FEATURES[-1]
