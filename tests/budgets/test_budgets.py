@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.converting import make_model, make_world
+from tests.families import tiny
 from transformers import AutoModelForCausalLM
 
 import t2r
@@ -19,8 +21,6 @@ from t2r.errors import T2RError
 from t2r.evaluation.memory import memory_of
 from t2r.pipelines.budget import plan_memory
 from t2r.pipelines.convert import convert
-from tests.converting import make_model, make_world
-from tests.families import tiny
 
 CONTEXT = 64
 SHORT = (
@@ -212,9 +212,7 @@ def test_a_scan_is_resumed_and_kept(monkeypatch):
 def test_the_base_model_is_not_modified():
     model, blocks = tiny("llama"), torch.randint(3, 90, (1, 40))
     before = model(blocks).logits
-    Planner(model, None, blocks, recall=False, progress=False).plan(
-        Costs.of(model, 40).least + 500, features=0
-    )
+    Planner(model, None, blocks, recall=False, progress=False).plan(Costs.of(model, 40).least + 500, features=0)
     assert not isinstance(model, t2r.T2RForCausalLM)
     assert torch.equal(model(blocks).logits, before)
 

@@ -120,7 +120,9 @@ class Planner:
         def windows(chosen: Mapping[Head, int]) -> list[list[int]]:
             return allocate(self.needs, costs, memory, chosen)
 
-        chosen = recall_heads(self.limited, questions, windows, most=most, progress=self.progress)
+        known = [(layer, head) for layer, head in self.kept.values.get("recall heads", [])]
+        chosen = recall_heads(self.limited, questions, windows, known=known, most=most, progress=self.progress)
+        self.kept.values["recall heads"] = [list(head) for head in known]
         return [list(head) for head in chosen]
 
 

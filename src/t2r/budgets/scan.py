@@ -37,7 +37,7 @@ MANY = 32
 """Blocks of text that are read for each measurement: few on a CPU."""
 AT_ONCE = 32768
 """Tokens of a batch."""
-QUESTIONS = 64
+QUESTIONS = 32
 """Questions about what was said long ago."""
 KNOWN = 0.5
 """A model that answers less than this share of the questions is not asked: it would teach nothing about its heads."""
@@ -155,7 +155,7 @@ class Kept(NamedTuple):
     """Measurements in a file, from which an interrupted scan is resumed, and which serve every budget."""
 
     path: Path
-    values: dict[str, float]
+    values: dict[str, Any]
 
     @classmethod
     def open(cls, model: PreTrainedModel, costs: Costs, blocks: Tensor) -> Kept:
@@ -183,16 +183,18 @@ def recall_heads(
     questions: Questions,
     windows: Callable[[Mapping[Head, int]], list[list[int]]],
     *,
+    known: list[Head],
     most: int,
     progress: bool = True,
 ) -> dict[Head, int]:
     """Return heads that need the whole context, so that the model recalls what was said long ago.
 
     One head after another gets its longest window: the one with which the model gives the right answers the highest
-    probability, beside the heads before.
+    probability, beside the heads before. The same heads serve every budget, so those that are known are taken first.
 
     Args:
         windows: returns the windows of all heads, given those of some.
+        known: heads that were found before, in this order. Further ones are added.
         most: the maximum number of heads.
     """
     costs = limited.costs
@@ -209,6 +211,10 @@ def recall_heads(
             logger.info("recall: %d heads see everything: %.0f %% right", len(chosen), 100 * share)
             if share >= ENOUGH * able:
                 break
+            if len(chosen) < len(known):
+                best = known[len(chosen)]
+                chosen[best] = costs.layers[best[0]].longest
+                continue
             gains = {}
             for i, (layer, head) in enumerate(costs.heads):
                 longest = costs.layers[layer].longest
@@ -217,9 +223,10 @@ def recall_heads(
                     gains[layer, head] = limited.answers(questions)[0] - score
                     limited.limit({layer: now[layer]})
                 report(round_ * len(costs.heads) + i + 1)
-            best = max(gains, key=gains.__getitem__, default=None)
-            if best is None or gains[best] <= 0:
+            if not gains or max(gains.values()) <= 0:
                 break
+            best = max(gains, key=gains.__getitem__)
+            known.append(best)
             chosen[best] = costs.layers[best[0]].longest
     return chosen
 

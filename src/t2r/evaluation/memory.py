@@ -65,7 +65,11 @@ def _of_layers(layers: Iterable[Any], variant: Variant | None = None) -> Memory 
         held = [x for name in ("keys", "values") if (x := getattr(layer, name, None)) is not None]
         if ours and not layer.grows:
             stored = None if variant is None or variant.state is None else DTYPES[variant.state].itemsize
-            state += sum(x.numel() * (stored or x.element_size()) for x in layer.tensors().values())
+            for name, x in layer.tensors().items():
+                if name in ("keys", "values"):  # of a window, whose buffers are as long as it is
+                    state += x.numel() * KEY_BYTES
+                elif name != "seen":
+                    state += x.numel() * (stored or x.element_size())
         elif not held or (not ours and getattr(layer, "is_sliding", False)):
             return None
         else:

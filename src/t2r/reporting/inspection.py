@@ -316,7 +316,12 @@ def kv_bytes(layer: CacheLayerMixin, shape: Shape, length: int, dtype: torch.dty
 def ungrouped(config: T2RConfig, sites: list[SiteReport], dtype: torch.dtype) -> Ungrouped | None:
     """Return the cost of the sites with `grouped=False`. None: it would change nothing."""
     recurrent = [site for site in sites if site.recurrent and site.feature_size is not None]
-    if config.plan is not None or config.merged or not config.grouped or all(site.num_heads == site.num_key_value_heads for site in recurrent):
+    if (
+        config.plan is not None
+        or config.merged
+        or not config.grouped
+        or all(site.num_heads == site.num_key_value_heads for site in recurrent)
+    ):
         return None
     parameters = held = 0
     for site in recurrent:
