@@ -38,10 +38,10 @@ def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):
     example("teacher/model.safetensors")
     convert, given = t2r.convert, {}
 
-    def shorter(*args, minutes, **options):
+    def shorter(*args, minutes, overrides, **options):
         given.update(options, minutes=minutes)
         steps = ["transfer.steps=2", "distill.steps=2", "batch_tokens=512"]
-        return convert(*args, overrides=steps, limit=2, progress=False, **options)
+        return convert(*args, overrides=[*overrides, *steps], limit=2, progress=False, **options)
 
     monkeypatch.setattr(t2r, "convert", shorter)
     (tmp_path / "examples").symlink_to(README.parent / "examples")

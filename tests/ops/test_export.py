@@ -65,17 +65,16 @@ class Step(nn.Module):
     def forward(self, token, position, states):
         cache = self.model.make_cache()
         for layer, state in zip(cache.layers, states, strict=True):
-            layer.store(State(*state), 1)
+            layer.load(state, 1)
         logits = self.model(token, position_ids=position, past_key_values=cache).logits
-        return logits[:, -1], [layer.state[:2] for layer in cache.layers]
+        return logits[:, -1], [layer.tensors() for layer in cache.layers]
 
 
 @torch.no_grad()
 def test_a_decoding_step_reads_a_text():
     model = t2r.swap(tiny("llama", layers=1), decay=True, key_weights=True, feature_size=8)
     ids = torch.randint(3, 90, (2, 6))
-    zeros = [layer.state[:2] for layer in model.make_static_cache(rows=2).layers]
-    states = [tuple(x.clone() for x in state) for state in zeros]
+    states = [layer.tensors() for layer in model.make_static_cache(rows=2).layers]
     program = torch.export.export(Step(model).eval(), (ids[:, :1], torch.zeros(2, 1, dtype=torch.long), states))
     clamps = [node.args[1:] for node in program.graph.nodes if node.target is torch.ops.aten.clamp.default]
     assert clamps
