@@ -422,7 +422,7 @@ def test_a_model_of_an_unknown_family_trains(world, tmp_path):
         ({"feature_map": "magic"}, "magic"),
         ({"feature_map": "rfa", "feature_size": 3}, "3"),
         ({"softmax_layers": [0, 1]}, "nothing would be swapped"),
-        ({"softmax_layers": "auto:1"}, "only convert accepts auto:N"),
+        ({"softmax_layers": "auto:1"}, "only convert and inspect accept auto:N"),
         ({"train": "/none/of.txt"}, "of.txt"),
         ({"train": "empty.txt"}, "no text"),
         ({"train": "teacher:2"}, "pretraining has no teacher that generates text: name files"),
