@@ -11,9 +11,9 @@ import t2r
 from families import tiny
 from t2r.cli.convert import convert as convert_command
 from t2r.cli.pretrain import pretrain as pretrain_command
-from t2r.data import write_corpus
 from t2r.errors import T2RError
 from t2r.feature_maps import FEATURE_MAPS
+from t2r.generation.teacher import write_corpus
 from t2r.generation.translation import translate
 from t2r.hub import choose_dtype
 from t2r.model.modeling import T2RModel

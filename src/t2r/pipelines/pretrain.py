@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r import __version__
+from t2r._version import __version__
 from t2r.config import T2RConfig
 from t2r.data.fingerprint import of_model, of_tokenizer
 from t2r.data.languages import set_languages

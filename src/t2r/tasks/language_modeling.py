@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.data import TokenCorpus, check_block_size, tokenize_corpus, write_corpus
+from t2r.data import TokenCorpus, check_block_size, tokenize_corpus
 from t2r.data.blocks import IGNORED
 from t2r.data.corpus import Beginning, JoinedCorpus
 from t2r.data.fingerprint import digest, of_tokenizer
 from t2r.data.mixture import MixedBlocks, exact, parse_sources, readings_of_shares, warn_of_shares
 from t2r.data.progress import progress_bar
-from t2r.data.teacher import WritingSpeed, writing_speed
 from t2r.errors import T2RError
 from t2r.evaluation import Text, encode, perplexity, read_text
 from t2r.evaluation.generation import PROMPTS, fitting_distances, recall
 from t2r.evaluation.perplexity import WINDOW
 from t2r.generation.state import check_vocabulary
+from t2r.generation.teacher import WritingSpeed, write_corpus, writing_speed
 from t2r.options import Conversion, RunOptions, Sources
 from t2r.tasks.base import Task, exchanged, max_positions, number
 
