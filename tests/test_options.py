@@ -9,13 +9,26 @@ import torch
 
 import t2r
 from families import tiny
-from t2r.data import write_corpus
+from t2r.cli.convert import convert as convert_command
+from t2r.cli.pretrain import pretrain as pretrain_command
 from t2r.errors import T2RError
 from t2r.feature_maps import FEATURE_MAPS
+from t2r.generation.teacher import write_corpus
 from t2r.generation.translation import translate
 from t2r.hub import choose_dtype
 from t2r.model.modeling import T2RModel
-from t2r.options import AnalysisOptions, GenerationOptions, RunOptions, SwapOptions, check, option, options_of
+from t2r.options import (
+    AnalysisOptions,
+    Conversion,
+    GenerationOptions,
+    Pretraining,
+    RunOptions,
+    SwapOptions,
+    check,
+    option,
+    options_of,
+)
+from t2r.options.calls import flat
 from t2r.training.recipes.stage import Stage
 
 NAN, INF = float("nan"), float("inf")
@@ -90,9 +103,15 @@ def test_numbers_from_yaml(name, given, read):
     assert type(result) is type(read)
 
 
-@pytest.mark.parametrize("group", [SwapOptions, GenerationOptions, AnalysisOptions, RunOptions, Stage])
+PYTHON_ONLY = {"model", "config", "out", "tokenizer", "progress", "given"}
+"""Fields that are arguments of the command line, or of Python only."""
+
+
+@pytest.mark.parametrize(
+    "group", [SwapOptions, GenerationOptions, AnalysisOptions, RunOptions, Stage, Conversion, Pretraining]
+)
 def test_defaults_are_allowed_and_every_option_has_help(group):
-    assert {field.name for field in dataclasses.fields(group)} == set(options_of(group))
+    assert {field.name for field in dataclasses.fields(group)} - PYTHON_ONLY == set(options_of(group)) - PYTHON_ONLY
     for each in options_of(group).values():
         assert each.help.endswith(".")
         assert each.optional == (each.default is None) or each.default is not None
@@ -122,7 +141,41 @@ def test_functions_have_the_defaults_of_the_options():
         for name, parameter in inspect.signature(function).parameters.items():
             if name in ("device", "window", "stride", "limit", "trials", "beams", "length_penalty"):
                 assert parameter.default == options_of(RunOptions)[name].default
-    assert inspect.signature(write_corpus).parameters["tokens"].default == RunOptions.teacher_tokens
+    assert inspect.signature(write_corpus).parameters["tokens"].default == Conversion.teacher_tokens
+
+
+@pytest.mark.parametrize(
+    ("function", "group", "command"),
+    [(t2r.convert, Conversion, convert_command), (t2r.pretrain, Pretraining, pretrain_command)],
+)
+def test_training_functions_and_commands_have_the_options_of_their_group(function, group, command):
+    """Each is listed once, in the group; type checkers, `help` and the command line show all of them."""
+    parameters = inspect.signature(function).parameters
+    assert list(parameters)[1] == "out"
+    for name, each in options_of(group).items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == each.default
+        assert f"    {name}: " in function.__doc__
+        assert each.flag.replace("-", "_") in inspect.signature(command).parameters
+    assert "`source`" in function.__doc__
+    assert "--" not in function.__doc__.partition("Options:")[2]
+    with pytest.raises(T2RError, match="unknown option feature_sise; the options are "):
+        function("x", "y", feature_sise=3)
+    with pytest.raises(T2RError, match="minutes must be a number, above 0"):
+        function("x", "y", minutes=0)
+    with pytest.raises(TypeError, match="missing a required argument: 'out'"):
+        function("x")
+
+
+def test_only_the_options_of_a_swap_that_were_given_override_a_recipe():
+    seen = {}
+
+    @flat(Conversion)
+    def call(given: Conversion) -> None:
+        seen.update(given.swap())
+
+    call("model", "out", feature_size=8, decay=False, seed=3, minutes=1)
+    assert seen == {"feature_size": 8, "decay": False}
 
 
 def test_a_model_is_loaded_with_its_tokenizer_beside_it(tmp_path):

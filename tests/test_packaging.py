@@ -139,6 +139,7 @@ def test_the_wheel_has_the_data_of_the_package(built):
     here = {f"t2r/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*") if path.suffix in (".py", ".yaml")}
     assert here | {"t2r/py.typed"} <= files
     assert all(name.startswith(("t2r/", "t2r-")) for name in files)
+    assert wheel.stat().st_size < 720_000  # without the records of our experiments, which are in the repository
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +152,14 @@ def fresh(built, tmp_path_factory):
     site = Path(sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)}))
     # Plain paths, unlike site.addsitedir, do not find the editable installation of t2r.
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")) + "\n")
-    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"T2R_DEBUG": "1"}
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "T2R_DEBUG")}
 
-    def run(program: str, *arguments: str) -> str:
+    def run(program: str, *arguments: str, status: int = 0) -> str:
         command = [str(environment / "bin" / program), *arguments]
-        done = subprocess.run(command, cwd=environment, env=clean, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        settings = clean if status else clean | {"T2R_DEBUG": "1"}
+        done = subprocess.run(command, cwd=environment, env=settings, capture_output=True, text=True)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stderr if status else done.stdout
 
     (wheel,) = built.glob("*.whl")
     run("python", "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--force-reinstall", str(wheel))
@@ -166,6 +168,18 @@ def fresh(built, tmp_path_factory):
 
 def test_the_command_of_the_wheel(fresh):
     assert "Turn a pretrained transformer into an RNN" in fresh("t2r", "--help")
+
+
+def test_the_wheel_has_experiments_but_not_what_only_the_repository_has(fresh):
+    """It runs the same commands; records and files of examples are named in one line."""
+    assert "table1: " in fresh("t2r", "reproduce", "--list")
+    assert " steps at scale small:" in fresh("t2r", "reproduce", "table1", "--scale", "small", "--list")
+    for words, says in (
+        (("ops-cpu", "--record", "ops-cpu"), "published records are in the repository of t2r only"),
+        (("demo",), "run it in a checkout of t2r"),
+    ):
+        (line,) = fresh("t2r", "reproduce", *words, status=2).splitlines()
+        assert says in line
 
 
 SCRIPT = """

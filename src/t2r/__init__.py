@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from t2r._registration import is_command_line, register
-
-__version__ = "0.1.0.dev0"
+from t2r._version import __version__
 
 # The public API: each name and its location, as "module" or "module:attribute".
 _EXPORTS = {

@@ -67,19 +67,19 @@ def test_convert_tells_the_defaults_of_its_recipe(run):
 
 
 def test_flags_of_stages_are_overrides():
-    assert stage_overrides({}, 3.0, None) == []
+    assert stage_overrides({}, {"minutes": 3.0}) == []
     given = {"steps": 5, "learning_rate": 1e-4}
-    made = stage_overrides(given, None, ["transfer.steps=7"], "distill-lm")
+    made = stage_overrides(given, {"overrides": ["transfer.steps=7"]}, "distill-lm")
     assert made == ["steps=5", "distill.learning_rate=0.0001", "transfer.steps=7"]
     transfer, distill = load_recipe("distill-lm", made).stages
     assert (transfer.steps, distill.steps, distill.learning_rate) == (7, 5, 1e-4)
     assert transfer.learning_rate == load_recipe("distill-lm").stages[0].learning_rate
-    assert stage_overrides({"learning_rate": 0.1}, None, None) == ["learning_rate=0.1"]
+    assert stage_overrides({"learning_rate": 0.1}, {}) == ["learning_rate=0.1"]
     given = {"batch_tokens": 600, "learning_rate": 1e-4}  # the recipe's batch is no multiple of this block
-    made = stage_overrides(given, None, ["block_size=100"], "distill-lm")
+    made = stage_overrides(given, {"overrides": ["block_size=100"]}, "distill-lm")
     assert made == ["batch_tokens=600", "distill.learning_rate=0.0001", "block_size=100"]
     with pytest.raises(t2r.T2RError, match="both set the budget"):
-        stage_overrides({"steps": 5}, 3.0, None)
+        stage_overrides({"steps": 5}, {"minutes": 3.0})
 
 
 def test_training_flags_reach_the_pipeline(run, monkeypatch):

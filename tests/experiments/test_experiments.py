@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from families import tiny
+from publish import page
 from t2r.cli import app
 from t2r.data.mixture import parse_sources
 from t2r.data.wikitext import detokenize, prepare
@@ -33,7 +34,7 @@ from t2r.experiments.markup import markdown
 from t2r.experiments.places import Places
 from t2r.experiments.record import compact, joined, recorded
 from t2r.experiments.results import evaluation_tables, training_table
-from t2r.experiments.tables import page, provenance, record_tables
+from t2r.experiments.tables import provenance, record_tables
 from t2r.training.recipes.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -395,10 +396,10 @@ def test_the_pages_match_the_records():
     shown = set()
     for name in ("results.md", "performance.md"):
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        assert text == page(text), f"run: python -m t2r.experiments.tables docs/{name}"
+        assert text == page(text), "run: python experiments/publish.py"
         shown |= set(re.findall(r"<!-- record: ([\w-]+) -->", text))
         for figure in re.findall(r"\]\(([\w-]+\.svg)\)", text):
-            assert (ROOT / "docs" / figure).is_file(), "run: python -m t2r.experiments.charts docs"
+            assert (ROOT / "docs" / figure).is_file(), "run: python experiments/publish.py"
     wanted = {f"{name}-small" if "small" in scales_of(name) else name for name in shipped_experiments()}
     assert shown == wanted
 
@@ -444,7 +445,7 @@ def test_a_change_of_a_record_changes_the_page(tmp_path, monkeypatch):
             {"name": "tasks", "command": "t2r evaluate a", "seconds": 1.0, "failed": "no data"},
         ],
     }
-    monkeypatch.setattr("t2r.experiments.tables.recorded", lambda name: record)
+    monkeypatch.setattr("publish.recorded", lambda name: record)
     made = page(text)
     assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes over all steps" in made
     assert "    t2r convert a b    # 90 s" in made

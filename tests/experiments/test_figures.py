@@ -1,9 +1,9 @@
-"""The figures of README.md and of the pages in docs are those of the shipped records."""
+"""The figures of README.md and of the pages in docs are those of the published records."""
 
 import re
 
+import publish
 from repository import ROOT
-from t2r.experiments import charts, figures
 
 DOCS = ROOT / "docs"
 
@@ -14,12 +14,12 @@ def content(path):
 
 
 def test_the_figure_of_the_readme_matches_its_record(tmp_path):
-    figures.draw(str(tmp_path / "decoding.svg"))
+    publish.draw_decoding(tmp_path / "decoding.svg")
     drawn, shown = content(tmp_path / "decoding.svg"), content(DOCS / "decoding.svg")
-    assert drawn == shown, "run: python -m t2r.experiments.figures docs/decoding.svg"
+    assert drawn == shown, "run: python experiments/publish.py"
 
 
 def test_the_figures_of_the_pages_match_their_records(tmp_path):
-    drawn = {path.name: content(path) for path in charts.draw_all(tmp_path)}
+    drawn = {path.name: content(path) for path in publish.draw_all(tmp_path)}
     shown = {path.name: content(path) for path in DOCS.glob("*.svg") if path.name != "decoding.svg"}
-    assert drawn == shown, "run: python -m t2r.experiments.charts docs"
+    assert drawn == shown, "run: python experiments/publish.py"

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from claims import CLAIMS, claims_list, claims_of, judged
+from publish import draw, page
 from t2r.cli import app
 from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
 from t2r.experiments.cells import cells_of_record
-from t2r.experiments.charts import draw, drawn, lines, names
-from t2r.experiments.claims import CLAIMS, claims_list, claims_of, judged
+from t2r.experiments.charts import drawn, lines, names
 from t2r.experiments.command import Ended
 from t2r.experiments.comparison import grid_table
 from t2r.experiments.record import recorded
-from t2r.experiments.tables import of_record, page, provenance, record_tables
+from t2r.experiments.tables import of_record, provenance, record_tables
 from t2r.training.planning.budget import steps_of
 from t2r.training.recipes.preset import load_preset
 from t2r.training.recipes.recipe import load_recipe
@@ -301,7 +302,7 @@ def test_pages_show_grids_by_their_scale(monkeypatch):
     assert "Not recorded yet: `t2r reproduce figure-entropy --scale paper`." in page(text)
     text = text.replace("paper", "small")
     record = record_of("figure-entropy", TEACHER, evaluated("teacher", 20.0, 21.0, 7))
-    monkeypatch.setattr("t2r.experiments.tables.recorded", lambda name: record)
+    monkeypatch.setattr("publish.recorded", lambda name: record)
     made_page = page(text)
     assert "`t2r reproduce figure-entropy --scale small`: 2026-11-16" in made_page
     assert "![Perplexity by entropy of attention](figure-entropy-perplexity-small.svg)" in made_page
@@ -402,7 +403,7 @@ def test_a_claim_that_depends_on_the_training_is_not_decided(monkeypatch):
     again = grid_of("figure-entropy", {"random-t2r-32": 24.0, "pretrained-t2r-32": 22.0})
     again["steps"][1]["result"]["seconds"] = {"a": 300.0}
     records = {"table1-small": grid_of("table1", TABLE1), "figure-entropy-small": again}
-    monkeypatch.setattr("t2r.experiments.claims.recorded", records.get)
+    monkeypatch.setattr("claims.recorded", records.get)
     said = "training from scratch. 5.0 times the training time, counted as holding from 4"
     assert (
         f"- **not decided**: Conversion is about 5 times cheaper than {said} (table1); 3.0 times the training time, "
@@ -478,9 +479,9 @@ def test_claims_about_speed(monkeypatch):
     assert verdicts(record_of("figure-speed", part, decode))["faster_generation"]
     part["result"]["points"][-1]["tokens_per_second"] = 300.0
     assert not verdicts(record_of("figure-speed", part))["constant"]
-    monkeypatch.setattr("t2r.experiments.claims.recorded", lambda name: None)
+    monkeypatch.setattr("claims.recorded", lambda name: None)
     assert claims_list("small").count("not measured yet") == len(CLAIMS)
-    monkeypatch.setattr("t2r.experiments.claims.recorded", lambda name: record_of("x", part))
+    monkeypatch.setattr("claims.recorded", lambda name: record_of("x", part))
     assert claims_list("small").count("holds") == 2  # and those that other records would show
     assert "- **holds**: T2R has 70 % less memory for attention than ELU. 75 % less" in claims_list("small")
 

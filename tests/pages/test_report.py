@@ -3,7 +3,6 @@
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
-from importlib.resources import files
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +13,7 @@ from families import tiny
 from t2r import T2RError
 from t2r.cli import app
 from t2r.evaluation.report import names_of
-from t2r.experiments.record import recorded
+from t2r.experiments.record import REPOSITORY, recorded
 from t2r.experiments.tables import record_tables
 
 RECALL = {"distance": 16, "accuracy": 0.5, "chance": 0.125, "greedy": 0.4, "trials": 256, "interval": [0.4, 0.6]}
@@ -132,7 +131,7 @@ def test_without_matplotlib(conversion, tmp_path, monkeypatch):
     assert done.stdout.strip() == str(out)
     assert "<figure>" not in out.read_text()
     assert "perplexity 16.00 20.00" in words(out)
-    record = files("t2r.experiments").joinpath("records", "figure-distance-small.json")
+    record = REPOSITORY / "records" / "figure-distance-small.json"
     assert "Euclidean distance" in words(t2r.report(str(record), tmp_path / "record.html"))
 
 
@@ -146,8 +145,8 @@ def test_the_record_of_an_experiment(tmp_path):
     assert "tokens/s" in text
 
 
-def test_every_shipped_record_has_a_page(tmp_path):
-    for file in sorted(files("t2r.experiments").joinpath("records").iterdir(), key=str):
+def test_every_published_record_has_a_page(tmp_path):
+    for file in sorted((REPOSITORY / "records").iterdir()):
         record = json.loads(file.read_text())
         text = words(t2r.report(str(file), tmp_path / "page.html"))
         tables = [table for table in record_tables(record) if not table.startswith("| ms per step")]

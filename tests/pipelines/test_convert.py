@@ -24,9 +24,9 @@ from converting import BLOCK, SHORT, assert_same, make_model, make_tokenizer, ma
 from families import tiny
 from processes import kill_after_checkpoint, same_threads
 from t2r.data import TokenCorpus, tokenize_corpus
-from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
 from t2r.evaluation import encode, perplexity, read_text
+from t2r.generation.teacher import WritingSpeed
 from t2r.pipelines import convert as module
 from t2r.pipelines.convert import convert, summary
 from t2r.reporting.inspection import inspect_model

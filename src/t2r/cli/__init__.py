@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from t2r import __version__
+from t2r._version import __version__
 from t2r.cli import (
     analyze,
     average,

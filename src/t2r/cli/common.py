@@ -1,6 +1,5 @@
 """Shared by all commands: flags made from options, and printing of results."""
 
-import dataclasses
 import functools
 import inspect
 import json
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from t2r.errors import T2RError
-from t2r.options import Option, RunOptions, SwapOptions, options_of
+from t2r.options import Conversion, Option, RunOptions, SwapOptions, options_of
 from t2r.storage import json_text
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def flag(option: Option, *names: str, help: str = "", default: str | None = None
         return value
 
     told = f"{help or option.help} [default: {words}]" if words else help or option.help
-    callback = checked if option.length is None else None  # a list is checked after it is parsed
+    callback = None if option.many else checked  # a list is checked after it is parsed
     return typer.Option(*names, help=told.replace("`", ""), show_default=False, callback=callback)
 
 
@@ -58,6 +57,8 @@ TrustRemoteCode = Annotated[
 Dtype = Annotated[str, flag(RUN["dtype"])]
 Device = Annotated[str, flag(RUN["device"])]
 Limit = Annotated[int | None, flag(RUN["limit"])]
+Bf16 = Annotated[bool | None, flag(options_of(Conversion)["bf16"])]
+Compile = Annotated[bool | None, flag(options_of(Conversion)["compiled"], "--compile/--no-compile")]
 
 SourceLanguage = Annotated[
     str | None,
@@ -69,53 +70,16 @@ TargetLanguage = Annotated[
     str | None, typer.Option(help="Target language of a multilingual translation model (M2M100, NLLB, mBART).")
 ]
 
-# Of commands that train.
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override the recipe: stage.field=value, or field=value for all stages. Repeatable."),
-]
-Valid = Annotated[str | None, typer.Option(help="Text to measure perplexity on, before and after training.")]
-Src = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="File of source sentences for an encoder-decoder, one per line; with a weight as for --train. Repeatable."
-    ),
-]
-TeacherBeams = Annotated[
-    int | None,
-    flag(
-        dataclasses.replace(RUN["beams"], name="teacher_beams"),
-        help="Beams of the search for --tgt teacher. 1: greedy, several times as fast.",
-    ),
-]
-Join = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Join neighboring pairs of lines: groups of 1, 2, ... up to this many, in turn, become one pair. For text "
-        "with shorter lines than those that will be translated.",
-    ),
-]
-ValidSrc = Annotated[str | None, typer.Option(help="Source sentences to measure BLEU on.")]
-ValidTgt = Annotated[str | None, typer.Option(help="References of --valid-src.")]
-Documents = Annotated[bool, typer.Option(help="Attention does not cross document boundaries inside a block.")]
-ReportTo = Annotated[str, typer.Option(help="none, tensorboard (in OUT.logs) or wandb.")]
-Bf16 = Annotated[bool | None, flag(RUN["bf16"], "--bf16/--no-bf16")]
-Compile = Annotated[bool | None, flag(RUN["compile"], "--compile/--no-compile")]
-GradientCheckpointing = Annotated[bool, flag(RUN["gradient_checkpointing"])]
-SaveSteps = Annotated[int | None, flag(RUN["save_steps"])]
-Restart = Annotated[bool, typer.Option("--restart", help="Delete the unfinished run in OUT.run and start again.")]
-
 
 def takes(into: str, options: Iterable[Option]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add these options to a command as flags. Those that the user gave are passed in its argument `into`."""
-    named = {option.name: option for option in options}
+    named = {option.flag.replace("-", "_"): option for option in options}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_options(**given: Any) -> None:
-            chosen = {name: given.pop(name) for name in named}
-            chosen = {name: value for name, value in chosen.items() if value is not None}
+            chosen = {option.name: given.pop(flag) for flag, option in named.items()}
+            chosen = {name: value for name, value in chosen.items() if value not in (None, [])}
             if "softmax_layers" in chosen:
                 chosen["softmax_layers"] = parse_layers(chosen["softmax_layers"])
             command(**given, **{into: chosen})
@@ -124,8 +88,8 @@ def takes(into: str, options: Iterable[Option]) -> Callable[[Callable[..., None]
         kind = inspect.Parameter.KEYWORD_ONLY
         added = []
         for name, option in named.items():
-            type_ = str if option.length is not None else option.type
-            annotation = Annotated[type_ | None, flag(option)]  # type: ignore[valid-type]
+            type_ = list[str] if option.repeated else str if option.many else option.type
+            annotation = Annotated[type_ | None, flag(option, *option.flags)]  # type: ignore[valid-type]
             added.append(inspect.Parameter(name, kind, default=None, annotation=annotation))
         parameters = [p.replace(kind=kind) for p in own] + added
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -135,12 +99,15 @@ def takes(into: str, options: Iterable[Option]) -> Callable[[Callable[..., None]
     return decorate
 
 
-def swap_options(**changes: dict[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add all options of a swap to a command, passed in its argument `options`.
+def swap_options() -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add all options of a swap to a command, passed in its argument `options`."""
+    return takes("options", options_of(SwapOptions).values())
 
-    `changes` replaces fields of an option, by its name, where a command differs."""
-    options = options_of(SwapOptions).values()
-    return takes("options", [dataclasses.replace(option, **changes.get(option.name, {})) for option in options])
+
+def training_options(group: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add all options of a group to a command, passed in its argument `options`. Those of the swap are the last."""
+    of_swap = options_of(SwapOptions)
+    return takes("options", sorted(options_of(group).values(), key=lambda option: option.name in of_swap))
 
 
 def parse_layers(text: str) -> list[int] | str:

@@ -57,6 +57,6 @@ def plan(
             progress=shows_progress(quiet or as_json),
         )
     if as_json:
-        print_json([each.to_dict() for each in found])
+        print_json({"plans": [each.to_dict() for each in found]})
     else:
         show([plan_table(found)])

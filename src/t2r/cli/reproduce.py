@@ -41,7 +41,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the cells of a grid.")] = 1,
     record: Annotated[
         list[str] | None,
-        typer.Option(help="A record, or the name of a shipped one, whose steps are not run again. Repeatable."),
+        typer.Option(help="A record, or the name of a published one, whose steps are not run again. Repeatable."),
     ] = None,
     list_: Annotated[
         bool, typer.Option("--list", help="List the experiments, or the steps of the named one, and their texts.")
@@ -69,8 +69,8 @@ def reproduce(
     """
     from t2r.experiments import listing
     from t2r.experiments import reproduce as run
-    from t2r.experiments.claims import claims_of
     from t2r.experiments.experiment import load_experiment, scales_of
+    from t2r.experiments.record import claims_of
     from t2r.experiments.tables import record_tables
 
     if list_:

@@ -58,14 +58,13 @@ def in_words(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def stage_overrides(
-    given: dict[str, Any], minutes: float | None, overrides: Sequence[str] | None, recipe: str | None = None
-) -> list[str]:
-    """Return the flags as overrides, followed by those of --set, which take precedence.
+def stage_overrides(given: Mapping[str, Any], options: Mapping[str, Any], recipe: str | None = None) -> list[str]:
+    """Return the flags as overrides, followed by those of --set among the options, which take precedence.
 
     With a `recipe`, the learning rate applies only to its stages that train more than the maps: stages that train maps
     alone use learning rates a hundred times as high."""
-    if "steps" in given and minutes is not None:
+    overrides: Sequence[str] = options.get("overrides", ())
+    if "steps" in given and "minutes" in options:
         raise T2RError("--steps and --minutes both set the budget: give one of them")
     made = [f"{name}={str(value).lower()}" for name, value in given.items() if name != "learning_rate"]
     if "learning_rate" in given:
@@ -73,7 +72,7 @@ def stage_overrides(
         if recipe is not None:
             from t2r.training.recipes.recipe import load_recipe
 
-            plan = load_recipe(recipe, [*made, *(overrides or ())])
+            plan = load_recipe(recipe, [*made, *overrides])
             stages = [f"{stage.name}." for stage in plan.stages if stage.train != "maps"] or stages
         made += [f"{stage}learning_rate={given['learning_rate']}" for stage in stages]
-    return [*made, *(overrides or ())]
+    return [*made, *overrides]

@@ -2,7 +2,6 @@
 
 from t2r.data.blocks import Blocks, check_block_size
 from t2r.data.corpus import TokenCorpus
-from t2r.data.teacher import write_corpus
 from t2r.data.tokens import tokenize_corpus
 
-__all__ = ["Blocks", "TokenCorpus", "check_block_size", "tokenize_corpus", "write_corpus"]
+__all__ = ["Blocks", "TokenCorpus", "check_block_size", "tokenize_corpus"]

@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 from t2r.data.blocks import Blocks
 from t2r.data.corpus import JoinedCorpus, TokenCorpus
 from t2r.errors import T2RError
-from t2r.options import check, option, options_of, refuse_unknown
+from t2r.options import Sources, check, option, options_of, refuse_unknown
 from t2r.storage import kind_of
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ WEIGHT = re.compile(r"(?P<source>.+):(?P<number>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+
 FINEST = 10**6
 """The largest denominator of a number of readings, so that counts are exact in 64 bits."""
 
-Sources = str | Sequence[Any] | Mapping[str, Any]
 """A source, a list of sources (strings, pairs of source and weight, or mappings with the fields of `WeightedSource`),
 or a mapping from source to weight."""
 

@@ -1,4 +1,4 @@
-"""Draws the figures of grids from their records: `python -m t2r.experiments.charts docs`.
+"""The figures of a record of a grid.
 
 A figure is an entry of `figures` in the file of an experiment:
 
@@ -15,17 +15,13 @@ A figure of a benchmark of translation has `bench` instead: the field of its poi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import StatisticsError, correlation
 from typing import TYPE_CHECKING, Any
 
 from t2r.experiments.cells import Cell, cells_of_record
 from t2r.experiments.comparison import MEASURES, titled
-from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
-from t2r.experiments.record import recorded
-from t2r.experiments.tables import figure_file
+from t2r.experiments.experiment import Experiment
 from t2r.reporting.page import plain_ticks, svg
 
 if TYPE_CHECKING:
@@ -40,19 +36,6 @@ SIZES = {
 }
 """Axes of feature sizes, drawn on a logarithmic scale, and their titles."""
 BENCH = {"tokens_per_second": ("tokens per second", 1.0), "cache_bytes": ("MiB", 2.0**20)}
-
-
-def draw(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str, Any], path: Path) -> None:
-    """Draw a figure as an SVG file."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"svg.hashsalt": "t2r", "svg.fonttype": "none", "font.size": 9}):
-        canvas = Figure(figsize=(5, 3), facecolor="white", layout="constrained")
-        axes = canvas.subplots()
-        axes.set_title(figure["title"])
-        plot(axes, experiment, record, figure)
-        canvas.savefig(path, format="svg", metadata={"Date": None})
 
 
 def drawn(experiment: Experiment, record: Mapping[str, Any]) -> dict[str, str]:
@@ -165,21 +148,3 @@ def by_length(record: Mapping[str, Any], figure: Mapping[str, Any]) -> dict[str,
             y.append(point[figure["bench"]] / unit)
             spread.append(0.0)
     return found
-
-
-def draw_all(folder: Path) -> list[Path]:
-    """Draw the figures of all shipped records. Returns their files."""
-    files = []
-    for name in shipped_experiments():
-        for scale in scales_of(name):
-            if (record := recorded(f"{name}-{scale}")) is not None:
-                experiment = load_experiment(name, scale)
-                for figure in experiment.figures:
-                    files.append(folder / figure_file(experiment, figure))
-                    draw(experiment, record, figure, files[-1])
-    return files
-
-
-if __name__ == "__main__":
-    for path in draw_all(Path(sys.argv[1])):
-        print(path)

@@ -73,12 +73,14 @@ class Places:
             )
         for name, path in (self.models | self.replaced).items():
             local = name in self.given and (path.startswith((".", "/", "~")) or path.count("/") > 1)
+            if name not in self.given and path.startswith(str(EXAMPLES)) and not EXAMPLES.is_dir():
+                raise T2RError(f"model {name} is in the examples of the repository: run it in a checkout of t2r")
             if (local or Path(path).is_absolute()) and kind_of(path) != "folder":
                 raise T2RError(f"model {name}: folder {path} does not exist; set it with --model {name}=FOLDER")
         for step in steps:
             for example in step.names("examples"):
                 if not step.optional and not (EXAMPLES / example).exists():
-                    raise T2RError(f"step {step.name} requires examples/{example}: run it in a checkout")
+                    raise T2RError(f"step {step.name} requires examples/{example}: run it in a checkout of t2r")
 
     def path(self, kind: str, name: str) -> str:
         if kind == "model":

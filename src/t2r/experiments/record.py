@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import platform
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from t2r.errors import T2RError
 from t2r.experiments.experiment import Experiment
 from t2r.storage import json_text, write_text
 
+REPOSITORY = Path(__file__).parents[3] / "experiments"
+"""The records and the claims of the paper in a checkout. An installed package does not have them."""
 DROPPED = ("log", "by_position", "nll")
 """Long parts of results that no table shows. They are left out of records."""
 
@@ -26,9 +28,15 @@ PROVENANCE = ("date", "machine", "versions", "commit")
 
 
 def recorded(name: str) -> dict[str, Any] | None:
-    """Return the shipped record of an experiment, or None."""
-    entry = files("t2r.experiments").joinpath("records").joinpath(f"{name}.json")
+    """Return the published record of an experiment, or None if there is none or this is not a checkout."""
+    entry = REPOSITORY / "records" / f"{name}.json"
     return json.loads(entry.read_text(encoding="utf-8")) if entry.is_file() else None
+
+
+def claims_of(record: Mapping[str, Any]) -> list[str]:
+    """Return the claims of the paper that a record is about, as lines of text. Without a checkout there are none."""
+    file = REPOSITORY / "claims.py"
+    return runpy.run_path(str(file))["claims_of"](record) if file.is_file() else []
 
 
 def joined(experiment: Experiment, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

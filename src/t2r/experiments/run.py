@@ -91,7 +91,7 @@ def finished_seeds(folder: Path, known: Sequence[Mapping[str, Any]], own: Collec
 
 
 def read_record(name: str | Path) -> dict[str, Any]:
-    """Read the file of a record, or a shipped record by name."""
+    """Read the file of a record, or a published record by name."""
     if Path(name).is_file():
         try:
             found = json.loads(Path(name).read_text(encoding="utf-8"))
@@ -100,7 +100,8 @@ def read_record(name: str | Path) -> dict[str, Any]:
     else:
         found = record.recorded(str(name))
         if found is None:
-            raise T2RError(f"there is no record {name}: give its file")
+            where = "" if record.REPOSITORY.is_dir() else " (published records are in the repository of t2r only)"
+            raise T2RError(f"there is no record {name}: give its file{where}")
     steps = found.get("steps") if isinstance(found, dict) else None
     if not isinstance(steps, list) or not all(
         isinstance(part, dict) and all(isinstance(part.get(key), str) for key in ("name", "command")) for part in steps

@@ -1,24 +1,15 @@
-"""Generates the tables of docs/results.md and docs/performance.md from the records of experiments.
-
-Run `python -m t2r.experiments.tables docs/results.md` to update the page. `<!-- record: NAME -->` starts the record of
-an experiment, `<!-- together: STEP NAME NAME -->` one table of the same step of several, `<!-- claims: SCALE -->` the
-claims of the paper; `<!-- end -->` ends each. The text between such parts is written by hand.
-"""
+"""The tables of a record, and where and how it was made, as Markdown."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from t2r.experiments.cells import cells_of_record
-from t2r.experiments.claims import claims_list
 from t2r.experiments.comparison import grid_table
 from t2r.experiments.experiment import MAKING, Experiment, load_experiment, scales_of, shipped_experiments
 from t2r.experiments.markup import WIDTH, wrapped
-from t2r.experiments.record import recorded
 from t2r.experiments.results import (
     analysis_table,
     decoding_table,
@@ -30,33 +21,6 @@ from t2r.experiments.results import (
     translation_table,
 )
 
-PART = re.compile(r"(<!-- (record|together|claims): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def page(text: str) -> str:
-    """Return the page with its generated parts updated."""
-    return PART.sub(lambda found: f"{found[1]}{_part(found[2], found[3].split())}{found[4]}", text)
-
-
-def _part(kind: str, names: Sequence[str]) -> str:
-    if kind == "claims":
-        return "".join(map(claims_list, names))
-    if kind == "record":
-        (name,) = names
-        record, experiment = recorded(name), of_record(name)
-        if record is None:
-            return f"Not recorded yet: `{experiment.call if experiment else f't2r reproduce {name}'}`.\n"
-        if experiment is None or experiment.scale is None:
-            return "\n".join([provenance(record), commands(record), *record_tables(record)])
-        pictures = [f"![{figure['title']}]({figure_file(experiment, figure)})\n" for figure in experiment.figures]
-        return "\n".join([provenance(record), *record_tables(record), *pictures])
-    step, *experiments = names
-    found = [record for name in experiments if (record := recorded(name)) is not None]
-    results = [result for record in found for result in _results(record, step)]
-    if not results:
-        return f"Not recorded yet: {', '.join(f'`t2r reproduce {name}`' for name in experiments)}.\n"
-    return "\n".join(evaluation_tables(_once(results)))
-
 
 def of_record(name: str) -> Experiment | None:
     """Return the shipped experiment of a record: NAME, or NAME-SCALE. None: there is none."""
@@ -65,28 +29,6 @@ def of_record(name: str) -> Experiment | None:
         return None if scales_of(name) else load_experiment(name)
     base, _, scale = name.rpartition("-")
     return load_experiment(base, scale) if base in known and scale in scales_of(base) else None
-
-
-def figure_file(experiment: Experiment, figure: Mapping[str, Any]) -> str:
-    """Return the name of the file of a figure, beside the page."""
-    return f"{figure.get('name', experiment.name)}-{experiment.scale}.svg"
-
-
-def _results(record: Mapping[str, Any], step: str) -> list[dict[str, Any]]:
-    """Return the rows of an evaluation. A model made by the experiment gets the experiment's name."""
-    rows: list[dict[str, Any]] = next(
-        (part["result"] for part in record["steps"] if part["name"] == step and "result" in part), []
-    )
-    made = {part["name"] for part in record["steps"]}
-    return [row | {"model": record["experiment"]} if row["model"] in made else row for row in rows]
-
-
-def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each model once. The teacher is in every record."""
-    return list({(row["model"], row.get("variant")): row for row in reversed(list(rows))}.values())[::-1]
-
-
-# --- A record -----------------------------------------------------------------------------------------------
 
 
 def provenance(record: Mapping[str, Any]) -> str:
@@ -177,8 +119,3 @@ def _joined(tables: Iterable[str]) -> list[str]:
         own = found.setdefault(f"{header}\n{rule}\n" if rule else table, {})
         own |= dict.fromkeys(rows.splitlines(keepends=True))
     return [header + "".join(own) for header, own in found.items()]
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from t2r import __version__
+from t2r._version import __version__
 from t2r.config import OPTIONS, T2RConfig
 
 

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from t2r import __version__, compat
+from t2r import compat
+from t2r._version import __version__
 from t2r.attention.interface import NAME
 from t2r.attention.recurrence import Recurrence
 from t2r.config import KEPT, T2RConfig

@@ -14,8 +14,8 @@ from t2r.bench.figures import add_decoding
 from t2r.errors import T2RError
 from t2r.evaluation.report import names_of
 from t2r.experiments import charts
-from t2r.experiments.claims import claims_of
 from t2r.experiments.comparison import cell_titles
+from t2r.experiments.record import claims_of
 from t2r.experiments.tables import commands, of_record, provenance, record_tables
 from t2r.pages.training import curves, made, plain
 from t2r.reporting.page import COLORS, Page, bars, lines

@@ -9,8 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.data.mixture import Sources, parse_sources
+from t2r.data.mixture import parse_sources
 from t2r.errors import T2RError
+from t2r.options import Sources
+from t2r.options.training import Training
 from t2r.reporting import environment
 from t2r.storage import finite
 from t2r.tasks import LanguageModeling, Task, Translation
@@ -70,24 +72,14 @@ class Texts:
         """Return the plan with the blocks that the task and the model allow."""
         return plan.a_block_at_a_time() if self.translates else plan.for_positions(max_positions(model))
 
-    def task(
-        self,
-        plan: Recipe,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        limit: int | None,
-        seed: int,
-        progress: bool,
-        teacher_beams: int | None = None,
-        join: int = 1,
-        **of_text: Any,
-    ) -> Task:
+    def task(self, plan: Recipe, tokenizer: PreTrainedTokenizerBase, given: Training, **of_text: Any) -> Task:
         """Return the training task. `of_text` are further arguments of `LanguageModeling`."""
-        common: dict[str, Any] = {"limit": limit, "seed": seed, "progress": progress, "caching": caching}
+        common: dict[str, Any] = {name: getattr(given, name) for name in ("limit", "seed", "progress")}
+        common["caching"] = caching
         if self.translates:
             pairs = (self.source, self.target, self.valid_source, self.valid_target)
-            return Translation(tokenizer, *pairs, teacher_beams=teacher_beams, join=join, **common)
-        if join != 1:
+            return Translation(tokenizer, *pairs, teacher_beams=given.teacher_beams, join=given.join, **common)
+        if given.join != 1:
             raise T2RError("join is for parallel text: give --src and --tgt, or leave it out")
         return LanguageModeling(
             tokenizer, self.sources(plan), self.valid, documents=self.documents, **of_text, **common

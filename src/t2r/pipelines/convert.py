@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from t2r.attention.recurrence import exact_attention
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
 from t2r.data.languages import set_languages
-from t2r.data.mixture import Sources
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, mergeable_sites
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import RunOptions, check, parse_auto, refuse_unknown
+from t2r.options import Conversion, parse_auto
+from t2r.options.calls import flat
 from t2r.pipelines import beside
 from t2r.pipelines.budget import MemoryBudget
 from t2r.pipelines.common import Texts, advice, complete, frozen_copy
@@ -54,47 +53,9 @@ logger = logging.getLogger(__name__)
 WRONG = "is this the right text, language and tokenizer?"
 
 
+@flat(Conversion)
 @without_denormals()
-def convert(
-    model: str | PreTrainedModel,
-    out: str,
-    *,
-    train: Sources | None = None,
-    valid: str | None = None,
-    source: Sources | None = None,
-    target: Sources | None = None,
-    valid_source: str | None = None,
-    valid_target: str | None = None,
-    source_language: str | None = None,
-    target_language: str | None = None,
-    teacher_beams: int | None = None,
-    join: int = 1,
-    recipe: str | None = None,
-    overrides: Sequence[str] = (),
-    minutes: float | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    teacher: str | PreTrainedModel | None = None,
-    softmax_layers: list[int] | str | None = None,
-    memory: str | int | None = None,
-    context: int | None = None,
-    teacher_tokens: int = RunOptions.teacher_tokens,
-    documents: bool = False,
-    merged: bool = False,
-    seed: int = 0,
-    device: str = "auto",
-    bf16: bool | None = None,
-    compiled: bool | None = None,
-    gradient_checkpointing: bool = False,
-    limit: int | None = None,
-    save_steps: int | None = None,
-    report_to: str = "none",
-    overwrite: bool = False,
-    restart: bool = False,
-    progress: bool = True,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
+def convert(given: Conversion) -> dict[str, Any]:
     """Convert a language model: swap, train, evaluate, save. Returns the results, which are also saved.
 
     A finished conversion is continued by giving its folder as the `model`, and another one as `out`: its weights are
@@ -105,66 +66,24 @@ def convert(
         model: a folder, a hub name, or a model, which is modified; a model requires `tokenizer`. A t2r model (not a
             merged one) is trained further, with its own swap.
         out: the output folder. The unfinished run is kept in `out.run`.
-        train: training text: files, globs, JSONL or `datasets:` names, or `teacher` for text that the model generates;
-            with other sources, it generates continuations of excerpts from them. `wiki.txt:2` reads a source twice per
-            epoch, `wiki.txt:60%` makes it this share of the tokens. Also a mapping from source to weight, or a list of
-            pairs. None: the recipe's sources.
-        valid: text to measure perplexity on, before and after training. None: the last 2 % of the first text in `train`
-            (if that is long enough), which are then not trained on.
-        source: files of source sentences, one per line, for an encoder-decoder; weights as for `train`.
-        target: the file of targets of each source, or `teacher`: the model translates the source (beam search).
-        valid_source: source sentences to measure BLEU on, before and after training.
-        valid_target: references of `valid_source`.
-        source_language, target_language: for multilingual translation models, codes of the model's tokenizer. They are
-            saved with the model.
-        teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
-            times as fast.
-        join: groups of 1, 2, ... up to this many neighboring pairs of lines, in turn, become one pair: for text with
-            shorter lines than those that will be translated.
-        recipe: the name of a shipped recipe or a YAML file. `overrides` are `stage.field=value`. None: `distill-lm`, or
-            `distill-mt` with `source`.
-        minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
-            tokens or steps. If time is short, the teacher generates less text, fewer windows are evaluated, and batches
-            are smaller. None: the recipe's budget.
-        teacher: if a conversion is continued, its base model. None: where it was when it was converted. A model with
-            other weights is refused.
-        softmax_layers: softmax layers to keep, or `auto:N` for the N most sensitive ones, measured after the first
-            stage.
-        memory: the bytes of a sequence, for example `8MiB`. Every head then has a window of the tokens that it needs,
-            measured on the training text, and a state of what has left it; with the recipe `none`, a window only.
-        context: with `memory`, the number of tokens that windows are planned for. None: the positions of the model, at
-            most 2,048.
-        teacher_tokens: number of tokens that the teacher generates for `train="teacher"`.
-        documents: attention does not cross document boundaries inside a block.
-        merged: merge the feature maps into the projections, also where that does not pay. A merged model generates
-            faster, and cannot be trained.
-        seed: seed of the feature maps, the data order, dropout, and the text that the teacher generates.
-        bf16: train in bfloat16. None: on a GPU.
-        compiled: compile layers and losses, and replay steps as CUDA graphs; with `source`, whose batches vary in
-            shape, layers are not compiled. None: on a GPU.
-        gradient_checkpointing: recompute activations in the backward pass, to save memory.
-        limit: maximum number of windows or lines to evaluate.
-        save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
-        report_to: `none`, or an experiment tracker of transformers.
-        overwrite: replace an existing model in `out`.
-        restart: delete an unfinished run and start again.
-        options: options of the swap, which override the recipe's. A `feature_map` uses its own defaults of
-            `feature_size`, `init`, `activation`, `key_weights` and `shared`.
+
+    Options of the swap override the recipe's. A `feature_map` uses its own defaults of `feature_size`, `init`,
+    `activation`, `key_weights` and `shared`. `softmax_layers="auto:N"` keeps the N most sensitive layers, measured
+    after the first stage.
     """
     began = time.monotonic()
     # Check everything that can be checked before a model is loaded.
-    refuse_unknown(options, OPTIONS)
-    check_report_to(report_to)
-    check_destination(Path(out), overwrite)
-    for source_ in (model, teacher):
-        refuse_replacing(source_, out)
-    given = {"limit": limit, "minutes": minutes, "teacher_tokens": teacher_tokens, "save_steps": save_steps}
-    check(RunOptions, given)
-    texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
-    refuse_deleting([*texts.names(), recipe, tokenizer], out)
-    budget = None if memory is None else MemoryBudget(memory, context)
-    whole = load_recipe(recipe or default_recipe(texts.translates, memory=memory is not None), overrides)
-    if budget is None and (context is not None or not whole.stages):
+    out, minutes, seed, softmax_layers = given.out, given.minutes, given.seed, given.softmax_layers
+    options = given.swap(without=("seed", "softmax_layers"))
+    check_report_to(given.report_to)
+    check_destination(Path(out), given.overwrite)
+    for source in (given.model, given.teacher):
+        refuse_replacing(source, out)
+    texts = Texts(**given.part(Texts))
+    refuse_deleting([*texts.names(), given.recipe, given.tokenizer], out)
+    budget = None if given.memory is None else MemoryBudget(given.memory, given.context)
+    whole = load_recipe(given.recipe or default_recipe(texts.translates, memory=budget is not None), given.overrides)
+    if budget is None and (given.context is not None or not whole.stages):
         wrong = "context belongs to a memory budget" if whole.stages else f"recipe {whole.name} trains nothing"
         raise T2RError(f"{wrong}: give memory, for example --memory 8MiB")
     plan = within(whole, minutes)
@@ -172,47 +91,37 @@ def convert(
     swap_options = over(plan.swap, options) | {"seed": seed}
     if auto is None and softmax_layers is not None:
         swap_options["softmax_layers"] = softmax_layers
-    place = processes.join(choose_device(device))
-    settings = Settings.on(
-        place,
-        seed=seed,
-        bf16=bf16,
-        compiled=compiled,
-        gradient_checkpointing=gradient_checkpointing,
-        save_steps=save_steps,
-        report_to=report_to,
-        progress=progress,
-    )
-    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-    base, tokens = load_base(model, tokenizer, place, hub)
+    place = processes.join(choose_device(given.device))
+    settings = Settings.on(place, **given.part(Settings))
+    hub = {"revision": given.revision, "trust_remote_code": given.trust_remote_code}
+    base, tokens = load_base(given.model, given.tokenizer, place, hub)
     reference: PreTrainedModel | None = None
     """The teacher of a conversion that is continued, in float32."""
     if isinstance(base, T2RModel):
         check_continued(base, options, softmax_layers)
         refuse_replacing(base.t2r_config.base_model, out)
-        reference = load_teacher(base, teacher, place, trust_remote_code)
+        reference = load_teacher(base, given.teacher, place, given.trust_remote_code)
         plan = within(continued_plan(whole, base, reference), minutes)
         swap_options = {name: getattr(base.t2r_config, name) for name in OPTIONS}
-    elif teacher is not None:
+    elif given.teacher is not None:
         raise T2RError("a model is its own teacher: give another one only to continue a conversion of it")
     if texts.translates:
         for each in filter(None, (base, reference)):
-            set_languages(each, tokens, source_language, target_language)
-    elif source_language or target_language:
+            set_languages(each, tokens, given.source_language, given.target_language)
+    elif given.source_language or given.target_language:
         raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
-    of_data: dict[str, Any] = {"teacher_beams": teacher_beams, "teacher_tokens": teacher_tokens, "join": join}
-    of_data["hold_out"] = True
+    longest = None
     if budget is not None:
         budget.check(base, texts, softmax_layers)
-        of_data["longest"] = budget.context_of(base)
-    task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_data)
+        longest = budget.context_of(base)
+    task = texts.task(plan, tokens, given, teacher_tokens=given.teacher_tokens, hold_out=True, longest=longest)
     plan = texts.fitted(plan, base)
     config = T2RConfig(**swap_options)
     check_auto(auto, plan, config, base)
     task.check(base, [stage.block_size for stage in plan.stages])
     planned = None
     if budget is not None:
-        planned = budget.plan(base, tokens, task, swap_options, trains=bool(plan.stages), progress=progress)
+        planned = budget.plan(base, tokens, task, swap_options, trains=bool(plan.stages), progress=given.progress)
         swap_options["feature_size"] = planned.features or swap_options.get("feature_size")
         config = T2RConfig(**swap_options, plan=planned.plan.to_dict())
     facts = {
@@ -227,7 +136,7 @@ def convert(
     if reference is not None:
         facts["teacher"] = origin["base_weights"]
 
-    how: dict[str, Any] = {"minutes": minutes, "began": began, "restart": restart}
+    how: dict[str, Any] = {"minutes": minutes, "began": began, "restart": given.restart}
     with undoing(base) as swapped, Session(out, plan, task, settings, place, facts, **how) as session:
         student: PreTrainedModel = base
         if reference is None:
@@ -237,7 +146,7 @@ def convert(
             frozen = frozen_copy(reference, settings) if settings.bf16 else reference
         student.config.use_cache = True
         session.plan = trainable(session.plan, student)
-        if merged:
+        if given.merged:
             mergeable_sites(student)  # raises before training if merging is not possible
         session.prepare(student, frozen, scans=auto is not None)
         swapped.keep()
@@ -256,16 +165,16 @@ def convert(
         results[before] = session.measure(before, student, frozen)
         student, trained = train_stages(session, student, frozen, config, auto)
         results |= trained
-        results = complete(results | {"recall": session.recall(student), "merged": bool(merged)}, session)
+        results = complete(results | {"recall": session.recall(student), "merged": bool(given.merged)}, session)
         if (far := advice(task, results)) is not None:
             results["advice"] = far
         student.eval()
-        if merged:
+        if given.merged:
             merge(student, force=True)
         remember_origin(student.t2r_config, origin)  # type: ignore[arg-type]
         results |= beside.compare(session, student, frozen, tokens)
         state = [*state_lines(student), *recall_lines(results["recall"], results.get("teacher_recall", ()))]
-        session.save(student, tokens, results, compared=True, overwrite=overwrite, state=state)
+        session.save(student, tokens, results, compared=True, overwrite=given.overwrite, state=state)
         if far is not None:
             logger.warning("%s", far)
     return results

@@ -16,11 +16,11 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r import __version__
-from t2r.config import OPTIONS, T2RConfig
+from t2r._version import __version__
+from t2r.config import T2RConfig
 from t2r.data.fingerprint import of_model, of_tokenizer
 from t2r.data.languages import set_languages
-from t2r.data.mixture import Sources, parse_sources
+from t2r.data.mixture import parse_sources
 from t2r.data.parallel.lines import parse_pairs
 from t2r.data.parallel.vocabulary import target_size, train_pair_tokenizer
 from t2r.data.vocabulary import train_tokenizer
@@ -28,7 +28,8 @@ from t2r.errors import T2RError
 from t2r.hub import auto_class, choose_device, explained, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import RunOptions, check, refuse_unknown
+from t2r.options import Pretraining
+from t2r.options.calls import flat
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination, kind_of, refuse_deleting, refuse_replacing
@@ -46,41 +47,9 @@ SOFTMAX = "softmax"
 """As a feature map: no swap, the model keeps its softmax attention."""
 
 
+@flat(Pretraining)
 @without_denormals()
-def pretrain(
-    config: str,
-    out: str,
-    *,
-    train: Sources | None = None,
-    valid: str | None = None,
-    source: Sources | None = None,
-    target: Sources | None = None,
-    valid_source: str | None = None,
-    valid_target: str | None = None,
-    source_language: str | None = None,
-    target_language: str | None = None,
-    teacher_beams: int | None = None,
-    join: int = 1,
-    recipe: str | None = None,
-    overrides: Sequence[str] = (),
-    model_overrides: Sequence[str] = (),
-    minutes: float | None = None,
-    tokenizer: PreTrainedTokenizerBase | str | None = None,
-    continued: bool = False,
-    documents: bool = False,
-    seed: int = 0,
-    device: str = "auto",
-    bf16: bool | None = None,
-    compiled: bool | None = None,
-    gradient_checkpointing: bool = False,
-    limit: int | None = None,
-    save_steps: int | None = None,
-    report_to: str = "none",
-    overwrite: bool = False,
-    restart: bool = False,
-    progress: bool = True,
-    **options: Any,
-) -> dict[str, Any]:
+def pretrain(given: Pretraining) -> dict[str, Any]:
     """Train a language model, or with `source` a translation model, from random weights, and its tokenizer. Returns the
     results, which are also saved.
 
@@ -90,71 +59,33 @@ def pretrain(
         config: the name of a shipped preset, a YAML file, or a model folder, whose configuration and tokenizer are
             used.
         out: the output folder. The unfinished run is kept in `out.run`.
-        train: training text: files, globs, JSONL or `datasets:` names, optionally with weights, as for `convert`. None:
-            the recipe's sources.
-        valid: text to measure perplexity on, before and after training.
-        source: files of source sentences, one per line, for an encoder-decoder; weights as for `train`.
-        target: the file of targets of each source. With `continued` also `teacher`: the model translates the source
-            before it is trained (beam search).
-        valid_source: source sentences to measure BLEU on, before and after training.
-        valid_target: references of `valid_source`.
-        source_language, target_language: for multilingual translation models, codes of the model's tokenizer. They are
-            saved with the model.
-        teacher_beams: beams of the search for `target="teacher"`. None: 5, as in evaluation. 1: greedy search, several
-            times as fast.
-        join: groups of 1, 2, ... up to this many neighboring pairs of lines, in turn, become one pair.
-        recipe: a shipped recipe or a YAML file, instead of the preset's. `overrides` are `stage.field=value`.
-        model_overrides: `field=value` for the model configuration.
-        minutes: total time budget, including loading and evaluation. The stages share the rest in proportion to their
-            tokens or steps. If time is short, fewer windows are evaluated, and batches are smaller. None: the recipe's
-            budget.
-        tokenizer: a tokenizer or its folder. None: the model folder's, or one trained on the text as the preset says.
-        continued: start from the weights of `config`, a folder or a hub name.
-        documents: attention does not cross document boundaries inside a block.
-        seed: seed of the weights, the data order, and dropout. The weights are the same on every machine.
-        bf16: train in bfloat16. None: on a GPU.
-        compiled: compile layers and losses, and replay steps as CUDA graphs; with `source`, whose batches vary in
-            shape, layers are not compiled. None: on a GPU.
-        gradient_checkpointing: recompute activations in the backward pass, to save memory.
-        limit: maximum number of windows or lines to evaluate.
-        save_steps: optimizer steps between checkpoints. None: a checkpoint every three minutes.
-        report_to: `none`, or an experiment tracker of transformers.
-        overwrite: replace an existing model in `out`.
-        restart: delete an unfinished run and start again.
-        options: options of the swap. Without any, or with `feature_map="softmax"`, the attention stays softmax.
+
+    Without options of the swap, or with `feature_map="softmax"`, the attention stays softmax. The random weights depend
+    only on the seed.
     """
     began = time.monotonic()
     # Check everything that can be checked before a model is loaded.
-    refuse_unknown(options, OPTIONS)
-    check_report_to(report_to)
-    check_destination(Path(out), overwrite)
+    config, out, minutes, seed = given.config, given.out, given.minutes, given.seed
+    continued, tokenizer, options = given.continued, given.tokenizer, given.swap()
+    check_report_to(given.report_to)
+    check_destination(Path(out), given.overwrite)
     refuse_replacing(config if continued else None, out)
-    check(RunOptions, {"limit": limit, "minutes": minutes, "save_steps": save_steps})
-    texts = Texts(train, valid, documents, source, target, valid_source, valid_target)
-    refuse_deleting([*texts.names(), recipe, tokenizer, config], out)
-    if (source_language or target_language) and not texts.translates:
+    texts = Texts(**given.part(Texts))
+    refuse_deleting([*texts.names(), given.recipe, tokenizer, config], out)
+    if (given.source_language or given.target_language) and not texts.translates:
         raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
-    if continued and (options or model_overrides or tokenizer is not None):
+    if continued and (options or given.model_overrides or tokenizer is not None):
         raise T2RError("continued training does not change the model: give no tokenizer, model or swap options")
     if continued and config in shipped_presets() and kind_of(config) != "folder":
         raise T2RError(f"--continued requires a model folder or a hub name; {config} is a preset, which has no weights")
-    preset = of_folder(config) if continued else load_preset(config, model_overrides)
-    if recipe is not None:
-        preset = dataclasses.replace(preset, recipe=recipe)
+    preset = of_folder(config) if continued else load_preset(config, given.model_overrides)
+    if given.recipe is not None:
+        preset = dataclasses.replace(preset, recipe=given.recipe)
     check_kind(preset, texts)
-    plan = within(make_plan(preset, overrides), minutes)
+    plan = within(make_plan(preset, given.overrides), minutes)
     chosen = attention(preset.swap | plan.swap, options, seed)
-    place = processes.join(choose_device(device))
-    settings = Settings.on(
-        place,
-        seed=seed,
-        bf16=bf16,
-        compiled=compiled,
-        gradient_checkpointing=gradient_checkpointing,
-        save_steps=save_steps,
-        report_to=report_to,
-        progress=progress,
-    )
+    place = processes.join(choose_device(given.device))
+    settings = Settings.on(place, **given.part(Settings))
     sources, targets = files_of(texts, plan)
     by_itself = TEACHER in targets
     if by_itself and not continued:
@@ -165,14 +96,14 @@ def pretrain(
             "text by its teacher"
         )
     with caching():
-        tokens = make_tokenizer(preset, config, tokenizer, sources, targets, progress, continued)
+        tokens = make_tokenizer(preset, config, tokenizer, sources, targets, given.progress, continued)
     shape = preset.make_config(tokens)
     if continued:
         model = load_model(config, dtype="float32", device="cpu")
     else:
         model = make_model(shape, chosen, seed, preset.init)
     if texts.translates:
-        set_languages(model, tokens, source_language, target_language)
+        set_languages(model, tokens, given.source_language, given.target_language)
     facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
     if preset.init:
         facts["init"] = preset.init
@@ -181,11 +112,12 @@ def pretrain(
     plan = texts.fitted(plan, model)
     sizes = [stage.block_size for stage in plan.stages]
     # The model is not trained on longer sequences, and so not measured on them.
-    of_data: dict[str, Any] = {"teacher_beams": teacher_beams, "join": join, "longest": max(sizes)}
-    task = texts.task(plan, tokens, limit=limit, seed=seed, progress=progress, **of_data)
+    task = texts.task(plan, tokens, given, longest=max(sizes))
     task.check(model, sizes)
 
-    with Session(out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=restart) as session:
+    with Session(
+        out, plan, task, settings, place, facts, minutes=minutes, began=began, restart=given.restart
+    ) as session:
         model.to(place)  # type: ignore[arg-type]
         # The author is as the teacher of a conversion: the same translations are cached.
         session.prepare(model, author=frozen_copy(model, settings) if by_itself else None)
@@ -199,7 +131,7 @@ def pretrain(
         card = model_card(model, preset, chosen, results, continued)
         files = {"README.md": card, "preset.yaml": as_yaml(done.to_dict())}
         state = state_lines(model) if isinstance(model, T2RModel) else ()
-        session.save(model, tokens, results, compared=False, overwrite=overwrite, files=files, state=state)
+        session.save(model, tokens, results, compared=False, overwrite=given.overwrite, files=files, state=state)
     return results
 
 

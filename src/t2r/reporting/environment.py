@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from t2r import __version__, ops
+from t2r import ops
+from t2r._version import __version__
 from t2r.words import counted
 
 if TYPE_CHECKING:

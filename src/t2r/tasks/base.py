@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedModel
 
-from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
+from t2r.generation.teacher import WritingSpeed
 from t2r.surgery.adapters import family_of
 
 

@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.data import TokenCorpus, check_block_size, tokenize_corpus, write_corpus
+from t2r.data import TokenCorpus, check_block_size, tokenize_corpus
 from t2r.data.blocks import IGNORED
 from t2r.data.corpus import Beginning, JoinedCorpus
 from t2r.data.fingerprint import digest, of_tokenizer
-from t2r.data.mixture import MixedBlocks, Sources, exact, parse_sources, readings_of_shares, warn_of_shares
+from t2r.data.mixture import MixedBlocks, exact, parse_sources, readings_of_shares, warn_of_shares
 from t2r.data.progress import progress_bar
-from t2r.data.teacher import WritingSpeed, writing_speed
 from t2r.errors import T2RError
 from t2r.evaluation import Text, encode, perplexity, read_text
 from t2r.evaluation.generation import DISTANCES, FAR_DISTANCES, PROMPTS, fitting_distances, recall
 from t2r.evaluation.perplexity import WINDOW
 from t2r.generation.state import check_vocabulary
-from t2r.options import RunOptions
+from t2r.generation.teacher import WritingSpeed, write_corpus, writing_speed
+from t2r.options import Conversion, RunOptions, Sources
 from t2r.tasks.base import Task, exchanged, max_positions, number
 
 TEACHER = "teacher"
@@ -76,7 +76,7 @@ class LanguageModeling(Task):
         *,
         hold_out: bool = False,
         documents: bool = False,
-        teacher_tokens: int = RunOptions.teacher_tokens,
+        teacher_tokens: int = Conversion.teacher_tokens,
         limit: int | None = None,
         longest: int | None = None,
         seed: int = 0,

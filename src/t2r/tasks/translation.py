@@ -17,18 +17,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data.blocks import IGNORED
 from t2r.data.fingerprint import digest, of_tokenizer
-from t2r.data.mixture import Sources, exact, readings_of_shares, warn_of_shares
+from t2r.data.mixture import exact, readings_of_shares, warn_of_shares
 from t2r.data.parallel.blocks import PairBlocks
 from t2r.data.parallel.corpus import Pair, ParallelCorpus, encode_sources, encode_targets, tokenize_pairs
 from t2r.data.parallel.joined import JoinedCorpus
 from t2r.data.parallel.lines import LineSource, SomeLines, find_file, parse_pairs, read_pairs
 from t2r.data.pieces import warn_of_target_pieces
 from t2r.data.progress import progress_bar
-from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
 from t2r.evaluation.translation import metrics, score, token_scores
+from t2r.generation.teacher import WritingSpeed
 from t2r.generation.translation import time_translation, translate, translations_path, write_translations
-from t2r.options import RunOptions
+from t2r.options import RunOptions, Sources
 from t2r.tasks.base import Task, exchanged, max_positions, number
 from t2r.words import counted
 

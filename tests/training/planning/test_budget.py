@@ -10,8 +10,8 @@ import torch
 
 import t2r
 from families import tiny
-from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
+from t2r.generation.teacher import WritingSpeed
 from t2r.tasks import LanguageModeling
 from t2r.training.planning import budget
 from t2r.training.planning.budget import (

@@ -13,9 +13,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
-from t2r.data.mixture import Sources, WeightedSource, check_shares, parse_source
+from t2r.data.mixture import WeightedSource, check_shares, parse_source
 from t2r.data.text import DatasetSource, FileSource, check_unicode, find_sources
 from t2r.errors import T2RError
+from t2r.options import Sources
 from t2r.words import counted
 
 

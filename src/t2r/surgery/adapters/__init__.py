@@ -1,4 +1,4 @@
-"""Adapters of model families. Each family has a module here and an entry in `registry.py`."""
+"""Adapters of model families. Each is a row of `plain.py` or a module here, and an entry in `names.py`."""
 
 from t2r.surgery.adapters.base import Family, Shape, Site, change_class
 from t2r.surgery.adapters.names import FAMILIES, refusal

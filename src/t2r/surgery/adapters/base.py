@@ -41,6 +41,7 @@ class Family:
     """
 
     model_type: str
+    about: str = ""  # what it is, in the list of models; of a family with a module of its own, its docstring
     layers: str = "layers"  # path of the decoder layers, from the base model
     self_attention: str = "self_attn"  # path within a layer
     cross_attention: str | None = None
@@ -53,6 +54,8 @@ class Family:
 
     dropouts: ClassVar[tuple[str, ...]] = ("attention_dropout", "attn_pdrop")
     """Names of the attention dropout in a configuration."""
+    layer_drops: ClassVar[tuple[str, ...]] = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    """Names of the probability that a layer is skipped in training, in a configuration."""
 
     @property
     def merges(self) -> bool:

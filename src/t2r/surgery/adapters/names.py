@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from t2r.errors import T2RError
 
-# Model types. The module of the same name in this package (with underscores for hyphens) defines FAMILY.
+# Model types. Each is a row of plain.py, or a module of the same name in this package, which defines FAMILY.
 FAMILIES = (
     "adaptive_lm",
     "bart",

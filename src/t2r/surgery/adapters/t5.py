@@ -103,9 +103,12 @@ class RelativeBiasFamily(Family):
         )
 
 
-def t5_like(model_type: str, recurrent: type[T5Projections], family: type[Family] = RelativeBiasFamily) -> Family:
+def t5_like(
+    model_type: str, recurrent: type[T5Projections], family: type[Family] = RelativeBiasFamily, about: str = ""
+) -> Family:
     return family(
         model_type,
+        about,
         layers="decoder.block",
         self_attention="layer.0.SelfAttention",
         cross_attention="layer.1.EncDecAttention",

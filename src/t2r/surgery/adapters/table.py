@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from t2r.surgery.adapters import FAMILIES, Family, family
-from t2r.surgery.adapters.registry import module_of
 
 POSITIONS = {
     "learned": "learned: limited to the table",
@@ -57,7 +56,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         found = family(model_type)
         yield (
             f"`{model_type}`",
-            description(found),
+            found.about,
             "attention interface" if found.recurrent is None else "own module",
             merge_of(found),
             "" if found.cross_attention is None else "yes",
@@ -70,12 +69,6 @@ def merge_of(found: Family) -> str:
     if found.merges:
         return "yes"
     return "with `rotary=False`" if found.plain_projections else "no"
-
-
-def description(found: Family) -> str:
-    """Return the first sentence of the docstring of its module."""
-    text = module_of(found.model_type).__doc__ or ""
-    return text.split(". ")[0].strip().rstrip(".")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from t2r import compat
 from t2r.errors import T2RError
 from t2r.storage import writing
+from t2r.surgery.adapters import Family
 from t2r.training.loop import processes
 from t2r.training.loop.averaging import Average, averaging_points
 from t2r.training.loop.checkpoints import COMPLETE, last_checkpoint, seal
@@ -333,9 +334,8 @@ def captures(model: nn.Module, settings: Settings) -> bool:
 def skips_layers(model: nn.Module) -> bool:
     """Return whether the model has layer dropout. A captured step would always skip the layers that it skipped when it
     was captured."""
-    names = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
     configs = [getattr(module, "config", None) for module in model.modules()]
-    return any(getattr(config, name, 0.0) for config in configs for name in names)
+    return any(getattr(config, name, 0.0) for config in configs for name in Family.layer_drops)
 
 
 def kept(arguments: Any) -> str:

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from t2r.attention.recurrence import recurrent_sites
 from t2r.data.progress import progress_bar
-from t2r.data.teacher import WritingSpeed
 from t2r.errors import T2RError
+from t2r.generation.teacher import WritingSpeed
 from t2r.hub import synchronize
 from t2r.model.logits import evaluating
 from t2r.tasks import Task

@@ -57,7 +57,7 @@ class Claim:
 
 
 def claims_list(scale: str) -> str:
-    """Return a Markdown list of all claims, and whether they hold in the shipped records of a scale."""
+    """Return a Markdown list of all claims, and whether they hold in the published records of a scale."""
     lines = []
     for claim in CLAIMS:
         record = recorded(f"{claim.experiment}-{scale}")

@@ -33,7 +33,7 @@ from t2r.data.corpus import JoinedCorpus, TokenCorpus
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.model.logits import evaluating
-from t2r.options import RunOptions
+from t2r.options import Conversion
 from t2r.storage import resumable_file
 
 CONTINUED = 48
@@ -47,7 +47,7 @@ def write_corpus(
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path | None = None,
     *,
-    tokens: int = RunOptions.teacher_tokens,
+    tokens: int = Conversion.teacher_tokens,
     length: int = BLOCK_SIZE,
     continues: TokenCorpus | JoinedCorpus | None = None,
     batch_size: int | None = None,
