@@ -174,7 +174,7 @@ def search(
 
     engine = None if ready is None else Engine(ready, max_length=length, source_length=size)
     if engine is not None and beams == 1:
-        engine.rows = count
+        engine.rows.limit = count
         by_row = ready.t2r_family.positions_by_row  # otherwise a batch must end before the next can start
         part = max(1, count // PARTS) if by_row and len(rows) > count else count
         try:
