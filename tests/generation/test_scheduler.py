@@ -118,6 +118,21 @@ def test_options_that_are_numbers_are_chosen_on_the_device(kind):
             engine.scheduler.sampler.choose(engine.rows.step)
 
 
+def test_steps_inside_and_outside_of_inference_mode():
+    engine, (prompt,) = Engine(model()), prompts([5])
+    how = {"max_new_tokens": 6, "seed": 2, **KINDS[-1]}
+    sequence = engine.submit(prompt, **how)
+    with torch.inference_mode():
+        engine.step()
+    longer = engine.submit(torch.cat([prompt] * 3, 1), **how)
+    engine.step()
+    with torch.inference_mode():
+        engine.step()
+    list(engine.run())
+    for given, found in ((prompt, sequence), (torch.cat([prompt] * 3, 1), longer)):
+        assert found.tokens == Engine(model()).generate(given, **how)[0, given.shape[1] :].tolist()
+
+
 class Custom(LogitsProcessor):
     def __call__(self, ids, scores):
         return scores - scores.new_tensor(range(scores.shape[1])).remainder(7)
@@ -267,3 +282,27 @@ def test_rows_that_are_not_used_are_given_up(monkeypatch):
     assert engine.rows.step.rows == 1
     for prompt, sequence in zip(given, sequences, strict=True):
         assert sequence.tokens == alone(model(), prompt, max_new_tokens=len(sequence.tokens))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_captured_steps_with_options_by_row():
+    """In float64, with steps that are captured again while sequences run, and several steps between two reads."""
+    model, given = swapped("llama recipe kept").cuda(), [p.cuda() for p in prompts([5, 40, 9, 3, 7] * 2)]
+    options = [KINDS[i % len(KINDS)] | {"max_new_tokens": 8 + 3 * i} for i in range(len(given))]
+    wanted = [
+        Engine(model, step_tokens=16).generate(prompt, seed=1, **how)[0, prompt.shape[1] :].tolist()
+        for prompt, how in zip(given, options, strict=True)
+    ]
+    engine = Engine(model, step_tokens=16)
+    engine.rows.block = 16
+    sequences, steps = [], set()
+    for prompt, how in zip(given, options, strict=True):
+        sequences.append(engine.submit(prompt, seed=1, **how))
+        engine.step()
+        assert engine.rows.step.captured_as == "CUDA graph"
+        steps.add(id(engine.rows.step))
+    assert len(steps) > 1
+    list(engine.run())
+    assert [sequence.tokens for sequence in sequences] == wanted
+    assert {sequence.reason for sequence in sequences} == {"length"}

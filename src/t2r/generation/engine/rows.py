@@ -45,7 +45,9 @@ class Rows:
         self.step: DecodeStep | None = None
         self.block = BLOCK
         self.held: dict[int, Sequence] = {}
+        self.shrinks = limit is None and model.device.type == "cpu"
         self.calm = 0
+        """Number of steps since more than a quarter of the rows was used."""
 
     @property
     def free(self) -> list[int]:
@@ -90,7 +92,7 @@ class Rows:
 
     def shrink(self) -> None:
         """Build a smaller step if most rows have not been used for many steps. On a CPU, each row takes its time."""
-        if self.step is None or self.limit is not None or self.model.device.type != "cpu":
+        if self.step is None or not self.shrinks:
             return
         used = len(self.held)
         self.calm = self.calm + 1 if 0 < 4 * used <= self.step.rows else 0

@@ -23,6 +23,8 @@ class Sampler:
         self.groups: list[Group] = []
         self.place: list[int] = []
 
+    @torch.inference_mode(False)  # tensors of inference mode cannot be changed outside it
+    @torch.no_grad()
     def use(self, groups: List[Group], logits: Tensor) -> None:
         """Choose for the rows of these groups from now on. Does nothing if these are the rows of the last call."""
         place = [sequence.row for group in groups for sequence in group.sequences if sequence.row is not None]

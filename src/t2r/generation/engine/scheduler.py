@@ -129,6 +129,7 @@ class Scheduler:
 
     # --- Before a step --------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def admit(self) -> None:
         """Give rows to waiting groups, in their order, as long as there are enough."""
         while self.queue:
@@ -199,7 +200,7 @@ class Scheduler:
         step = self.rows.step
         assert step is not None
         on_device = [group for group in self.running if group.choice is not None]
-        drawn = [group for group in on_device if group.choice is not None and not group.choice.greedy]
+        drawn = [group for group in on_device if group.ends_together]
         times = min(group.new_tokens - len(s.tokens) for group in self.running for s in group.running)
         if len(on_device) < len(self.running) or any(group.keep_state for group in self.running):
             times = 1

@@ -81,6 +81,8 @@ class Group:
         simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in request.criteria)
         self.choice = Choice.of(request, self.max_length) if simple else None
         """How tokens are chosen on the device; None if they are chosen here."""
+        self.ends_together = self.choice is None or not self.choice.greedy
+        """Whether rows are kept until all sequences have ended: their tokens are chosen, or drawn, together."""
         last = [p for p in request.processors if type(p) is ForcedEOSTokenLogitsProcessor]
         self.forced_last: int | None = min(last[-1].eos_token_id.tolist()) if last else None
         self.pad = pad_token(config)
@@ -94,11 +96,6 @@ class Group:
     @property
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.finished]
-
-    @property
-    def ends_together(self) -> bool:
-        """Whether rows are kept until all sequences have ended: their tokens are chosen, or drawn, together."""
-        return self.choice is None or not self.choice.greedy
 
     def end(self, reason: Reason, error: Exception | None = None) -> list[Event]:
         """End the sequences that are not finished."""
