@@ -42,6 +42,19 @@ def test_translate_and_memory(tmp_path):
     assert "T2R 32: 1.0 times the batch of softmax" in run.stdout
 
 
+def test_requests():
+    small = ["--requests", "1", "--requests", "3", "--prompt", "5", "--new-tokens", "4", "--sampled", "2"]
+    small += ["--repeats", "1", "--device", "cpu"]
+    run = CliRunner().invoke(app, ["bench", "requests", "random:tiny-lm", *small, "--json"], catch_exceptions=False)
+    rows = json.loads(run.stdout)["rows"]
+    assert [row["requests"] for row in rows] == [1, 3]
+    assert all(row["tokens_per_second"] > 0 and row["first_token"][0] > 0 for row in rows)
+    run = CliRunner().invoke(app, ["bench", "requests", "random:tiny-lm", *small, "--rows", "2", "--step-tokens", "2"])
+    assert "one of 2 sampled" in " ".join(run.stdout.split())
+    run = CliRunner().invoke(app, ["bench", "requests", "random:tiny-mt", *small])
+    assert "encoder-decoder" in str(run.exception)
+
+
 def test_train(tmp_path):
     tiny("llama", torch.float32).save_pretrained(tmp_path / "teacher")
     small = ["--batch-tokens", "32", "--block-size", "16", "--repeats", "1", "--device", "cpu", "--feature-size", "8"]

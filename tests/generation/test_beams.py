@@ -48,8 +48,8 @@ def test_beams_equal_those_of_generate(case):
         torch.manual_seed(3)
         assert torch.equal(engine._attempt(**given, **how).result(), expected)
         lengths.add(expected.shape[1])
-    assert engine.beam_decode.captured_as == "recording"
-    assert engine.decode is None
+    assert engine.beam_step.captured_as == "recording"
+    assert engine.rows.step is None
     assert len(lengths) > 1  # some searches ended before max_new_tokens
 
 
@@ -60,7 +60,7 @@ def test_a_step_is_used_again_unless_its_size_does_not_fit():
         part = {name: x[:rows] for name, x in given.items()}
         expected = model.generate(**part, num_beams=beams, max_new_tokens=6)
         assert torch.equal(engine._attempt(**part, num_beams=beams, max_new_tokens=6).result(), expected)
-        steps.append(engine.beam_decode)
+        steps.append(engine.beam_step)
     assert [step.rows for step in steps] == [12, 12, 4, 15]
     assert steps[0] is steps[1]
 

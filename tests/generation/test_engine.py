@@ -30,7 +30,7 @@ def test_greedy_search_equals_generate(case):
     expected = model.generate(**given, max_new_tokens=16, do_sample=False)
     engine = Engine(model)
     assert torch.equal(engine.generate(**given, max_new_tokens=16, do_sample=False), expected)
-    assert engine.decode.captured_as == "recording"
+    assert engine.rows.step.captured_as == "recording"
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama recipe kept", "marian"])
@@ -66,12 +66,12 @@ def test_a_longer_sequence_waits_for_the_table_of_positions():
     engine = Engine(model, rows=2)
     short = engine.submit(first, max_new_tokens=6)
     engine.step()
-    step = engine.decode
+    step = engine.rows.step
     long = engine.submit(second, max_new_tokens=POSITIONS + 8)  # replaces the table while the other one runs
     list(engine.run())
     assert short.tokens == alone(model, first, max_new_tokens=6)
     assert long.tokens == alone(model, second, max_new_tokens=POSITIONS + 8)
-    assert engine.decode is not step
+    assert engine.rows.step is not step
     assert step.positions.shape[0] == POSITIONS  # what the step has read stays allocated
 
 
@@ -287,7 +287,7 @@ def test_sequences_join_and_leave_a_running_batch(case):
         if count == 4:  # while others are running
             sequences += [engine.submit(p[0], **o) for p, o in zip(given[3:], options[3:], strict=True)]
     assert not engine.busy
-    assert sorted(engine.free) == [0, 1]
+    assert sorted(engine.rows.free) == [0, 1]
     for prompt, option, sequence in zip(given, options, sequences, strict=True):
         torch.manual_seed(option.pop("seed", 0))
         expected = alone(model, prompt, **option)
@@ -308,16 +308,16 @@ def test_batches_follow_each_other_in_a_running_batch(case):
     assert len({len(tokens) for tokens in expected}) > 2
     assert any(len(tokens) == 9 for tokens in expected)
     engine, running = Engine(model, rows=2, max_length=16, source_length=8), []
-    engine.look_every = 4
+    engine.scheduler.look_every = 4
     found = {}
     batches = [{"input_ids": x, "attention_mask": torch.ones_like(x), **o} for x, o in zip(given, options, strict=True)]
     for number, tokens in engine.generate_each(batches):
         found[number] = tokens
-        running.append(len(engine.groups))
+        running.append(len(engine.scheduler.running))
     assert [found[i] for i in range(7)] == expected
     assert any(running)  # a sequence ended while another one ran
     assert not engine.busy
-    assert sorted(engine.free) == [0, 1]
+    assert sorted(engine.rows.free) == [0, 1]
     generation = engine.generate_each(batches)
     next(generation)
     generation.close()
@@ -331,7 +331,7 @@ def test_stops_between_two_reads(case):
     free = [alone(model, p, max_new_tokens=21) for p in given]
     stops = [[tokens[k]] for tokens, k in zip(free, (2, 9, 13, 20), strict=True)]
     engine = Engine(model, rows=2, max_length=30)
-    engine.look_every = 8
+    engine.scheduler.look_every = 8
     sequences = [engine.submit(p, max_new_tokens=21, eos_token_id=s) for p, s in zip(given, stops, strict=True)]
     assert max(len(engine.step()) for _ in range(3)) > 4  # more than a first and a next token for each row
     list(engine.run())
@@ -533,7 +533,7 @@ def test_a_state_in_half_precision_is_rounded_after_every_token(case, dtype):
             new = out.logits[:, -1].argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, new], dim=1)
     assert torch.equal(found, tokens)
-    states = [x for layer in engine.decode.own.layers if layer.state for x in layer.state if x is not None]
+    states = [x for layer in engine.rows.step.own.layers if layer.state for x in layer.state if x is not None]
     assert {x.dtype for x in states} == {dtype}
     with pytest.raises(T2RError, match="state_dtype"):
         Engine(model, state_dtype=torch.int8)
@@ -574,7 +574,7 @@ def test_short_prompts_are_read_with_the_threads_of_a_step():
     try:
         torch.set_num_threads(2)
         engine.generate(short, max_new_tokens=2)
-        recording = engine.decode.recording
+        recording = engine.rows.step.recording
         recording.tuned, recording.tuners = True, {2: Tuner(2)}
         recording.tuners[2].count = 1
         model.register_forward_pre_hook(lambda *given: seen.append(torch.get_num_threads()))
@@ -627,7 +627,7 @@ def test_a_captured_step_equals_generate(case, dtype):
     engine = Engine(model)
     how = {"max_new_tokens": 24, "do_sample": False}
     got = engine.generate(**given, **how)
-    assert engine.decode.captured_as == "CUDA graph"
+    assert engine.rows.step.captured_as == "CUDA graph"
     out = model.generate(**given, **how, output_logits=True, return_dict_in_generate=True)
     start, close = out.sequences.shape[1] - 24, 0
     for row, expected in enumerate(out.sequences.tolist()):

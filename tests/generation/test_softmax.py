@@ -44,7 +44,7 @@ def test_tokens_are_those_of_generate(model_type):
         expected = model.generate(**given, max_new_tokens=6, **options)
         torch.manual_seed(1)
         assert torch.equal(engine.generate(**given, max_new_tokens=6, **options), expected)
-    assert engine.decode.captured_as == engine.beam_decode.captured_as == "recording"
+    assert engine.rows.step.captured_as == engine.beam_step.captured_as == "recording"
     assert not engine.said
     assert type(model) is kind
     assert all(a is b for a, b in zip(model.parameters(), engine.model.parameters(), strict=True))

@@ -81,7 +81,11 @@ class StaticT2RCache(T2RCache):
             real = other.attention_mask().to(index.device)[index].bool()
         for own, new in zip(self.layers, other.layers, strict=True):
             own.put_rows(rows, new, index, real)
-        self.lengths[rows] = other.get_seq_length() - (0 if padding is None else padding.tokens.to(index.device)[index])
+        if isinstance(other, StaticT2RCache):
+            self.lengths[rows] = other.lengths[index]
+        else:
+            count = 0 if padding is None else padding.tokens.to(index.device)[index]
+            self.lengths[rows] = other.get_seq_length() - count
         self.forget_padding(rows)
 
     def forget_padding(self, rows: Any) -> None:

@@ -226,7 +226,7 @@ class EngineTranslator(Translator):
     def run(self, ids: Tensor, how: dict[str, Any], length: int) -> int:
         if self.engine is None:
             self.engine = Engine(self.model, compiled=self.compiled)
-            self.engine.block = 1  # buffers of softmax layers are exactly as long as the translation
+            self.engine.rows.block = 1  # buffers of softmax layers are exactly as long as the translation
         done = self.engine._attempt(ids, **how)
         assert done.result().shape[1] == 1 + length
         return self.engine._state_bytes(done)

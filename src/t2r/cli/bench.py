@@ -262,6 +262,60 @@ def bench_memory(
         show(memory.tables(report))
 
 
+@app.command("requests")
+def bench_requests(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="Folders, hub names, or random:SHAPE,option=value for random weights, each with a label if you like."
+        ),
+    ],
+    requests: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of requests. Repeatable. [default: 1 16 256]")
+    ] = None,
+    prompt: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens of a prompt. Repeatable: requests take them in turn. [default: 16 64 32 128]"),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request generates.")] = 32,
+    sampled: Annotated[int, typer.Option(min=0, help="Sample every request of this number. 0: none.")] = 0,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the engine. [default: by memory]")] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompts between two steps. [default: that of t2r.Engine]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds. The median is reported.")] = 3,
+    feature_size: FeatureSizes = None,
+    dtype: ModelDtype = RUN["dtype"].default,
+    device: Device = RUN["device"].default,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure tokens per second and waiting times of requests that join a running engine one after the other.
+
+    \b
+    t2r bench requests smollm2-rnn --dtype float32
+    t2r bench requests smollm2-rnn --requests 64 --sampled 2 --prompt 32 --prompt 2048 --step-tokens 64
+    """
+    from t2r.bench import commands
+    from t2r.bench import requests as running
+
+    with calm(quiet, info=True):
+        report = running.run(
+            commands.load(models, feature_sizes=feature_size or (), dtype=dtype, device=device),
+            requests or running.REQUESTS,
+            prompts=prompt or running.PROMPTS,
+            new_tokens=new_tokens,
+            sampled=sampled,
+            rows=rows,
+            step_tokens=step_tokens,
+            repeats=repeats,
+        )
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show(running.tables(report))
+
+
 @app.command("train", cls=ShowsRecipe)
 @swap_options()
 def bench_train(

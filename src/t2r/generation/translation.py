@@ -172,9 +172,9 @@ def search(
             ids, mask = padded(rows[start : start + count], options["pad_token_id"], left=False)
             yield {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), **options}
 
-    engine = None if ready is None else Engine(ready, max_length=length, source_length=size)
+    limit = count if beams == 1 else None
+    engine = None if ready is None else Engine(ready, rows=limit, max_length=length, source_length=size)
     if engine is not None and beams == 1:
-        engine.rows = count
         by_row = ready.t2r_family.positions_by_row  # otherwise a batch must end before the next can start
         part = max(1, count // PARTS) if by_row and len(rows) > count else count
         try:

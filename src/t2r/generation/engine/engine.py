@@ -7,13 +7,15 @@
     for sequence, token in engine.run():
         ...
 
-This file has the calls of a user. `request` prepares a call with transformers, `prefill` reads its prompts, and `batch`
-runs its sequences in the rows of a decoding step (`step`). The engine works on token ids, not on text.
+This file has the calls of a user. `request` prepares a call with transformers, and the `scheduler` decides when its
+prompts are read (`prefill`) and its sequences run, in the `rows` of a decoding `step`. The engine works on token ids,
+not on text.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
@@ -26,7 +28,6 @@ from transformers.generation.streamers import BaseStreamer
 from t2r.attention.cache import T2RCache
 from t2r.attention.masks import Padding, new_token_mask
 from t2r.errors import T2RError
-from t2r.generation.engine.batch import RunningBatch
 from t2r.generation.engine.beams import Beams, BeamSearch, one_per_prompt, uses_beams
 from t2r.generation.engine.prefill import prefill, whole_mask
 from t2r.generation.engine.request import (
@@ -37,9 +38,12 @@ from t2r.generation.engine.request import (
     no_static_cache,
     not_now,
     prepare,
+    seeded,
     seeding,
 )
-from t2r.generation.engine.room import Room
+from t2r.generation.engine.room import Room, total_length
+from t2r.generation.engine.rows import Rows
+from t2r.generation.engine.scheduler import Scheduler
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
@@ -51,7 +55,7 @@ logger = logging.getLogger(__name__)
 ELSEWHERE = "falling back from the engine to model.generate(): %s"
 
 
-class Engine(RunningBatch):
+class Engine:
     """Fast generation with a swapped model, or with any other model that t2r could swap.
 
     Supports greedy search, sampling and beam search, with the logits processors and stopping criteria of transformers.
@@ -77,10 +81,14 @@ class Engine(RunningBatch):
     Args:
         model: a swapped model, or a model of a supported family.
         generation_config: default options of all calls. None: those of the model.
-        rows: number of sequences that run at the same time. Defaults to the number of prompts in a call.
+        rows: number of sequences that run at the same time. By default, the number grows with the sequences that run
+            and wait, as long as the rows take at most half of the free memory, up to 256 rows; on a CPU, where unused
+            rows take time, it shrinks again.
         max_length: maximum number of tokens of a sequence in softmax layers. By default, buffers grow as needed.
         source_length: maximum number of tokens of a source in softmax cross attention. By default, buffers grow as
             needed.
+        step_tokens: maximum number of tokens of a prompt that are read between two steps. Defaults to 256 on a CPU and
+            2048 on a GPU. With fewer, a long prompt delays running sequences less, and is read more slowly.
         compiled: whether to fuse the kernels of a step with torch.compile, on a GPU. Compilation takes about a minute
             for each batch size.
         state_dtype: the dtype in which recurrent states are stored, torch.float16 or torch.bfloat16. It halves their
@@ -97,30 +105,35 @@ class Engine(RunningBatch):
         rows: int | None = None,
         max_length: int | None = None,
         source_length: int | None = None,
+        step_tokens: int | None = None,
         compiled: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
         if state_dtype not in (None, torch.float32, *HALF):
             raise T2RError(f"state_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {state_dtype}")
-        for name, number in (("rows", rows), ("max_length", max_length), ("source_length", source_length)):
+        sizes = {"rows": rows, "max_length": max_length, "source_length": source_length, "step_tokens": step_tokens}
+        for name, number in sizes.items():
             if number is not None and number < 1:
                 raise T2RError(f"{name} must be at least 1; got {number}")
         self.original: Any = model
         """The model as given. The engine decodes `self.model`, which shares its weights if it is not swapped."""
-        model = decoded_model(model)
+        self.model: Any = decoded_model(model)
         self.generation_config = generation_config
-        self.obstacle = no_static_cache(model)
-        self.beam_decode: DecodeStep | None = None
-        """A beam search does not join the running batch: it has a step of its own, which reorders its rows."""
-        self.said: set[str] = set()
-        super().__init__(
-            model,
-            rows=rows,
+        self.obstacle = no_static_cache(self.model)
+        self.rows = Rows(
+            self.model,
+            limit=rows,
             max_length=max_length,
             source_length=source_length,
             compiled=compiled,
             state_dtype=None if state_dtype == torch.float32 else state_dtype,
         )
+        self.scheduler = Scheduler(self.rows, step_tokens)
+        self.beam_step: DecodeStep | None = None
+        """A beam search does not join the others: it has a step of its own, which reorders its rows."""
+        self.said: set[str] = set()
+        self.lock = threading.RLock()
+        """Held while the scheduler is used, but not while a generator waits for its consumer."""
 
     # --- One batch ------------------------------------------------------------------------------------------
 
@@ -209,19 +222,20 @@ class Engine(RunningBatch):
     def _search(self, request: Request, state: T2RCache | None, seed: int | None) -> Beams:
         """Run a beam search to its end."""
         room = Room.needed(self.model, request, state)
-        self._check_room(room, request, state)
-        step = self.beam_decode
+        self._check_positions(request, state)
+        self.rows.check(room)
+        step = self.beam_step
         # A step that is much too large would waste time on rows that are not used.
         if step is None or not room.rows <= step.rows <= 2 * room.rows or not room.fits(step):
-            self.beam_decode = step = None  # frees its memory before the next one is allocated
-            self.beam_decode = step = self._build(room.rows, room, None, reorders=True)
+            self.beam_step = step = None  # frees its memory before the next one is allocated
+            self.beam_step = step = self.rows.build(room.rows, room, reorders=True)
         prompts = one_per_prompt(request)
         cache, logits = prefill(self.model, prompts, state)
         return BeamSearch(step, request, prompts, cache, logits).run(seed)
 
     def _state_bytes(self, done: Group | Beams, state: T2RCache | None = None) -> int:
         """Return the size of the caches of a call at its end, where all tokens except the last were read."""
-        step = self.decode or self.beam_decode
+        step = self.rows.step or self.beam_step
         assert step is not None
         before = 0 if state is None else state.get_seq_length()
         source = 0 if done.request.source is None else done.request.source.shape[1]
@@ -240,8 +254,9 @@ class Engine(RunningBatch):
     ) -> Sequence:
         """Add one prompt `[1, tokens]` or `[tokens]` to the running batch. It waits until a row is free.
 
-        The options are those of `generate`. With `keep_state`, the finished sequence has its state. A sequence that
-        fails, for example in a logits processor, is finished and has an `error`; others go on."""
+        The options are those of `generate`. With `keep_state`, the finished sequence has its state. The last event of
+        the sequence has a `reason`, and so has the sequence: `stop`, `length`, `cancelled` or `error`. A sequence that
+        fails, for example in a logits processor, has an `error`; others go on."""
         if isinstance(input_ids, Tensor) and input_ids.dim() == 1:
             input_ids = input_ids[None]
         check_tokens(self.model, input_ids)
@@ -252,7 +267,8 @@ class Engine(RunningBatch):
             except ForGenerate as reason:
                 raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
             if len(group.sequences) != 1:
-                self.waiting.remove(group)
+                group.end("cancelled")
+                self.scheduler.release()
                 raise T2RError(f"submit requires one sequence; got {len(group.sequences)}: submit each of them")
             group.submitted = True
             return group.sequences[0]
@@ -278,7 +294,7 @@ class Engine(RunningBatch):
             while batch is not None or numbers:
                 while batch is not None:
                     with self.lock:
-                        if self.waiting:
+                        if self.scheduler.queue:
                             break
                         options = dict(batch)
                         seed, state = options.pop("seed", None), options.pop("state", None)
@@ -286,10 +302,10 @@ class Engine(RunningBatch):
                         for sequence in self._admitted(request, state, seed, False).sequences:
                             numbers[sequence] = count
                             count += 1
-                        self._start_waiting()
+                        self.scheduler.admit()
                     batch = next(left, None)  # may wait for a thread that uses the engine
                 with self.lock:
-                    self._advance()
+                    self.scheduler.advance()
                     ended = [sequence for sequence in numbers if sequence.finished]
                 for sequence in ended:
                     number = numbers.pop(sequence)
@@ -299,6 +315,31 @@ class Engine(RunningBatch):
         finally:
             for sequence in list(numbers):  # the consumer has stopped, or an error occurred
                 self.cancel(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence immediately and free its row. Its last event has no token and the reason `cancelled`."""
+        with self.lock:
+            self.scheduler.cancel(sequence)
+
+    def run(self) -> Iterator[Event]:
+        """Yield every event of submitted sequences until no sequence is running or waiting."""
+        while self.busy or self.scheduler.events:
+            yield from self.step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether sequences are running or waiting."""
+        return self.scheduler.busy
+
+    def step(self) -> list[Event]:
+        """Read the next pieces of prompts, and advance the running sequences by one to eight tokens.
+
+        Returns the events of submitted sequences, with those that other calls have caused since the last step: pairs of
+        a sequence and its new token. The last event of a sequence has a `reason`."""
+        with self.lock:
+            self.scheduler.advance()
+            events, self.scheduler.events = self.scheduler.events, []
+            return events
 
     # --- For all calls --------------------------------------------------------------------------------------
 
@@ -337,6 +378,19 @@ class Engine(RunningBatch):
                 raise ForGenerate("a row has padding in several places, and the model has softmax layers")
         return request
 
+    def _admitted(self, request: Request, state: Any, seed: int | None, keep_state: bool) -> Group:
+        """Make a group of sequences and add it to the queue."""
+        if uses_beams(request):
+            raise ForGenerate("beam search is requested")
+        self._check_positions(request, state)
+        group = Group(request, state, seeded(seed, self.model.device), keep_state)
+        self.scheduler.add(group)
+        return group
+
+    def _check_positions(self, request: Request, state: Any) -> None:
+        if state is not None:
+            self.model.check_generated_length(total_length(request, state))
+
     def _until_done(self, group: Group) -> Iterator[Event]:
         """Run until a group is finished, and yield its tokens. Other running sequences are advanced too.
 
@@ -346,7 +400,7 @@ class Engine(RunningBatch):
             while not done:
                 with self.lock:
                     if group.running:
-                        self._advance()
+                        self.scheduler.advance()
                     done = not group.running
                     start, read = read, [len(sequence.tokens) for sequence in group.sequences]
                     new = [

@@ -20,25 +20,69 @@ def whole_mask(request: Request, state: Any) -> Tensor | None:
     return None if mask is None or bool(mask.all()) else mask
 
 
-def prefill(model: Any, request: Request, state: Any) -> tuple[Any, Tensor]:
-    """Read the prompts in chunks. Returns the cache, and the logits of the next token."""
-    ids, inputs, past = request.ids, dict(request.inputs), 0
-    if model.config.is_encoder_decoder:
-        out = model(**model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs))
-        return inputs["past_key_values"], out.logits[:, -1].to(torch.float32, copy=True)
-    cache, mask = inputs["past_key_values"], whole_mask(request, state)
-    if state is not None:
-        cache, past = state.fork(ids.shape[0] // state.rows), state.get_seq_length()
-    read_so_far = torch.ones(ids.shape[0], past + ids.shape[1], device=ids.device) if mask is None else mask
-    positions = (read_so_far.cumsum(1).long() - 1).clamp_min(0)[:, past:]
-    for start in range(0, ids.shape[1], PIECE):
-        end = min(start + PIECE, ids.shape[1])
-        part: dict[str, Any] = {"input_ids": ids[:, start:end], "past_key_values": cache, "use_cache": True}
-        if mask is not None:
-            part["attention_mask"] = mask[:, : past + end]
+class Prefill:
+    """The reading of the prompts of one call, at most `piece` tokens of each at a time.
+
+    The pieces of a prompt depend on its length only, so that what is computed does not depend on other calls."""
+
+    def __init__(self, model: Any, request: Request, state: Any, piece: int) -> None:
+        self.model, self.request, self.state = model, request, state
+        self.inputs = dict(request.inputs)
+        self.total = request.ids.shape[1]
+        # The first tokens of a decoder are few, and belong to a source that was read at once.
+        self.piece = self.total if model.config.is_encoder_decoder else piece
+        self.read_so_far = 0
+        self.cache: Any = None
+        self.logits: Tensor | None = None
+        """After the last piece, the logits of the next token of each prompt, in float32."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the next piece, of all prompts."""
+        return self.request.ids.shape[0] * min(self.piece, self.total - self.read_so_far)
+
+    @property
+    def done(self) -> bool:
+        return self.read_so_far == self.total
+
+    def begin(self) -> None:
+        ids, inputs, state = self.request.ids, self.inputs, self.state
+        self.cache, self.past = inputs["past_key_values"], 0
+        self.mask = whole_mask(self.request, state)
+        if state is not None:
+            self.cache, self.past = state.fork(ids.shape[0] // state.rows), state.get_seq_length()
+        mask = self.mask
+        real = torch.ones(ids.shape[0], self.past + self.total, device=ids.device) if mask is None else mask
+        self.positions = (real.cumsum(1).long() - 1).clamp_min(0)[:, self.past :]
+
+    def read(self) -> None:
+        """Read the next piece."""
+        ids, inputs = self.request.ids, self.inputs
+        if self.model.config.is_encoder_decoder:
+            self.cache, self.read_so_far = inputs["past_key_values"], self.total
+            given = self.model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
+            self.logits = self.model(**given).logits[:, -1].to(torch.float32, copy=True)
+            return
+        if self.cache is None:
+            self.begin()
+        start, end = self.read_so_far, min(self.read_so_far + self.piece, self.total)
+        part: dict[str, Any] = {"input_ids": ids[:, start:end], "past_key_values": self.cache, "use_cache": True}
+        if self.mask is not None:
+            part["attention_mask"] = self.mask[:, : self.past + end]
         if "position_ids" in inputs:
-            part["position_ids"] = positions[:, start:end]
+            part["position_ids"] = self.positions[:, start:end]
         if "logits_to_keep" in inputs:
             part["logits_to_keep"] = 1
-        logits = model(**part).logits
-    return cache, logits[:, -1].to(torch.float32, copy=True)
+        logits = self.model(**part).logits
+        self.read_so_far = end
+        if self.done:
+            self.logits = logits[:, -1].to(torch.float32, copy=True)
+
+
+def prefill(model: Any, request: Request, state: Any) -> tuple[Any, Tensor]:
+    """Read the prompts of a call to their end. Returns the cache, and the logits of the next token."""
+    reading = Prefill(model, request, state, PIECE)
+    while not reading.done:
+        reading.read()
+    assert reading.logits is not None
+    return reading.cache, reading.logits

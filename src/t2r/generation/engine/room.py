@@ -1,9 +1,10 @@
-"""What a call requires of a decoding step: rows, and the length of the buffers of softmax attention."""
+"""What a call requires of a decoding step: rows, and the sizes of the buffers of each row."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from t2r.generation.engine.choice import Choice
 from t2r.generation.engine.request import Request
 from t2r.generation.engine.step import DecodeStep
 
@@ -19,26 +20,31 @@ class Room(NamedTuple):
     """Tokens in softmax layers."""
     source: int
     """Tokens of the source in softmax cross attention."""
+    biases: int = 0
+    """Tokens whose logits have a bias."""
 
     @classmethod
     def of(cls, step: DecodeStep | None) -> Room:
-        return cls(0, 0, 0) if step is None else cls(step.rows, step.max_length or 0, step.source_length or 0)
+        if step is None:
+            return cls(0, 0, 0)
+        return cls(step.rows, step.max_length or 0, step.source_length or 0, step.biases)
 
     @classmethod
-    def needed(cls, model: Any, request: Request, state: Any) -> Room:
+    def needed(cls, model: Any, request: Request, state: Any, choice: Choice | None = None) -> Room:
         """Return what a call requires."""
         length, source = total_length(request, state), request.source
         return cls(
             request.ids.shape[0],
             length if model.grows() else 0,
             source.shape[1] if source is not None and model.grows(cross=True) else 0,
+            0 if choice is None else len(choice.biases),
         )
 
     def fits(self, step: DecodeStep | None) -> bool:
-        """Return whether the buffers and the table of positions of a step are long enough."""
+        """Return whether the buffers and the table of positions of a step are large enough."""
         own = Room.of(step)
-        long_enough = self.length <= own.length and self.source <= own.source
-        return step is not None and long_enough and not step.outdated
+        large_enough = self.length <= own.length and self.source <= own.source and self.biases <= own.biases
+        return step is not None and large_enough and not step.outdated
 
 
 def total_length(request: Request, state: Any) -> int:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
-from transformers.generation import (
-    EosTokenCriteria,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MaxLengthCriteria,
-    NoBadWordsLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from transformers.generation import EosTokenCriteria, ForcedEOSTokenLogitsProcessor, MaxLengthCriteria
 
+from t2r.generation.engine.choice import Choice
 from t2r.generation.engine.request import Request, token_list
+
+Reason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(eq=False)
@@ -27,30 +22,49 @@ class Sequence:
     index: int
     """Its index in the call."""
     row: int | None = None
-    """Its row in the running batch; None while it waits and after it is finished."""
+    """Its row in the decoding step; None while it waits and after it is finished."""
     tokens: list[int] = field(default_factory=list)
     """The generated tokens."""
-    finished: bool = False
+    reason: Reason | None = None
+    """Why it has ended: `stop` (an EOS token or a stopping criterion), `length`, `cancelled` or `error`."""
     state: Any = None
     """With `keep_state`, the cache at the end, which contains all tokens except the last."""
     error: Exception | None = None
     """The error that ended the sequence, for example one of its logits processors."""
 
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.reason is not None
 
-class Event(NamedTuple):
-    """A new token of a sequence."""
 
+class NewToken(NamedTuple):
     sequence: Sequence
     token: int
+
+
+class Event(NewToken):
+    """A new token of a sequence. The last event of a sequence has a reason.
+
+    A sequence that is cancelled, or fails, ends with an event whose token is None."""
+
+    reason: Reason | None = None
+    """Why the sequence has ended with this event; None if it goes on."""
+
+    @classmethod
+    def last(cls, sequence: Sequence, token: Any = None) -> Event:
+        """Return the event with which a sequence has ended."""
+        event = cls(sequence, token)
+        event.reason = sequence.reason
+        return event
 
 
 class Group:
     """The sequences of one call, decoded with the options of the call as in `generate`.
 
-    A group is `plain` if it uses greedy search, with logits processors that do not depend on the generated tokens
-    (forbidden tokens, a forced first or last token), and stops only at EOS tokens or a maximum length. The decoding
-    step then chooses the tokens, and sequences end independently. Otherwise tokens are chosen here, with the logits
-    processors and stopping criteria of transformers.
+    If the options have the form of a `Choice`, and the sequences stop only at EOS tokens or a maximum length, the
+    tokens are chosen on the device for all groups together. Otherwise they are chosen here, with the logits processors
+    and stopping criteria of transformers.
     """
 
     def __init__(self, request: Request, state: Any, generator: torch.Generator | None, keep_state: bool) -> None:
@@ -65,14 +79,16 @@ class Group:
         self.new_tokens = self.max_length - ids.shape[1]
         """The maximum number of new tokens of a sequence."""
         simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in request.criteria)
-        constant = all(is_constant(processor, self.max_length) for processor in request.processors)
-        self.plain = simple and not config.do_sample and constant
-        self.forbidden = forbidden_tokens(request) if self.plain else frozenset()
-        """Tokens that the decoding step must not choose, if the group is plain."""
+        self.choice = Choice.of(request, self.max_length) if simple else None
+        """How tokens are chosen on the device; None if they are chosen here."""
+        self.ends_together = self.choice is None or not self.choice.greedy
+        """Whether rows are kept until all sequences have ended: their tokens are chosen, or drawn, together."""
         last = [p for p in request.processors if type(p) is ForcedEOSTokenLogitsProcessor]
         self.forced_last: int | None = min(last[-1].eos_token_id.tolist()) if last else None
         self.pad = pad_token(config)
-        if not self.plain:
+        self.seen: Tensor | None = None
+        """With a repetition penalty, the tokens that each sequence has read `[sequences, vocabulary]`."""
+        if self.choice is None:
             self.ids = torch.cat([ids, ids.new_full((ids.shape[0], self.max_length - ids.shape[1]), self.pad)], dim=1)
             self.length = ids.shape[1]
             self.unfinished = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)
@@ -81,21 +97,25 @@ class Group:
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.finished]
 
-    def fail(self, error: Exception) -> None:
-        """End the sequences that are not finished with an error."""
-        for sequence in self.running:
-            sequence.finished, sequence.error = True, error
+    def end(self, reason: Reason, error: Exception | None = None) -> list[Event]:
+        """End the sequences that are not finished."""
+        ended = self.running
+        for sequence in ended:
+            sequence.reason, sequence.error = reason, error
+        return [Event.last(sequence) for sequence in ended]
+
+    def first(self, logits: Tensor) -> Tensor:
+        """Return the first token of every sequence `[sequences]`, from float32 logits."""
+        if self.choice is None:
+            return self.choose(logits)
+        processors: Any = self.request.processors
+        return self.drawn(processors(self.request.ids, logits))
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Return the next token of every sequence `[sequences]`, from float32 logits. For a plain group, the first."""
+        """Return the next token of every sequence `[sequences]`, with the processors and criteria of transformers."""
         processors: Any = self.request.processors
-        if self.plain:
-            return processors(self.request.ids, logits).argmax(-1)
         scores = processors(self.ids[:, : self.length], logits)
-        if self.request.config.do_sample:
-            chosen = torch.multinomial(scores.softmax(-1), num_samples=1, generator=self.generator).squeeze(1)
-        else:
-            chosen = scores.argmax(-1)
+        chosen = self.drawn(scores)
         if self.stops:
             chosen = torch.where(self.unfinished, chosen, self.pad)
         self.ids[:, self.length] = chosen
@@ -103,27 +123,39 @@ class Group:
         self.unfinished &= ~self.request.criteria(self.ids[:, : self.length], scores).to(self.unfinished.device)
         return chosen
 
-    def advance(self, tokens: list[list[int]]) -> list[Event]:
-        """Append new tokens, chosen by `choose` or by the decoding step, to every sequence that is not finished.
+    def drawn(self, scores: Tensor) -> Tensor:
+        if not self.request.config.do_sample:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), num_samples=1, generator=self.generator).squeeze(1)
 
-        `tokens` has a list for each sequence. It may go on after the end of a sequence in a plain group."""
-        going_on = [] if self.plain else self.unfinished.tolist()
+    def advance(self, tokens: list[list[int]]) -> list[Event]:
+        """Append new tokens to every sequence that is not finished.
+
+        `tokens` has a list for each sequence. It may go on after the end of a sequence if there is a `choice`."""
+        going_on = [] if self.choice is not None else self.unfinished.tolist()
         if not self.stops:  # without EOS tokens, `generate` ends all sequences together
             going_on = [any(going_on)] * len(going_on)
-        events = []
+        events: list[Event] = []
         for i, (sequence, new) in enumerate(zip(self.sequences, tokens, strict=True)):
             if sequence.finished:
                 continue
-            if self.plain:
+            if self.choice is not None:
                 new = new[: self.new_tokens - len(sequence.tokens)]
                 new = new[: next((n for n, token in enumerate(new, 1) if token in self.stops), None)]
+            if not new:
+                continue
             sequence.tokens += new
             at_end = len(sequence.tokens) == self.new_tokens
-            if self.plain and at_end and self.forced_last is not None:
+            stopped = sequence.tokens[-1] in self.stops
+            ended = stopped or at_end if self.choice is not None else not going_on[i]
+            if self.choice is not None and at_end and self.forced_last is not None:
                 sequence.tokens[-1] = self.forced_last
-            last = sequence.tokens[-1]
-            sequence.finished = at_end or last in self.stops if self.plain else not going_on[i]
-            events += [Event(sequence, token) for token in sequence.tokens[-len(new) :]]
+            if ended:
+                sequence.reason = "length" if at_end and not stopped else "stop"
+            made = [Event(sequence, token) for token in sequence.tokens[-len(new) :]]
+            if sequence.finished:
+                made[-1].reason = sequence.reason
+            events += made
         return events
 
     def result(self) -> Tensor:
@@ -132,26 +164,6 @@ class Group:
         longest = max(len(sequence.tokens) for sequence in self.sequences)
         rows = [s.tokens + [self.pad] * (longest - len(s.tokens)) for s in self.sequences]
         return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
-
-
-def is_constant(processor: LogitsProcessor, max_length: int) -> bool:
-    """Return whether a processor does the same for all tokens, except the first, and the last of `max_length`."""
-    if type(processor) is NoBadWordsLogitsProcessor:
-        return all(len(word) == 1 for word in processor.sequence_bias)
-    if type(processor) is ForcedEOSTokenLogitsProcessor:
-        return bool(processor.max_length == max_length)
-    return type(processor) in (SuppressTokensLogitsProcessor, ForcedBOSTokenLogitsProcessor)
-
-
-def forbidden_tokens(request: Request) -> frozenset[int]:
-    """Return the tokens that constant processors forbid at every position."""
-    found: set[int] = set()
-    for processor in request.processors:
-        if type(processor) is NoBadWordsLogitsProcessor:  # an EOS token that it knows is not a bad word
-            found |= {word[0] for word in processor.sequence_bias}
-        elif type(processor) is SuppressTokensLogitsProcessor:
-            found |= set(processor.suppress_tokens.tolist())
-    return frozenset(found)
 
 
 def pad_token(config: Any) -> int:

@@ -26,9 +26,10 @@ class DecodeStep:
     """The forward pass of one token for every row, with tensors at fixed addresses.
 
     `run` reads `tokens [rows, 1]`, advances the cache and writes `logits [rows, vocabulary]`, in float32 as in
-    `generate`. For `greedy` rows, it also writes the most likely next token to `tokens`. Rows that are not `active`
-    stay at position 0. With `reorders`, the step first copies row `order[i]` of the cache to each row `i`. Beams of the
-    same source share their cross attention, which is not reordered.
+    `generate`, with the biases of each row, of which there are at most `biases`. For `greedy` rows, it also writes the
+    most likely next token to `tokens`. Rows that are not `active` stay at position 0. With `reorders`, the step first
+    copies row `order[i]` of the cache to each row `i`. Beams of the same source share their cross attention, which is
+    not reordered.
 
     The step is a CUDA graph on a GPU and a `Recording` on a CPU. On other devices it runs eagerly. With `compiled`, the
     kernels of the graph are fused by torch.compile. With `tuned`, a recording finds out with how many threads it is
@@ -44,10 +45,12 @@ class DecodeStep:
         *,
         compiled: bool = False,
         reorders: bool = False,
+        biases: int = 0,
         state_dtype: torch.dtype | None = None,
         tuned: bool = False,
     ) -> None:
         self.model, self.rows, self.max_length, self.source_length = model, rows, max_length, source_length
+        self.biases = biases
         self.compiled, self.reorders, self.tuned = compiled, reorders, tuned
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode cannot be changed outside it
             self.allocate(state_dtype)
@@ -66,8 +69,10 @@ class DecodeStep:
         self.active = torch.zeros(rows, dtype=torch.long, device=device)
         self.greedy = torch.zeros(rows, 1, dtype=torch.bool, device=device)
         self.order = torch.arange(rows, device=device)
-        self.logits = self.bias = torch.empty(0)
-        self.forbidden: frozenset[int] = frozenset()
+        self.logits = torch.empty(0)
+        # A row with fewer biases repeats a bias of zero for token 0. Each other token occurs once.
+        self.biased = torch.zeros(rows, self.biases, dtype=torch.long, device=device)
+        self.bias = torch.zeros(rows, self.biases, dtype=torch.float32, device=device)
         self.constants: dict[Any, Any] = {}
         self.source: Any = None
         self.source_mask: Tensor | None = None
@@ -115,10 +120,12 @@ class DecodeStep:
         tokens: Tensor | None = None,
         greedy: bool = False,
         source_mask: Tensor | None = None,
+        biases: dict[int, float] | None = None,
     ) -> None:
-        """Copy the sequences `index` of a prefilled cache to these rows, and set their next tokens.
+        """Copy the sequences `index` of a prefilled cache to these rows, and set their next tokens and biases.
 
-        `source_mask [rows, source]` is the padding mask of the sources, for softmax cross attention."""
+        `source_mask [rows, source]` is the padding mask of the sources, for softmax cross attention. A logit that is
+        not of the vocabulary has no bias."""
         self.own.put_rows(rows, cache.self_attention_cache if self.cross else cache, index)
         for layer, other in zip(self.cross, cache.cross_attention_cache.layers if self.cross else [], strict=True):
             layer.put_rows(rows, other, index)
@@ -130,13 +137,24 @@ class DecodeStep:
             self.tokens[rows, 0] = tokens
         self.active[rows] = 1
         self.greedy[rows] = greedy
+        if self.biases:
+            own = {token: bias for token, bias in (biases or {}).items() if 0 <= token < self.logits.shape[1]}
+            empty = self.biases - len(own)
+            self.biased[rows] = torch.tensor([*own, *[0] * empty], device=rows.device)
+            self.bias[rows] = torch.tensor([*own.values(), *[0.0] * empty], device=rows.device)
 
-    def forbid(self, tokens: frozenset[int]) -> None:
-        """Set the tokens that are never chosen: their logits become minus infinity."""
-        if tokens != self.forbidden:
-            self.bias.zero_()
-            self.bias[sorted(token for token in tokens if 0 <= token < len(self.bias))] = -torch.inf
-            self.forbidden = tokens
+    def take_over(self, rows: Tensor, other: DecodeStep, index: Tensor) -> None:
+        """Copy the rows `index` of another step to these rows, which then continue as they would there."""
+        self.own.put_rows(rows, other.own, index)
+        for layer, given in zip(self.cross, other.cross, strict=True):
+            layer.put_rows(rows, given, index)
+        if self.source_mask is not None and other.source_mask is not None:
+            self.source_mask[rows] = 0
+            self.source_mask[rows, : other.source_mask.shape[1]] = other.source_mask[index]
+        for name in ("tokens", "active", "greedy"):
+            getattr(self, name)[rows] = getattr(other, name)[index]
+        for name in ("biased", "bias"):
+            getattr(self, name)[rows, : other.biases] = getattr(other, name)[index]
 
     def free(self, rows: list[int]) -> None:
         self.active[torch.tensor(rows, device=self.active.device)] = 0
@@ -164,8 +182,9 @@ class DecodeStep:
         logits: Tensor = self.model(**inputs).logits[:, -1]
         if not self.logits.numel():
             self.logits = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-            self.bias = torch.zeros_like(self.logits[0])
-        torch.add(logits, self.bias, out=self.logits)
+        self.logits.copy_(logits)
+        if self.biases:
+            self.logits.scatter_add_(1, self.biased, self.bias)
         best = self.logits.argmax(-1, keepdim=True)
         torch.where(self.greedy, best, self.tokens, out=self.tokens)
 
@@ -192,7 +211,7 @@ class DecodeStep:
         self.forward()
 
     def recorded(self) -> Callable[[], None]:
-        inputs = [self.tokens, self.active, self.greedy, self.order, self.bias]
+        inputs = [self.tokens, self.active, self.greedy, self.order, self.biased, self.bias]
         inputs += [x for layer in self.cross for x in layer.tensors().values()]  # each prefill changes the sources
         inputs += [] if self.source_mask is None else [self.source_mask]
         outputs = [self.tokens, self.logits, self.own.lengths, *self.own.tensors()]
