@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from rich.console import Console
-from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+from transformers import GptOssConfig, GptOssForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 import t2r
-from families import POSITIONS, tiny
+from families import DECODER, POSITIONS, tiny
 from t2r.bench import decoding
 from t2r.bench.analytic import step_cost
 from t2r.bench.models import with_positions
@@ -180,9 +180,11 @@ def test_the_window_has_the_memory_of_a_model_without_softmax_layers():
 
 
 def test_models_that_the_engine_does_not_support_are_named():
-    report = decoding.run({"teacher": tiny("mistral", torch.float32)}, [6], engine=True, **SHORT)
+    kinds = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
+    teacher = GptOssForCausalLM(GptOssConfig(**DECODER | {"num_hidden_layers": 2}, head_dim=8, **kinds)).eval()
+    report = decoding.run({"teacher": teacher}, [6], engine=True, **SHORT)
     assert [point.model for point in report.points] == ["teacher"]
-    assert "teacher is not measured in the engine: a static cache does not support" in decoding.notes(report)[0]
+    assert "teacher is not measured in the engine: the attention of gpt_oss, an untested model type" in decoding.notes(report)[0]
 
 
 def test_softmax_layers_in_the_engine():

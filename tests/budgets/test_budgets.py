@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.converting import make_model, make_world
-from tests.families import tiny
 from transformers import AutoModelForCausalLM
 
 import t2r
+from converting import make_model, make_world
+from families import tiny
 from t2r.budgets import scan
 from t2r.budgets.allocation import allocate, choices
 from t2r.budgets.costs import SINKS, SMALLEST, Costs, LayerCost, features_for, parse_memory

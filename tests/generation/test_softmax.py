@@ -90,7 +90,7 @@ def test_a_changed_generation_config_and_training_mode_are_noticed(caplog):
     assert "falling back from the engine to model.generate(): the model is in training mode" in caplog.text
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("t5", "relative bias")])
+@pytest.mark.parametrize(("model_type", "reason"), [("t5", "relative bias")])
 def test_models_without_a_static_cache_fall_back_to_generate(model_type, reason, caplog):
     model, (prompt,) = teacher(model_type), prompts([5])
     how = {"max_new_tokens": 4, "output_attentions": True, "return_dict_in_generate": True}  # only the model has them
@@ -100,6 +100,15 @@ def test_models_without_a_static_cache_fall_back_to_generate(model_type, reason,
     assert torch.equal(out.sequences, model.generate(prompt, **how).sequences)
     with pytest.raises(T2RError, match=reason):
         Engine(model).submit(prompt)
+
+
+def test_a_sliding_window_is_a_ring_in_the_engine():
+    """Texts several times as long as the window, of different lengths."""
+    model, given = teacher("mistral"), prompts([3, 14, 6])
+    assert model.config.sliding_window < 14
+    for one in given:
+        how = {"max_new_tokens": 12, "do_sample": False}
+        assert torch.equal(Engine(model).generate(one, **how), model.generate(one, **how))
 
 
 def small(config_class, **fields):

@@ -28,7 +28,7 @@ import t2r
 from families import FAMILIES, POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
 from processes import same_threads
 from t2r.attention.recurrence import recurrent_sites
-from t2r.config import FORMAT
+from t2r.config import FORMAT, WITHOUT_PLAN
 from t2r.feature_maps import FEATURE_MAPS
 from t2r.hub import load_model
 from t2r.model.card import model_card
@@ -194,7 +194,7 @@ def test_the_saved_configuration(model_type, tmp_path):
     text = (tmp_path / "out" / "config.json").read_text()
     fields = json.loads(text)
     assert fields["model_type"] == "t2r"
-    assert fields["format"] == FORMAT
+    assert fields["format"] == WITHOUT_PLAN
     assert fields["t2r_version"] == t2r.__version__
     assert fields["architectures"] == ["T2RForSeq2SeqLM" if is_seq2seq(model_type) else "T2RForCausalLM"]
     assert fields["dtype"] == "float64"

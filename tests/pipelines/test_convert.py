@@ -620,7 +620,7 @@ def test_halving_leaves_rotary_frequencies_alone():
     ("options", "words"),
     [
         ({"overrides": ("distill.stepz=1",)}, "unknown option stepz"),
-        ({"recipe": "none"}, "no recipe 'none'"),
+        ({"recipe": "best"}, "no recipe 'best'"),
         ({"feature_sise": 3}, "unknown option feature_sise"),
         ({"softmax_layers": "auto"}, "give layers, or auto:N"),
         ({"softmax_layers": "auto:2"}, "would keep all 2 layers"),

@@ -413,7 +413,8 @@ def test_a_model_of_an_unknown_family_trains(world, tmp_path):
     ("options", "words"),
     [
         ({"config": "gpt2"}, "no preset 'gpt2': choose one of adaptive-lm-medium"),
-        ({"recipe": "none"}, "no recipe 'none'"),
+        ({"recipe": "best"}, "no recipe 'best'"),
+        ({"recipe": "none", "overrides": ()}, "recipe none trains nothing"),
         ({"recipe": "distill-lm", "overrides": ()}, "objective transfer, which requires a teacher"),
         ({"overrides": ("pretrain.stepz=1",)}, "unknown option stepz"),
         ({"model_overrides": ("n_layers=3",)}, "gpt2 has no field n_layers"),

@@ -83,6 +83,8 @@ def pretrain(given: Pretraining) -> dict[str, Any]:
         preset = dataclasses.replace(preset, recipe=given.recipe)
     check_kind(preset, texts)
     plan = within(make_plan(preset, given.overrides), minutes)
+    if not plan.stages:
+        raise T2RError(f"recipe {plan.name} trains nothing: choose another one")
     chosen = attention(preset.swap | plan.swap, options, seed)
     place = processes.join(choose_device(given.device))
     settings = Settings.on(place, **given.part(Settings))

@@ -60,8 +60,9 @@ class SiteReport:
     """Bytes of the windows, by number of tokens."""
 
     def cache_bytes(self, length: int) -> int:
-        window = 0 if self.window_bytes is None else self.window_bytes[length]
-        return self.state_bytes + window if self.recurrent else self.kv_bytes[length]
+        if self.window_bytes is not None:
+            return self.state_bytes + self.window_bytes[length]
+        return self.state_bytes if self.recurrent else self.kv_bytes[length]
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ def site_report(
     """Report on one site. `parameters` and `layer` are those of the base model."""
     module: Any = site.module
     feature_map = module.feature_map if swapped and module.has_map else None
-    window = module.window if swapped else None
+    window = getattr(module, "window", None)  # also of a softmax layer with a sliding window
     return SiteReport(
         name=site.name,
         layer=site.layer,
@@ -295,9 +296,9 @@ def site_report(
 
 
 def window_bytes(window: Any, shape: Shape, length: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the windows of a layer after `length` tokens."""
+    """Return the bytes of the windows of a layer after `length` tokens, and of their number."""
     held = sum(min(length, size + window.sinks) for size in window.sizes if size)
-    return 2 * held * shape.head_dim * dtype.itemsize
+    return 2 * held * shape.head_dim * dtype.itemsize + torch.long.itemsize
 
 
 def state_bytes(feature_map: FeatureMap, value_size: int, dtype: torch.dtype) -> int:
@@ -377,7 +378,7 @@ def tables(inspection: Inspection) -> list[Table | str]:
 
 def described(site: SiteReport, kind: str) -> str:
     """Return the kind of attention of a site, with the windows of its heads."""
-    if site.windows is None:
+    if site.windows is None or not site.recurrent:
         return kind if site.recurrent else "softmax"
     shown = " ".join(map(str, site.windows)) if len(set(site.windows)) > 1 else str(site.windows[0])
     return f"window {shown}" + (" + state" if site.state_bytes else "")
@@ -409,7 +410,7 @@ def summary(inspection: Inspection) -> list[str]:
         f"parameters added: {inspection.parameters_added:,}{merged}, {inspection.share:.2%} of the base "
         f"model's {inspection.parameters:,}"
     )
-    if sizes := [size for site in inspection.sites for size in site.windows or []]:
+    if sizes := [size for site in inspection.sites if site.recurrent for size in site.windows or []]:
         counts = ", ".join(f"{sizes.count(size)} of {size:,}" for size in sorted(set(sizes)))
         lines.append(f"windows of key-value heads: {counts} tokens")
     lines.append(
@@ -438,7 +439,7 @@ def state_lines(model: PreTrainedModel) -> list[str]:
         f"feature size: {', '.join(map(str, sizes))} ({recurrent} of {len(found.sites)} attention modules recurrent)",
         f"state of a sequence: {found.state_bytes:,} bytes in {found.dtype}",
     ]
-    if any(site.windows for site in found.sites):
+    if any(site.windows for site in found.sites if site.recurrent):
         longest = max(found.cache_bytes)
         lines.append(f"state and windows of a sequence: {found.cache_bytes[longest]:,} bytes in {found.dtype}")
     return lines

@@ -279,8 +279,8 @@ def test_the_default_transfers_and_then_distills():
     assert [(s.objective, s.train) for s in recipe.stages] == [("transfer", "maps"), ("distill", "all")]
     assert (recipe.swap["feature_map"], recipe.swap["activation"]) == ("t2r", "softmax")
     assert shipped_recipes() == [
-        *("distill-lm", "distill-mt", "finetune-lm", "finetune-mt", "paper-lm", "paper-lm-scratch", "paper-mt"),
-        *("paper-mt-scratch", "scratch-lm", "scratch-mt"),
+        *("distill-lm", "distill-mt", "finetune-lm", "finetune-mt", "memory-lm", "none", "paper-lm"),
+        *("paper-lm-scratch", "paper-mt", "paper-mt-scratch", "scratch-lm", "scratch-mt"),
     ]
 
 
