@@ -129,8 +129,8 @@ def test_steps_inside_and_outside_of_inference_mode():
     with torch.inference_mode():
         engine.step()
     list(engine.run())
-    for given, found in ((prompt, sequence), (torch.cat([prompt] * 3, 1), longer)):
-        assert found.tokens == Engine(model()).generate(given, **how)[0, given.shape[1] :].tolist()
+    for ids, found in ((prompt, sequence), (torch.cat([prompt] * 3, 1), longer)):
+        assert found.tokens == Engine(model()).generate(ids, **how)[0, ids.shape[1] :].tolist()
 
 
 class Custom(LogitsProcessor):
