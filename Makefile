@@ -10,8 +10,15 @@ OLDEST_TESTS := tests/test_imports.py tests/test_compat.py tests/attention tests
 	-k "not test_families and not test_convert and not test_imports and not task or exact_attention or trainer or peft \
 	or (test_generates_like and greedy) or whole_way or stays_what or continuing_from or order1 or hook"
 
+# For an edit: the structure, options, storage, the reference and chunked kernels, states, recipes, the command line, and
+# of the families one of each kind of attention and an encoder-decoder.
+FAST_TESTS := tests/test_architecture.py tests/test_options.py tests/test_words.py tests/test_storage.py tests/test_compat.py \
+	tests/ops/test_chunked.py tests/ops/test_contract.py tests/attention/test_state.py tests/training/recipes \
+	tests/cli/test_cli.py tests/surgery/test_families.py \
+	-k "(not test_families or gpt2 or llama or gptj or marian) and not one_graph and not another_process"
+
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full test test-all test-oldest lint format clean install
+.PHONY: help demo demo-full test test-fast test-all test-oldest lint format clean install
 
 help:  ## Print this list
 	@echo "t2r: turn a pretrained transformer into an RNN"
@@ -26,6 +33,9 @@ demo-full: $(INSTALLED)  ## The same in twenty minutes, and also with softmax la
 
 test: $(INSTALLED)  ## Run the tests except the slow ones (ARGS="-k ops" passes options to pytest)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-fast: $(INSTALLED)  ## Run a selection of the tests, for an edit
+	$(BIN)/python -m pytest -n 2 $(FAST_TESTS) $(ARGS)
 
 test-all: $(INSTALLED)  ## Run every test
 	$(BIN)/python -m pytest -n 2 -m "slow or not slow" $(ARGS)
