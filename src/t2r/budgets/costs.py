@@ -51,8 +51,8 @@ class LayerCost(NamedTuple):
     """The longest window that makes sense: that of the base model, or one with more than the context."""
 
     def of(self, window: int) -> int:
-        """Return the bytes of a head with this window. A head that sees all there is has no state."""
-        return (window + SINKS) * self.token + (self.state if window < self.longest else 0)
+        """Return the bytes of a head with this window, and its state."""
+        return (window + SINKS) * self.token + self.state
 
 
 class Costs(NamedTuple):
@@ -111,11 +111,8 @@ class Costs(NamedTuple):
         return sum(layer.of(window) for layer, windows in pairs for window in windows)
 
     def plan(self, windows: Sequence[Sequence[int]]) -> MemoryPlan:
-        """Return the plan with these windows, and states where they are not the longest."""
-        states: Any = tuple(
-            tuple(bool(layer.state) and window < layer.longest for window in row)
-            for layer, row in zip(self.layers, windows, strict=True)
-        )
+        """Return the plan with these windows, and states of what leaves them if there are states at all."""
+        states: Any = None if self.layers[0].state else tuple((False,) * len(row) for row in windows)
         return MemoryPlan(tuple(map(tuple, windows)), SINKS, states)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -13,13 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.budgets.allocation import Head, Needs, allocate
-from t2r.budgets.costs import Costs, features_for, in_mib
+from t2r.budgets.costs import BEYOND, Costs, features_for, in_mib
 from t2r.budgets.scan import BLOCKS, MANY, Kept, Limited, ask, measure_needs, recall_heads
 from t2r.errors import T2RError
 from t2r.plans import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
+REACHES = (1, 2, 4, 8)
+"""Recall is planned for the whole context; if the memory does not allow that, for a half, a quarter or an eighth."""
 MOST_FOR_RECALL = 0.45
 """The largest share of the memory for heads that recall: beyond it, perplexity would pay."""
 
@@ -36,7 +38,7 @@ class Planned:
     """Features of its states. 0: it has none."""
     plan: MemoryPlan
     recall_heads: tuple[Head, ...]
-    """Layers and heads that see the whole context for the sake of recall."""
+    """Layers and heads that see more for the sake of recall."""
     divergence: float | None = None
     """The KL divergence of its windows, not trained and without states, on the text of the scan."""
 
@@ -97,7 +99,7 @@ class Planner:
         windows = partial(allocate, self.needs, costs, memory)
         name = f"{memory} bytes, {features} features"
         heads = self.kept.remember(f"recall, {name}", lambda: self.find_recall(costs, memory)) if self.recalls else []
-        chosen = {(layer, head): costs.layers[layer].longest for layer, head in heads}
+        chosen = {(layer, head): window for layer, head, window in heads}
         plan = costs.plan(windows(chosen))
 
         def diverges() -> float:
@@ -105,25 +107,34 @@ class Planner:
             return self.limited.divergence()
 
         divergence = self.kept.remember(f"divergence, {name}, {len(heads)} heads", diverges)
-        return Planned(memory, costs.of_plan(plan), features, plan, tuple(map(tuple, heads)), divergence)
+        return Planned(memory, costs.of_plan(plan), features, plan, tuple(chosen), divergence)
 
     def find_recall(self, costs: Costs, memory: int) -> list[list[int]]:
-        dear = max(layer.of(layer.longest) for layer in costs.layers)
-        most = int(MOST_FOR_RECALL * memory / dear)
+        """Return layers, heads and windows for recall, as far back as the memory allows."""
         text = self.blocks.flatten().tolist()
-        try:
-            questions = ask(self.model, self.tokenizer, text, self.context)
-        except T2RError as error:
-            logger.info("recall: %s: no head is kept for it", error)
-            return []
-
-        def windows(chosen: Mapping[Head, int]) -> list[list[int]]:
-            return allocate(self.needs, costs, memory, chosen)
-
         known = [(layer, head) for layer, head in self.kept.values.get("recall heads", [])]
-        chosen = recall_heads(self.limited, questions, windows, known=known, most=most, progress=self.progress)
-        self.kept.values["recall heads"] = [list(head) for head in known]
-        return [list(head) for head in chosen]
+        for part in REACHES:
+            context = self.context // part
+            window = min(context + context // BEYOND, max(layer.longest for layer in costs.layers))
+            most = int(MOST_FOR_RECALL * memory / max(layer.of(window) for layer in costs.layers))
+            try:
+                questions = ask(self.model, self.tokenizer, text, context)
+            except T2RError as error:
+                logger.info("recall: %s: no head is kept for it", error)
+                return []
+            chosen = recall_heads(
+                self.limited,
+                questions,
+                partial(allocate, self.needs, costs, memory),
+                reach=window,
+                known=known,
+                most=most,
+                progress=self.progress,
+            )
+            self.kept.values["recall heads"] = [list(head) for head in known]
+            if chosen is not None:
+                return [[*head, size] for head, size in chosen.items()]
+        return []
 
 
 def text_blocks(dataset: Any, count: int) -> Tensor:
@@ -143,7 +154,7 @@ def told(planned: Planned) -> str:
     sizes = sorted(size for row in planned.plan.windows for size in row)
     counts = ", ".join(f"{sizes.count(size)} of {size:,}" for size in sorted(set(sizes)))
     states = f"states of {planned.features} features" if planned.features else "no states"
-    recall = f"; {len(planned.recall_heads)} heads see everything for recall" if planned.recall_heads else ""
+    recall = f"; {len(planned.recall_heads)} heads chosen for recall" if planned.recall_heads else ""
     return f"{in_mib(planned.used)} of {in_mib(planned.memory)}: windows of heads {counts} tokens; {states}{recall}"
 
 

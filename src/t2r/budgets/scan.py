@@ -183,13 +183,15 @@ def recall_heads(
     questions: Questions,
     windows: Callable[[Mapping[Head, int]], list[list[int]]],
     *,
+    reach: int,
     known: list[Head],
     most: int,
     progress: bool = True,
-) -> dict[Head, int]:
-    """Return heads that need the whole context, so that the model recalls what was said long ago.
+) -> dict[Head, int] | None:
+    """Return heads that need a window of `reach` tokens, so that the model recalls what was said so long ago. None:
+    there is no such choice.
 
-    One head after another gets its longest window: the one with which the model gives the right answers the highest
+    One head after another gets this window: the one with which the model gives the right answers the highest
     probability, beside the heads before. The same heads serve every budget, so those that are known are taken first.
 
     Args:
@@ -204,31 +206,33 @@ def recall_heads(
         return {}
     chosen: dict[Head, int] = {}
     with progress_bar("searching heads for recall", most * len(costs.heads), "heads", shown=progress) as report:
-        for round_ in range(most):
+        for round_ in range(most + 1):
             now = windows(chosen)
             limited.limit(dict(enumerate(now)))
             score, share = limited.answers(questions)
-            logger.info("recall: %d heads see everything: %.0f %% right", len(chosen), 100 * share)
+            told = f"{len(chosen)} heads with windows of {reach:,} tokens"
+            logger.info("recall: %s: %.0f %% right", told, 100 * share)
             if share >= ENOUGH * able:
-                break
+                return chosen
+            if round_ == most:
+                return None
             if len(chosen) < len(known):
                 best = known[len(chosen)]
-                chosen[best] = costs.layers[best[0]].longest
+                chosen[best] = max(reach, now[best[0]][best[1]])
                 continue
             gains = {}
             for i, (layer, head) in enumerate(costs.heads):
-                longest = costs.layers[layer].longest
-                if now[layer][head] < longest:
-                    limited.limit({layer: [longest if h == head else w for h, w in enumerate(now[layer])]})
+                if now[layer][head] < min(reach, costs.layers[layer].longest):
+                    limited.limit({layer: [reach if h == head else w for h, w in enumerate(now[layer])]})
                     gains[layer, head] = limited.answers(questions)[0] - score
                     limited.limit({layer: now[layer]})
                 report(round_ * len(costs.heads) + i + 1)
             if not gains or max(gains.values()) <= 0:
-                break
+                return None
             best = max(gains, key=gains.__getitem__)
             known.append(best)
-            chosen[best] = costs.layers[best[0]].longest
-    return chosen
+            chosen[best] = reach
+    return None
 
 
 def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: list[int], context: int) -> Questions:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -80,6 +81,9 @@ class MemoryBudget:
             in_mib(planner.costs.whole),
         )
         planned = planner.plan(self.memory, swap_options.get("feature_size") if trains else 0)
+        del planner
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # training shapes its memory in another way, and other processes may need it
         logger.info("plan: %s", told(planned))
         return planned
 

@@ -294,6 +294,7 @@ class _WindowAttention(torch.autograd.Function):
         delta = (g.float() * out.float()).sum(-1)
         if g_lse is not None:  # a larger sum of weights makes each weight smaller
             delta = delta - g_lse
+        delta = delta.contiguous()  # `g` may be a transposed view, whose order of dimensions the sum would keep
         run: Any = _backward_traced if torch.compiler.is_compiling() else _backward
         return *run(*tensors, ctx.sinks, ctx.scaling, g, lse, delta), None, None, None, None
 
