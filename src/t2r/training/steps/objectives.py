@@ -24,6 +24,10 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
+SMALL = 1e-4
+"""An error of this part of the target is too small to be learned."""
+
+
 # --- Transfer -----------------------------------------------------------------------------------------------
 
 
@@ -69,11 +73,15 @@ def site_error(site: Recurrence, inputs: Inputs, exact: Tensor, real: Tensor | N
     exact = exact.detach().to(wide)
     without = site.imitate_window(inputs)
     rest = exact if without is None else exact - without.detach().to(wide)
-    squares = [x.square() for x in (site.imitate(inputs).to(wide) - exact, rest)]
+    squares = [x.square() for x in (site.imitate(inputs).to(wide) - exact, rest, exact)]
     if real is not None:
         squares = [x.masked_fill(~real[:, None, :, None], 0) for x in squares]
-    error, size = (x.flatten(1).mean(1) for x in squares)
-    rows = error / size.clamp_min(1e-12)
+    if without is not None:  # heads count equally: what is left to learn is large in some and nearly nothing in others
+        error, size, whole = (x.flatten(2).mean(2) for x in squares)
+        rows = (error / (size + SMALL * whole).clamp_min(1e-12)).mean(1)
+    else:
+        error, size, _ = (x.flatten(1).mean(1) for x in squares)
+        rows = error / size.clamp_min(1e-12)
     return rows.mean() if real is None else rows.sum() / real.any(1).sum().clamp_min(1)
 
 
