@@ -407,6 +407,28 @@ def test_transfer_loss_is_zero_for_an_exact_recurrence(monkeypatch):
     assert sum(errors) == 0
 
 
+def test_layers_with_different_windows_are_compiled_once():
+    """Otherwise the layers of a large model would exceed the limit of recompilations and be slow."""
+    model = t2r.swap(tiny("llama"), feature_size=4, plan={"windows": [[4, 8], [16, 2], [5, 40]], "sinks": 2})
+    compiled = []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    error = torch.compile(objectives.site_error, backend=count, dynamic=False)
+    sites, inputs = recurrent_sites(model), []
+    with exact_attention(model, observer=lambda site, given, exact: inputs.append((given, exact))):
+        model(input_ids=Rows().ids[:2], use_cache=False)
+    made = []
+    for site, (given, exact) in zip(sites, inputs, strict=True):
+        found = error(site, given, exact)
+        made.append(len(compiled))
+        torch.testing.assert_close(found, objectives.site_error(site, given, exact))
+    assert made[0] == made[-1] > 0
+
+
 def test_sensitivity_ranks_layers_by_their_increase_in_loss():
     student, _ = pair()
     rows = Rows(20)

@@ -190,7 +190,8 @@ class Recurrence(nn.Module):
     def attend_far(self, q: Tensor, left: Left | None, inputs: Inputs, rows: Rows, layer: Any) -> ops.Sums:
         """Return what the state says about tokens that have left the window."""
         assert left is not None
-        heads, total = self.stateful, len(self.window.sizes) if self.window is not None else 0
+        # Not the sizes themselves: layers with different windows would then be compiled one by one.
+        heads, total = self.stateful, self.window_sizes.shape[0]
         if heads is not None:
             q, left = of_heads(q, heads, total), Left(*(of_heads(x, heads, total) for x in left))
         feature_map, rule = self.feature_map, self.feature_map.rule(inputs.hidden_states)
