@@ -246,6 +246,9 @@ def test_a_conversion_to_a_budget(world, tmp_path, recipe):
     assert any(has for _, row in plan.pairs() for has in row) == (recipe is None)
     assert list(results["stages"]) == ([] if recipe else ["transfer", "distill"])
     assert memory_of(rnn).state > 0
+    page = t2r.report(out).read_text()
+    assert "Memory plan:" in page
+    assert page.count("<title>layer ") == sum(map(len, plan.windows))
     if recipe:
         base = AutoModelForCausalLM.from_pretrained(world / "llama")
         for name, weight in base.state_dict().items():
@@ -285,3 +288,20 @@ def test_plans_of_several_budgets(world):
     assert [each.features for each in found] == [0, 0]
     assert found[0].divergence >= found[1].divergence
     assert all(each.used <= each.memory for each in found)
+
+
+# --- Pages ----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_plans_shows_every_head(world, tmp_path):
+    found = plan_memory(
+        str(world / "llama"), [budget_of(0.3), budget_of(0.9)], train=str(world / "train.txt"), progress=False
+    )
+    file = tmp_path / "plans.json"
+    file.write_text(json.dumps({"plans": [each.to_dict() for each in found]}))
+    page = t2r.report(file).read_text()
+    heads = [size for each in found for row in each.plan.windows for size in row]
+    assert page.count("<title>layer ") == len(heads)
+    for layer, row in enumerate(found[0].plan.windows):
+        for head, size in enumerate(row):
+            assert f"layer {layer}, head {head}: {size:,} tokens" in page

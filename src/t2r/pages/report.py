@@ -10,6 +10,7 @@ from typing import Any
 
 from t2r.errors import T2RError
 from t2r.pages import sections
+from t2r.pages.plans import plans
 from t2r.pages.training import completions, training
 from t2r.reporting.page import Page
 from t2r.storage import kind_of
@@ -24,7 +25,7 @@ def report(
 
     Args:
         source: a folder of `t2r convert`, `t2r pretrain` or `t2r reproduce`; or the JSON output of `t2r evaluate`,
-            `t2r bench` or `t2r analyze`; or several of them, for one page.
+            `t2r bench`, `t2r analyze` or `t2r plan`; or several of them, for one page.
         out: the HTML file. None: `report.html` in the folder, or a file with the name of the JSON file.
         prompts: prompts that the model in a folder completes, greedily, for samples on the page.
 
@@ -81,7 +82,9 @@ def _read(path: Path) -> list[tuple[Section, Any]]:
     content = _json(path)
     recognized = _section(content)
     if recognized is None:
-        raise T2RError(f"{path} is not a result of t2r evaluate, bench, analyze, convert or reproduce (with --json)")
+        raise T2RError(
+            f"{path} is not a result of t2r evaluate, bench, analyze, plan, convert or reproduce (with --json)"
+        )
     return [(recognized, content)]
 
 
@@ -94,6 +97,7 @@ def _section(content: Any) -> Section | None:
     known: dict[str, Section] = {
         "experiment": sections.experiment,
         "stages": training,
+        "plans": plans,
         "by_distance": sections.analysis,
         "rows": sections.benchmark,
         "points": sections.benchmark,

@@ -38,6 +38,8 @@ def title(path: Path, content: Any) -> str:
         return f"{'Conversion' if 'teacher' in content else 'Training'}: {name}"
     if isinstance(content, list) and "model" in content[0]:
         return "Evaluation: " + ", ".join(dict.fromkeys(Path(result["model"]).name for result in content))
+    if isinstance(content, Mapping) and "plans" in content:
+        return f"Memory plans: {path.stem}"
     return f"Benchmark: {path.stem}"
 
 

@@ -13,6 +13,7 @@ from t2r.config import GUARD, OPTIONS
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import positions_of
 from t2r.hub import load_config
+from t2r.pages.plans import plan
 from t2r.reporting.inspection import human, lengths_within, memory_by_length
 from t2r.reporting.page import Page, lines
 from t2r.storage import kind_of
@@ -47,6 +48,8 @@ def training(page: Page, results: Mapping[str, Any], path: Path) -> None:
         page.subheading("Stages")
         page.table(*table_of(dict(results), compared=compared))
     curves(page, {name: log for name, log in (results.get("log") or {}).items() if log}, recipe_of(path))
+    if results.get("planned"):
+        plan(page, results["planned"])
     if results.get("sensitivity"):
         page.subheading("Sensitivity")
         rows = [(str(layer), f"{cost:+.4f}") for layer, cost in results["sensitivity"]]
@@ -61,7 +64,7 @@ def training(page: Page, results: Mapping[str, Any], path: Path) -> None:
 
 
 def last_scores(results: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next(reversed(list(results["stages"].values())), None) or {}
+    return next(reversed(list(results["stages"].values())), results.get("swapped")) or {}
 
 
 def outcome(results: Mapping[str, Any]) -> str | None:
