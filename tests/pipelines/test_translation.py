@@ -150,7 +150,7 @@ def test_neighboring_lines_are_joined(world, tmp_path, monkeypatch):
     assert len(taught) < 40 / 1.5
     ends = [taught[i].target.tolist().count(2) for i in range(len(taught))]
     assert set(ends) == {1}
-    with pytest.raises(t2r.T2RError, match="join must be at least 1"):
+    with pytest.raises(t2r.T2RError, match="join must be a whole number, at least 1"):
         run(world, tmp_path / "other", join=0)
 
 

@@ -12,7 +12,7 @@ from t2r.reporting.page import Page, lines
 
 CELL = 14
 """The side of a square of a picture, in pixels."""
-LEFT, BOTTOM = 34, 30
+LEFT, BOTTOM = 44, 30
 """Room for the labels of a picture."""
 
 
