@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -424,12 +424,16 @@ def slow(factor):
 
 
 def test_minutes_cover_everything(world, tmp_path):
-    """With real timing, a conversion takes about the given time."""
-    started = time.monotonic()
-    with threads(2):
-        results = run(world, tmp_path / "out", minutes=0.1, valid=str(world / "valid.txt"), softmax_layers="auto:1")
-        assert torch.get_num_threads() == 2  # as before
-    assert 3 < time.monotonic() - started < 30  # on a busy machine
+    """With real timing, a conversion takes about the given time. On a busy machine, the shortest may be refused."""
+    for minutes in (0.1, 0.4, 1.6):
+        started = time.monotonic()
+        with threads(2), suppress(T2RError):
+            results = run(
+                world, tmp_path / "out", minutes=minutes, valid=str(world / "valid.txt"), softmax_layers="auto:1"
+            )
+            assert torch.get_num_threads() == 2  # as before
+            break
+    assert 30 * minutes < time.monotonic() - started < 180 * minutes + 24
     assert results["threads"] in (1, 2)
     for stage, log in results["log"].items():
         assert results["steps"][stage] >= log[-1]["step"] > 0
