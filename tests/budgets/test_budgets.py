@@ -1,7 +1,8 @@
-"""Memory budgets: costs, the allocation of windows, the scan of heads, and conversions to a budget."""
+"""Memory budgets: costs, what a byte is worth to each head, the descent, and conversions to a budget."""
 
-import itertools
+import copy
 import json
+import math
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from transformers import AutoModelForCausalLM
 import t2r
 from converting import make_model, make_world
 from families import tiny
-from t2r.budgets import scan
-from t2r.budgets.allocation import allocate, choices
+from t2r.budgets import descent, planning
 from t2r.budgets.costs import SINKS, SMALLEST, Costs, LayerCost, features_for, parse_memory
+from t2r.budgets.descent import Descent, fitted, grid
+from t2r.budgets.limited import Limited
 from t2r.budgets.planning import Planner
-from t2r.budgets.scan import Kept, Limited, measure_needs, window_sizes
 from t2r.errors import T2RError
 from t2r.evaluation.memory import memory_of
+from t2r.ops.soft_windows import REACH
 from t2r.pipelines.budget import plan_memory
 from t2r.pipelines.convert import convert
 
@@ -40,6 +42,7 @@ def world(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(descent.STEPS, "cpu", 6)
 
 
 # --- Costs ----------------------------------------------------------------------------------------------------
@@ -71,7 +74,7 @@ def test_the_cost_of_a_plan_is_what_the_cache_holds():
     with torch.no_grad():
         rnn(torch.arange(3, 33)[None], past_key_values=cache)
     held = sum(x.nbytes for layer in cache.layers for name, x in layer.tensors().items() if name != "seen")
-    assert held == costs.of_plan(plan)
+    assert held == costs.of_windows(windows)
 
 
 def test_a_budget_that_is_not_possible_names_the_limits():
@@ -95,124 +98,191 @@ def test_more_memory_has_more_features():
     assert counts[0] < counts[-1]
 
 
-# --- Allocation -----------------------------------------------------------------------------------------------
+# --- Windows from a path --------------------------------------------------------------------------------------
 
 
 @st.composite
 def worlds(draw):
-    """Needs of a few heads, their costs, and a memory."""
-    longest = draw(st.integers(40, 80))
-    layers = draw(st.lists(st.builds(LayerCost, st.integers(1, 2), st.just(8), st.sampled_from([0, 64]),
-                                     st.just(longest)), min_size=1, max_size=3))  # fmt: skip
-    costs = Costs(tuple(layers), longest)
-    needs = {head: {16: draw(st.floats(0, 9)), 32: draw(st.floats(0, 9))} for head in costs.heads}
-    return needs, costs, draw(st.integers(costs.least, costs.whole + 999))
+    """Sizes of the windows of a few heads, their costs, and a memory."""
+    longest = draw(st.integers(20, 300))
+    layer = st.builds(LayerCost, st.integers(1, 3), st.sampled_from([4, 8]), st.sampled_from([0, 64]), st.just(longest))
+    costs = Costs(tuple(draw(st.lists(layer, min_size=1, max_size=3))), longest)
+    sizes = [[draw(st.floats(SMALLEST, 1.3 * longest)) for _ in range(layer.heads)] for layer in costs.layers]
+    return sizes, costs, draw(st.integers(costs.least, costs.whole + 999))
 
 
 @given(worlds())
 def test_windows_fit_into_the_memory(made):
-    needs, costs, memory = made
-    windows = allocate(needs, costs, memory)
-    assert costs.of_plan(costs.plan(windows)) <= memory
-    known = {SMALLEST, 32, costs.context}
-    assert {window for row in windows for window in row} <= known
-
-
-@given(worlds(), st.integers(0, 500))
-def test_more_memory_is_never_worse_for_one_head_or_all(made, more):
-    """The sum of isolated divergences does not grow, up to the step that no longer fits."""
-    needs, costs, memory = made
-    if len(costs.heads) > 1:
-        return
-
-    def loss(windows):
-        return sum(dict(choices(needs[h], costs, h))[windows[h[0]][h[1]]] for h in costs.heads)
-
-    assert loss(allocate(needs, costs, memory + more)) <= loss(allocate(needs, costs, memory))
+    sizes, costs, memory = made
+    windows = fitted(sizes, costs, memory)
+    assert costs.of_windows(windows) <= memory
+    for layer, row in zip(costs.layers, windows, strict=True):
+        assert set(row) <= set(grid(layer.longest))
 
 
 @given(worlds())
-def test_greedy_is_close_to_the_best(made):
-    """All but the last step of the greedy choice are those of the best choice for some memory: its loss is at most the
-    best loss with less memory by the most expensive step."""
-    needs, costs, memory = made
-    if len(costs.heads) > 4:
-        return
-    options = [choices(needs[head], costs, head) for head in costs.heads]
-    windows = allocate(needs, costs, memory)
-    found = sum(dict(options[i])[windows[h[0]][h[1]]] for i, h in enumerate(costs.heads))
-    dear = max(layer.of(layer.longest) for layer in costs.layers)
-    best = min(
-        (
-            sum(loss for _, loss in chosen)
-            for chosen in itertools.product(*options)
-            if sum(costs.layers[h[0]].of(w) for h, (w, _) in zip(costs.heads, chosen, strict=True)) <= memory - dear
-        ),
-        default=float("inf"),
-    )
-    assert found <= best + 1e-9
+def test_no_window_could_be_larger(made):
+    sizes, costs, memory = made
+    windows = fitted(sizes, costs, memory)
+    left = memory - costs.of_windows(windows)
+    for layer, row in zip(costs.layers, windows, strict=True):
+        for size in row:
+            larger = [possible for possible in grid(layer.longest) if possible > size]
+            assert not larger or (larger[0] - size) * layer.token > left
 
 
-def test_fixed_windows_are_kept():
-    needs = {(0, head): {16: 1.0, 32: 0.5} for head in range(3)}
-    costs = Costs((LayerCost(3, 8, 0, 64),), 64)
-    windows = allocate(needs, costs, costs.least + 8 * 64, {(0, 1): 64})
-    assert windows[0][1] == 64
-    assert windows[0][0] >= SMALLEST
+@given(worlds())
+def test_windows_are_rounded_to_the_next_of_the_grid(made):
+    sizes, costs, _ = made
+    for layer, row, chosen in zip(costs.layers, sizes, fitted(sizes, costs), strict=True):
+        for size, window in zip(row, chosen, strict=True):
+            nearest = min(abs(math.log(size / possible)) for possible in grid(layer.longest))
+            assert abs(math.log(size / window)) <= nearest + 1e-9
 
 
-# --- The scan -------------------------------------------------------------------------------------------------
+# --- What a byte is worth -------------------------------------------------------------------------------------
 
 
-def test_a_head_is_measured_alone():
-    """Compare with a model whose one head has a window by a mask of its own."""
-    model = tiny("llama", torch.float64)
-    blocks = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
-    costs = Costs.of(model, 40)
-    limited = Limited(model, costs, blocks)
-    needs = measure_needs(limited, Kept.open(model, costs, blocks), progress=False)
-    windows = [[costs.layers[0].longest] * layer.heads for layer in costs.layers]
-    windows[1][0] = 16
-    states = tuple(tuple(False for _ in row) for row in windows)
-    rnn = t2r.swap(tiny("llama", torch.float64), plan={"windows": windows, "sinks": SINKS, "states": states})
+def limited_llama(rows=2, dtype=torch.float64):
+    model = tiny("llama", dtype)
+    blocks = torch.randint(3, 90, (rows, 40), generator=torch.Generator().manual_seed(0))
+    return model, blocks, Limited(model, Costs.of(model, 40), blocks)
+
+
+def test_the_divergence_is_that_of_a_model_with_these_windows():
+    model, blocks, limited = limited_llama()
+    windows = [[16, 42], [23, 16], [42, 42]]
+    rnn = t2r.swap(copy.deepcopy(model), plan={"windows": windows, "sinks": SINKS, "states": [[False] * 2] * 3})
     with torch.no_grad():
         ours, theirs = (m(blocks).logits.log_softmax(-1) for m in (rnn, model))
     expected = (theirs.exp() * (theirs - ours)).sum(-1).mean()
-    assert needs[1, 0][16] == pytest.approx(float(expected), rel=1e-4)
-    assert set(needs) == set(costs.heads)
+    assert limited.divergence(blocks, windows) == pytest.approx(float(expected), rel=1e-4)
     assert float(expected) > 1e-6
 
 
-def test_a_scan_is_resumed_and_kept(monkeypatch):
-    model, blocks = tiny("llama"), torch.randint(3, 90, (2, 40))
-    calls = []
+def test_the_worth_of_a_token_is_the_slope_of_the_divergence():
+    _, blocks, limited = limited_llama()
+    sizes = [torch.tensor([20.0, 25.0]), torch.tensor([30.0, 17.0]), torch.tensor([40.0, 22.0])]
+    for last in (False, True):
+        divergence, worth = limited.worth(blocks, sizes, last=last)
+        assert divergence > 0
+        for layer, head in ((0, 1), (1, 0)):
+            moved = [[x.clone() for x in sizes] for _ in range(2)]
+            for by, each in zip((-0.05, 0.05), moved, strict=True):
+                each[layer][head] += by
+            low, high = (limited.worth(blocks, each, last=last)[0] for each in moved)
+            assert float(worth[layer][head]) == pytest.approx((low - high) / 0.1, rel=0.02)
 
-    def stop(limited, layers=None, real=Limited.divergence):
-        calls.append(layers)
-        if len(calls) == 8:
+
+def test_the_longest_windows_lose_nothing():
+    """With and without soft edges."""
+    _, blocks, limited = limited_llama()
+    whole = [[layer.longest] * layer.heads for layer in limited.costs.layers]
+    assert limited.divergence(blocks, whole) == 0
+    soft = [torch.tensor(row) / REACH for row in whole]
+    assert limited.worth(blocks, soft)[0] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_window_of_the_base_model_stays_within_it():
+    """Soft edges do not show a layer more than its own sliding window."""
+    model = tiny("mistral", torch.float64)
+    blocks = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    limited = Limited(model, Costs.of(model, 40), blocks)
+    own = model.config.sliding_window
+    assert own < 40
+    assert {layer.longest for layer in limited.costs.layers} == {own}
+    soft = [torch.full((layer.heads,), own / REACH) for layer in limited.costs.layers]
+    hard = [torch.full((layer.heads,), own) for layer in limited.costs.layers]
+    with torch.no_grad():
+        found = []
+        for windows in (soft, hard):
+            with limited.within(windows):
+                found.append(limited.readout.states({"input_ids": blocks}))
+    torch.testing.assert_close(*found)
+
+
+# --- The descent ----------------------------------------------------------------------------------------------
+
+
+def descent_of(limited, blocks, ask=lambda step: None):
+    return Descent(limited, blocks, ask, "a model", progress=False)
+
+
+def test_the_head_that_matters_keeps_its_window(monkeypatch):
+    """Only one head of four has an output, and is worth its bytes."""
+    monkeypatch.setitem(descent.STEPS, "cpu", 40)
+    model = tiny("llama", torch.float32)
+    for index, layer in enumerate(model.model.layers):
+        weight = layer.self_attn.o_proj.weight.data
+        own = weight.shape[1] // 2  # two key heads, each with its query heads
+        for head in range(2):
+            weight[:, head * own : (head + 1) * own] *= 20.0 * ((index, head) == (1, 0))
+    blocks = torch.randint(3, 90, (8, 64), generator=torch.Generator().manual_seed(0))
+    limited = Limited(model, Costs.of(model, 64), blocks)
+    costs = limited.costs
+    one_whole = costs.least + (costs.layers[1].longest - SMALLEST) * costs.layers[1].token
+    windows = descent_of(limited, blocks).windows(one_whole, costs)
+    assert windows[1][0] == max(size for row in windows for size in row)
+    assert windows[1][0] >= 2 * max(windows[0][0], windows[0][1], windows[1][1])
+
+
+def test_a_descent_is_resumed_and_kept(monkeypatch):
+    monkeypatch.setitem(descent.STEPS, "cpu", 12)
+    _, blocks, limited = limited_llama(dtype=torch.float32)
+    costs, steps = limited.costs, []
+    half = (costs.least + costs.whole) // 2
+
+    def step(own, number, real=Descent.step):
+        steps.append(number)
+        if len(steps) == 4:
             raise KeyboardInterrupt
-        return real(limited, layers)
+        return real(own, number)
 
-    monkeypatch.setattr(scan.Limited, "divergence", stop)
-    planner = Planner(model, None, blocks, recall=False, progress=False)
+    monkeypatch.setattr(descent, "SAVE_EVERY", 1)
+    monkeypatch.setattr(Descent, "step", step)
     with pytest.raises(KeyboardInterrupt):
-        _ = planner.needs
-    stopped = len(calls)
-    total = sum(1 + layer.heads * len(window_sizes(planner.costs, i)) for i, layer in enumerate(planner.costs.layers))
-    _ = Planner(model, None, blocks, recall=False, progress=False).needs
-    layer = planner.costs.layers[0]
-    done = 1 + layer.heads * len(window_sizes(planner.costs, 0))
-    assert stopped > done  # the first layer was complete
-    assert len(calls) - stopped == total - done
-    before = len(calls)
-    _ = Planner(model, None, blocks, recall=False, progress=False).needs
-    assert len(calls) == before
+        descent_of(limited, blocks).windows(costs.least, costs)
+    resumed = descent_of(limited, blocks)
+    assert len(resumed.path) == 3
+    resumed.windows(half, costs)
+    reached = len(resumed.path)
+    assert 3 < reached < 12  # no further than it is asked for
+    resumed.windows(costs.least, costs)
+    assert sorted(set(steps)) == list(range(12))
+    before = len(steps)
+    again = descent_of(limited, blocks)
+    assert again.path == resumed.path
+    again.windows(half, costs)
+    assert len(steps) == before
+    # An uninterrupted descent takes the same path.
+    again.file.unlink()
+    whole = descent_of(limited, blocks)
+    whole.windows(costs.least, costs)
+    torch.testing.assert_close(torch.tensor(whole.path), torch.tensor(resumed.path), rtol=0.02, atol=0.2)
+
+
+def test_questions_are_asked_if_the_model_can_answer(world, monkeypatch):
+    monkeypatch.setattr(planning, "KNOWN", 0.0)
+    monkeypatch.setitem(descent.STEPS, "cpu", 3)
+    model, tokenizer = make_model("llama"), t2r.load_tokenizer(str(world / "llama"))
+    blocks = torch.tensor(tokenizer((world / "train.txt").read_text()).input_ids[: 8 * CONTEXT]).view(8, CONTEXT)
+    planner = Planner(model, tokenizer, blocks, progress=False)
+    shapes = [planner.ask_for(step).shape for step in range(8)]
+    assert all(count == 1 and 16 < length <= CONTEXT for count, length in shapes)
+    seen = []
+    monkeypatch.setattr(Limited, "worth", lambda own, ids, windows, last=False, real=Limited.worth: (
+        seen.append(last), real(own, ids, windows, last=last))[1])  # fmt: skip
+    planned = planner.plan(planner.costs.least, features=0)
+    assert planned.recall is not None
+    assert {True, False} == set(seen)
+    monkeypatch.setattr(planning, "KNOWN", 1.1)
+    assert Planner(model, tokenizer, blocks, progress=False).plan(planner.costs.least, features=0).recall is None
 
 
 def test_the_base_model_is_not_modified():
     model, blocks = tiny("llama"), torch.randint(3, 90, (1, 40))
     before = model(blocks).logits
-    Planner(model, None, blocks, recall=False, progress=False).plan(Costs.of(model, 40).least + 500, features=0)
+    Planner(model, None, blocks, progress=False).plan(Costs.of(model, 40).whole - 500, features=0)
     assert not isinstance(model, t2r.T2RForCausalLM)
     assert torch.equal(model(blocks).logits, before)
 
@@ -287,6 +357,7 @@ def test_plans_of_several_budgets(world):
     )  # fmt: skip
     assert [each.features for each in found] == [0, 0]
     assert found[0].divergence >= found[1].divergence
+    assert found[0].one_window_divergence >= found[1].one_window_divergence
     assert all(each.used <= each.memory for each in found)
 
 

@@ -159,7 +159,7 @@ class Recurrence(nn.Module):
 
     def windows(self) -> ops.Windows:
         assert self.window is not None
-        return ops.Windows(self.window_sizes, self.window.sinks)
+        return ops.Windows(self.window_sizes, self.window.sinks, max(self.window.sizes))
 
     def attend_window(self, inputs: Inputs, layer: Any) -> Tensor:
         """Attend to the window, and with the state to what has left it. Both have one denominator."""

@@ -84,11 +84,6 @@ class Costs(NamedTuple):
         return cls(tuple(found), context)
 
     @property
-    def heads(self) -> list[tuple[int, int]]:
-        """Layers and heads."""
-        return [(index, head) for index, layer in enumerate(self.layers) for head in range(layer.heads)]
-
-    @property
     def least(self) -> int:
         """The bytes of the smallest plan."""
         return sum(layer.heads * layer.of(min(SMALLEST, layer.longest)) for layer in self.layers)
@@ -106,9 +101,15 @@ class Costs(NamedTuple):
                 f"{in_mib(self.least)}, and all keys and values of {self.context:,} tokens {in_mib(self.whole)}"
             )
 
-    def of_plan(self, plan: MemoryPlan) -> int:
-        pairs = zip(self.layers, plan.windows, strict=True)
-        return sum(layer.of(window) for layer, windows in pairs for window in windows)
+    def of_windows(self, windows: Sequence[Sequence[int]]) -> int:
+        """The bytes of a plan with these windows."""
+        return sum(layer.of(size) for layer, row in zip(self.layers, windows, strict=True) for size in row)
+
+    def one_window(self, memory: int) -> list[list[int]]:
+        """Return one window for all heads within a number of bytes, without states."""
+        token = sum(layer.heads * layer.token for layer in self.layers)
+        size = max(1, memory // token - SINKS)
+        return [[min(size, layer.longest)] * layer.heads for layer in self.layers]
 
     def plan(self, windows: Sequence[Sequence[int]]) -> MemoryPlan:
         """Return the plan with these windows, and states of what leaves them if there are states at all."""

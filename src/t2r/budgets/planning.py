@@ -1,29 +1,40 @@
-"""Plans for a memory budget: measure the needs of heads on a text, and give every byte to the head that needs it."""
+"""Plans for a memory budget, and what is known about them before anything is trained."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.budgets.allocation import Head, Needs, allocate
-from t2r.budgets.costs import BEYOND, Costs, features_for, in_mib
-from t2r.budgets.scan import BLOCKS, MANY, Kept, Limited, ask, measure_needs, recall_heads
+from t2r.budgets.costs import SMALLEST, Costs, features_for, in_mib
+from t2r.budgets.descent import Descent
+from t2r.budgets.limited import Limited
+from t2r.data.fingerprint import digest, of_weights
 from t2r.errors import T2RError
+from t2r.evaluation.generation import recall_questions, recall_tokens
 from t2r.plans import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
-REACHES = (1, 2, 4, 8)
-"""Recall is planned for the whole context; if the memory does not allow that, for a half, a quarter or an eighth."""
-MOST_FOR_RECALL = 0.45
-"""The largest share of the memory for heads that recall: beyond it, perplexity would pay."""
+BLOCKS = {"cpu": 64}
+MANY = 512
+"""Blocks of text from which a descent draws."""
+MEASURED = {"cpu": 4}
+MORE = 32
+"""Blocks on which a plan is measured."""
+QUESTIONS = 32
+"""Questions with which a plan is measured."""
+ASKED = {"cpu": 1}
+AT_ONCE = 4
+"""Questions in a step of a descent."""
+KNOWN = 0.5
+"""A model that answers less than this share of the questions is not asked: it would teach nothing about its heads."""
 
 
 @dataclass(frozen=True)
@@ -37,54 +48,78 @@ class Planned:
     features: int
     """Features of its states. 0: it has none."""
     plan: MemoryPlan
-    recall_heads: tuple[Head, ...]
-    """Layers and heads that see more for the sake of recall."""
-    divergence: float | None = None
-    """The KL divergence of its windows, not trained and without states, on the text of the scan."""
+    context: int
+    """The number of tokens that is planned for."""
+    divergence: float
+    """The KL divergence of its windows from the model, not trained and without states, on the text of the plan."""
+    one_window: int
+    """The window that all heads would have in the same memory."""
+    one_window_divergence: float
+    recall: float | None = None
+    """The share of questions about a word at the beginning of the context that its windows answer. None: the model
+    itself does not."""
+
+    @property
+    def whole_heads(self) -> int:
+        """The number of heads that see the whole context."""
+        return sum(size >= self.context for row in self.plan.windows for size in row)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Planner:
-    """Makes plans for budgets of one model. The scan is done once, and kept in the cache.
+    """Makes plans for budgets of one model. What is measured is kept in the cache.
 
     Args:
         model: the base model, which is not modified.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer, for questions. None: it is not asked any.
         blocks: text of the user, token ids `[blocks, context]`.
-        recall: whether heads are searched that recall what was said long ago.
         progress: whether to show progress bars.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         blocks: Tensor,
         *,
-        recall: bool = True,
         progress: bool = True,
     ) -> None:
         self.model, self.tokenizer, self.blocks, self.progress = model, tokenizer, blocks, progress
         self.context = blocks.shape[1]
-        self.recalls = recall
         self.costs = Costs.of(model, self.context)
-        self.kept = Kept.open(model, self.costs, blocks)
-        self._limited: Limited | None = None
-        self._needs: Needs | None = None
+        kind = model.device.type
+        self.limited = Limited(model, self.costs, blocks)
+        self.measured = blocks[:: max(1, len(blocks) // MEASURED.get(kind, MORE))]
+        self.text = blocks.flatten().tolist()
+        self.questions = self.ask(QUESTIONS, self.context, seed=0)
+        if self.questions is not None and (able := self.limited.right(*self.questions)) < KNOWN:
+            logger.info("recall: the model itself answers %.0f %% of the questions: it is not asked", 100 * able)
+            self.questions = None
+        name = digest([of_weights(model), kind])
+        self.descent = Descent(self.limited, blocks, self.ask_for, name, progress=progress)
 
-    @property
-    def limited(self) -> Limited:
-        if self._limited is None:
-            self._limited = Limited(self.model, self.costs, self.blocks)
-        return self._limited
+    def ask(self, count: int, length: int, seed: int) -> tuple[Tensor, Tensor] | None:
+        """Return questions about a word that was said once, near the beginning of `length` tokens, and the choices."""
+        if self.tokenizer is None:
+            return None
+        try:
+            return recall_questions(self.tokenizer, self.text, length, count, seed=seed)
+        except T2RError as error:
+            logger.info("recall: %s: nothing is asked", error)
+            return None
 
-    @property
-    def needs(self) -> Needs:
-        if self._needs is None:
-            self._needs = measure_needs(self.limited, self.kept, self.progress)
-        return self._needs
+    def ask_for(self, step: int) -> Tensor | None:
+        """Return the questions of a step of the descent, about words at any distance."""
+        if self.questions is None or self.tokenizer is None:
+            return None
+        least = min(recall_tokens(self.tokenizer) + SMALLEST, self.context)
+        random_ = random.Random(step)
+        length = round(least * (self.context / least) ** random_.random())
+        start = random_.randrange(max(1, len(self.text) - 2 * self.context))
+        count = ASKED.get(self.model.device.type, AT_ONCE)
+        return recall_questions(self.tokenizer, self.text[start:], length, count, seed=step)[0]
 
     def plan(self, memory: int, features: int | None = None) -> Planned:
         """Return the plan for a number of bytes.
@@ -96,45 +131,18 @@ class Planner:
             features = features_for(self.model, self.context, memory)
         costs = Costs.of(self.model, self.context, features)
         costs.check(memory)
-        windows = partial(allocate, self.needs, costs, memory)
-        name = f"{memory} bytes, {features} features"
-        heads = self.kept.remember(f"recall, {name}", lambda: self.find_recall(costs, memory)) if self.recalls else []
-        chosen = {(layer, head): window for layer, head, window in heads}
-        plan = costs.plan(windows(chosen))
-
-        def diverges() -> float:
-            self.limited.limit(dict(enumerate(plan.windows)))
-            return self.limited.divergence()
-
-        divergence = self.kept.remember(f"divergence, {name}, {len(heads)} heads", diverges)
-        return Planned(memory, costs.of_plan(plan), features, plan, tuple(chosen), divergence)
-
-    def find_recall(self, costs: Costs, memory: int) -> list[list[int]]:
-        """Return layers, heads and windows for recall, as far back as the memory allows."""
-        text = self.blocks.flatten().tolist()
-        known = [(layer, head) for layer, head in self.kept.values.get("recall heads", [])]
-        for part in REACHES:
-            context = self.context // part
-            window = min(context + context // BEYOND, max(layer.longest for layer in costs.layers))
-            most = int(MOST_FOR_RECALL * memory / max(layer.of(window) for layer in costs.layers))
-            try:
-                questions = ask(self.model, self.tokenizer, text, context)
-            except T2RError as error:
-                logger.info("recall: %s: no head is kept for it", error)
-                return []
-            chosen = recall_heads(
-                self.limited,
-                questions,
-                partial(allocate, self.needs, costs, memory),
-                reach=window,
-                known=known,
-                most=most,
-                progress=self.progress,
-            )
-            self.kept.values["recall heads"] = [list(head) for head in known]
-            if chosen is not None:
-                return [[*head, size] for head, size in chosen.items()]
-        return []
+        windows, one = self.descent.windows(memory, costs), self.costs.one_window(memory)
+        return Planned(
+            memory,
+            costs.of_windows(windows),
+            features,
+            costs.plan(windows),
+            self.context,
+            self.limited.divergence(self.measured, windows),
+            max(size for row in one for size in row),
+            self.limited.divergence(self.measured, one),
+            None if self.questions is None else self.limited.right(*self.questions, windows),
+        )
 
 
 def text_blocks(dataset: Any, count: int) -> Tensor:
@@ -154,18 +162,32 @@ def told(planned: Planned) -> str:
     sizes = sorted(size for row in planned.plan.windows for size in row)
     counts = ", ".join(f"{sizes.count(size)} of {size:,}" for size in sorted(set(sizes)))
     states = f"states of {planned.features} features" if planned.features else "no states"
-    recall = f"; {len(planned.recall_heads)} heads chosen for recall" if planned.recall_heads else ""
-    return f"{in_mib(planned.used)} of {in_mib(planned.memory)}: windows of heads {counts} tokens; {states}{recall}"
+    return f"{in_mib(planned.used)} of {in_mib(planned.memory)}: windows of heads {counts} tokens; {states}"
 
 
-def table_rows(plans: Sequence[Planned]) -> list[tuple[str, ...]]:
-    """Return a row for each plan: memory, smallest, median and largest window, features, recall heads, divergence."""
-    rows: list[tuple[str, ...]] = []
-    for each in plans:
-        sizes = sorted(size for row in each.plan.windows for size in row)
-        middle = sizes[len(sizes) // 2]
-        kl = "" if each.divergence is None else f"{each.divergence:.4f}"
-        recall = str(len(each.recall_heads))
-        window = f"{sizes[0]:,} / {middle:,} / {sizes[-1]:,}"
-        rows.append((in_mib(each.used), window, str(each.features), recall, kl))
-    return rows
+HEADER = (
+    "memory",
+    "windows: least / median / most",
+    "whole",
+    "features",
+    "recall",
+    "KL, not trained",
+    "one window",
+    "KL",
+)
+
+
+def table_row(planned: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the row of a plan (`Planned.to_dict`) in a table with `HEADER`."""
+    sizes = sorted(size for row in planned["plan"]["windows"] for size in row)
+    whole = sum(size >= planned["context"] for size in sizes)
+    return (
+        in_mib(planned["used"]),
+        f"{sizes[0]:,} / {sizes[len(sizes) // 2]:,} / {sizes[-1]:,}",
+        f"{whole} of {len(sizes)}",
+        str(planned["features"]),
+        "" if planned["recall"] is None else f"{100 * planned['recall']:.0f} %",
+        f"{planned['divergence']:.4f}",
+        f"{planned['one_window']:,}",
+        f"{planned['one_window_divergence']:.4f}",
+    )

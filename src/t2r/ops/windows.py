@@ -16,6 +16,7 @@ from torch import Tensor
 from t2r.errors import T2RError
 from t2r.ops.common import Sums, accumulator_dtype, fold_groups
 from t2r.ops.registry import BACKENDS
+from t2r.ops.soft_windows import soft_window_attention
 
 BLOCK = 256
 """Queries that are computed at once. Their keys are those of a block and of the largest window before it."""
@@ -25,8 +26,11 @@ class Windows(NamedTuple):
     """The window of each key head of a layer, and the sinks of all that have one."""
 
     sizes: Tensor
-    """`[key_heads]`: tokens that a token attends to exactly, including itself. 0: none, not even sinks."""
+    """`[key_heads]`: tokens that a token attends to exactly, including itself. 0: none, not even sinks. Floating-point
+    sizes have soft edges and a gradient (`soft_windows`)."""
     sinks: int = 0
+    bound: int | None = None
+    """With soft edges: tokens at this distance or beyond are not seen."""
 
 
 def window_attention(
@@ -57,6 +61,11 @@ def window_attention(
     """
     if windows.sizes.shape != k.shape[1:2]:
         raise T2RError(f"windows must have a size for each of {k.shape[1]} key heads; got {len(windows.sizes)}")
+    if windows.sizes.is_floating_point():
+        if origin is not None:
+            raise T2RError("windows with soft edges require whole sequences without padding")
+        out, lse = soft_window_attention(q, k, v, *windows, scaling, softcap)
+        return Sums(out, torch.ones_like(lse), peak=lse)
     triton = BACKENDS["triton"]
     fits = q.device.type in (triton.abilities.devices or ()) and q.dtype in triton.abilities.dtypes
     fits = fits and softcap is None and q.shape[3] <= 256

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from t2r.budgets.costs import in_mib
+from t2r.budgets.planning import HEADER, table_row
 from t2r.reporting.page import Page, lines
 
 CELL = 14
@@ -19,12 +20,16 @@ LEFT, BOTTOM = 44, 30
 def plans(page: Page, content: Mapping[str, Any], path: Path) -> None:
     """Add the output of `t2r plan --json`: a table of the budgets, a curve, and a picture of each plan."""
     found: Sequence[Mapping[str, Any]] = content["plans"]
-    header = ("memory", "windows: least / median / most", "features", "heads for recall", "KL, not trained")
-    page.table(header, [row(each) for each in found])
-    known = sorted((each["used"] / 2**20, each["divergence"]) for each in found if each["divergence"] is not None)
-    if len(known) > 1:
-        curve = lines({"windows": tuple(zip(*known, strict=True))}, "MiB", "KL divergence", log_x=True, markers=True)  # type: ignore[dict-item]
-        page.figures({"The divergence from the model on the text of the scan, not trained": curve})
+    page.table(HEADER, [table_row(each) for each in found])
+    if len(found) > 1:
+        known = sorted(found, key=lambda each: each["used"])
+        memory = [each["used"] / 2**20 for each in known]
+        curves = {
+            "a window for each head": (memory, [each["divergence"] for each in known]),
+            "one window for all heads": (memory, [each["one_window_divergence"] for each in known]),
+        }
+        figure = lines(curves, "MiB", "KL divergence", log_x=True, markers=True)
+        page.figures({"The divergence from the model on the text of the plan, not trained": figure})
     for each in found:
         plan(page, each)
 
@@ -33,8 +38,8 @@ def plan(page: Page, planned: Mapping[str, Any]) -> None:
     """Add the picture of one plan."""
     page.subheading(f"Memory plan: {in_mib(planned['used'])}")
     page.paragraph(
-        "Each square is a key-value head, the darker the longer its window; a ring marks heads that were chosen for "
-        "recall. " + states_told(planned)
+        "Each square is a key-value head, the darker the longer its window; a ring marks heads that see the whole "
+        "context. " + states_told(planned)
     )
     page.figures({"Windows in tokens, by layer and head": picture(planned)})
 
@@ -45,17 +50,9 @@ def states_told(planned: Mapping[str, Any]) -> str:
     return f"What has left a window is in a state of {planned['features']} features."
 
 
-def row(planned: Mapping[str, Any]) -> tuple[str, ...]:
-    sizes = sorted(size for each in planned["plan"]["windows"] for size in each)
-    window = f"{sizes[0]:,} / {sizes[len(sizes) // 2]:,} / {sizes[-1]:,}"
-    kl = "" if planned["divergence"] is None else f"{planned['divergence']:.4f}"
-    return in_mib(planned["used"]), window, str(planned["features"]), str(len(planned["recall_heads"])), kl
-
-
 def picture(planned: Mapping[str, Any]) -> str:
     """Return the plan as SVG: layers from left to right, heads from top to bottom. It needs no library."""
     windows = planned["plan"]["windows"]
-    recall = {tuple(head) for head in planned["recall_heads"]}
     heads, longest = max(map(len, windows)), max(size for each in windows for size in each)
     width, height = LEFT + CELL * len(windows), CELL * heads + BOTTOM
     parts = [
@@ -66,7 +63,7 @@ def picture(planned: Mapping[str, Any]) -> str:
         for head, size in enumerate(sizes):
             shade = 0.08 + 0.92 * math.log2(1 + size) / math.log2(1 + longest) if size else 0.0
             x, y = LEFT + CELL * layer, CELL * head
-            ring = ' stroke="#d55e00" stroke-width="2"' if (layer, head) in recall else ""
+            ring = ' stroke="#d55e00" stroke-width="2"' if size >= planned["context"] else ""
             parts.append(
                 f'<rect x="{x + 1}" y="{y + 1}" width="{CELL - 2}" height="{CELL - 2}" rx="2" fill="#0072b2" '
                 f'fill-opacity="{shade**2:.2f}"{ring}><title>layer {layer}, head {head}: {size:,} tokens</title></rect>'

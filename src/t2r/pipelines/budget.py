@@ -11,7 +11,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.budgets.costs import Costs, in_mib, parse_memory
-from t2r.budgets.planning import Planned, Planner, blocks_to_read, table_rows, text_blocks, told
+from t2r.budgets.planning import HEADER, Planned, Planner, blocks_to_read, table_row, text_blocks, told
 from t2r.data.mixture import Sources
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
@@ -130,8 +130,8 @@ def plan_memory(
 def plan_table(found: Sequence[Planned]) -> Table:
     """Return a table with a row for each plan."""
     table = Table()
-    for name in ("memory", "windows: least / median / most", "features", "heads for recall", "KL, untrained"):
+    for name in HEADER:
         table.add_column(name, justify="right")
-    for row in table_rows(found):
-        table.add_row(*row)
+    for each in found:
+        table.add_row(*table_row(each.to_dict()))
     return table

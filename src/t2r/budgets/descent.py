@@ -1,0 +1,179 @@
+"""Windows by the price of a byte.
+
+The memory of a model falls, step by step, from all keys and values to the smallest windows. In each step, the gradient
+of the divergence from the model itself says what a byte is worth to each head. Where it is worth less than the price,
+the window shrinks, and where it is worth more, it grows; the price is the one with which the memory of all heads is
+what the step allows. So heads are not limited one at a time: what a byte is worth depends on the windows of all others.
+
+Words in the middle of a text can mostly be predicted from what is near. Therefore half of the gradient comes from
+questions about a word that was said once, long ago: a few heads are needed to answer them, and keep their windows.
+
+A descent passes every budget. Its path is kept, so another budget needs no second one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from t2r.budgets.costs import SMALLEST, Costs
+from t2r.budgets.limited import Limited
+from t2r.data.fingerprint import cache_folder, digest
+from t2r.data.progress import progress_bar
+from t2r.ops.soft_windows import REACH
+from t2r.storage import write_text
+
+logger = logging.getLogger(__name__)
+
+STEPS = {"cpu": 120}
+MANY = 256
+"""Steps from the whole memory to the smallest: fewer on a CPU, where a step takes longer."""
+TOKENS = {"cpu": 1}
+TEXT = 8192
+"""Tokens of text in a step; on a CPU, one block."""
+PACE = 0.08
+"""How far a window moves in a step, in powers of two, for each power of e between worth and price."""
+FARTHEST = 2.0
+"""The largest such ratio that counts, as a power of e."""
+MEMORY = 0.93
+"""The share of the worth that is kept from step to step, because a few texts say it with much noise."""
+ANSWERS = 0.02
+"""What the divergence in an answer counts, relative to that of a word of text."""
+LEAST = 1e-12
+"""Worth below it counts as this."""
+SAVE_EVERY = 5
+
+Ask = Callable[[int], Tensor | None]
+"""Returns questions for a step, token ids `[questions, tokens]`. None: the model does not answer any."""
+
+
+class Descent:
+    """The path of the windows of a model along a falling memory. It is computed as far as it is asked for, and saved.
+
+    Args:
+        limited: the model.
+        blocks: text, token ids `[blocks, context]`.
+        ask: questions for each step.
+        name: what the path depends on, beside the text.
+    """
+
+    def __init__(self, limited: Limited, blocks: Tensor, ask: Ask, name: str, *, progress: bool = True) -> None:
+        self.limited, self.costs, self.blocks, self.ask, self.progress = limited, limited.costs, blocks, ask, progress
+        kind = limited.model.device.type
+        self.steps = STEPS.get(kind, MANY)
+        self.rows = max(1, TOKENS.get(kind, TEXT) // blocks.shape[1])
+        self.file = cache_folder("windows") / f"{digest([name, self.constants(), digest(blocks.tolist())])}.json"
+        saved = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
+        self.path: list[list[list[float]]] = saved.get("path", [])
+        """The sizes of all windows after each step."""
+        longest = [[math.log2(layer.longest / REACH)] * layer.heads for layer in self.costs.layers]
+        self.longest = [torch.tensor(row) for row in longest]
+        self.logs = [torch.tensor(row) for row in saved.get("logs", longest)]
+        """Logarithms of the sizes, to base 2."""
+        self.value = [torch.tensor(row) for row in saved.get("value", [[0.0] * len(row) for row in longest])]
+        """What one more token is worth to each head, a running mean."""
+
+    def constants(self) -> list[Any]:
+        return [self.costs.layers, self.steps, self.rows, PACE, FARTHEST, MEMORY, ANSWERS]
+
+    def windows(self, memory: int, costs: Costs) -> list[list[int]]:
+        """Return windows within a number of bytes.
+
+        Args:
+            costs: the costs of a plan, which may have states.
+        """
+        if not self.path or costs.of_windows(fitted(self.path[-1], costs)) > memory:
+            self.descend(lambda sizes: costs.of_windows(fitted(sizes, costs)) <= memory)
+        sizes = next((s for s in self.path if costs.of_windows(fitted(s, costs)) <= memory), self.path[-1])
+        return fitted(sizes, costs, memory)
+
+    def descend(self, enough: Callable[[list[list[float]]], bool]) -> None:
+        """Go on until the windows are small enough, or the smallest."""
+        with progress_bar("windows", self.steps, "steps", done=len(self.path), shown=self.progress) as report:
+            while len(self.path) < self.steps:
+                divergence = self.step(len(self.path))
+                self.path.append([[round(2**x, 1) for x in row.tolist()] for row in self.logs])
+                report(len(self.path))
+                logger.debug("windows: step %d, divergence %.4f", len(self.path), divergence)
+                stop = enough(self.path[-1])
+                if stop or len(self.path) % SAVE_EVERY == 0:
+                    self.save()
+                if stop:
+                    return
+
+    def save(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        state = {"logs": [x.tolist() for x in self.logs], "value": [x.tolist() for x in self.value]}
+        write_text(self.file, json.dumps({"path": self.path, **state}))
+
+    def step(self, number: int) -> float:
+        """Make one step. Returns the divergence before it."""
+        windows = [2**x for x in self.logs]
+        chosen = torch.randint(len(self.blocks), (self.rows,), generator=torch.Generator().manual_seed(number))
+        divergence, worth = self.limited.worth(self.blocks[chosen], windows)
+        if (questions := self.ask(number)) is not None:
+            _, more = self.limited.worth(questions, windows, last=True)
+            worth = [own + ANSWERS * x for own, x in zip(worth, more, strict=True)]
+        self.value = [MEMORY * old + (1 - MEMORY) * x.cpu() for old, x in zip(self.value, worth, strict=True)]
+        unbiased = 1 - MEMORY ** (number + 1)
+        ratios = [
+            (x / unbiased / layer.token).clamp_min(LEAST).log()
+            for x, layer in zip(self.value, self.costs.layers, strict=True)
+        ]
+        first, last = (sum(float((2**x).sum()) * layer.token for x, layer in zip(of, self.costs.layers, strict=True))
+                       for of in (self.longest, self.smallest()))  # fmt: skip
+        self.logs = self.moved(ratios, first * (last / first) ** ((number + 1) / self.steps))
+        return divergence
+
+    def smallest(self) -> list[Tensor]:
+        return [torch.full_like(x, math.log2(min(SMALLEST, 2 ** float(x[0])))) for x in self.longest]
+
+    def moved(self, ratios: Sequence[Tensor], memory: float) -> list[Tensor]:
+        """Return the sizes after a step in which they get a number of bytes, at one price for all."""
+        bounds = list(zip(self.smallest(), self.longest, strict=True))
+
+        def at(price: float) -> list[Tensor]:
+            return [
+                (x + PACE * (ratio - price).clamp(-FARTHEST, FARTHEST)).clamp(least, most)
+                for x, ratio, (least, most) in zip(self.logs, ratios, bounds, strict=True)
+            ]
+
+        low, high = math.log(LEAST) - 99.0, 99.0
+        for _ in range(60):
+            price = (low + high) / 2
+            used = sum(float((2**x).sum()) * layer.token for x, layer in zip(at(price), self.costs.layers, strict=True))
+            low, high = (price, high) if used > memory else (low, price)
+        return at(high)
+
+
+def grid(longest: int) -> list[int]:
+    """Return the windows that a head may have: two for each power of two, so that heads of a layer often have the
+    same, and can be stored together."""
+    sizes = [round(SMALLEST * 2 ** (i / 2)) for i in range(64)]
+    return [*(size for size in sizes if size < longest / 2**0.25), longest]
+
+
+def fitted(sizes: Sequence[Sequence[float]], costs: Costs, memory: int | None = None) -> list[list[int]]:
+    """Round windows to the grid. With a `memory`, all grow by one factor as long as they fit; what is left goes to
+    those that are next."""
+    steps = []
+    for layer, row in enumerate(sizes):
+        possible = grid(costs.layers[layer].longest)
+        for head, size in enumerate(row):
+            edges = [0.0, *(math.sqrt(a * b) for a, b in pairwise(possible))]
+            steps += [(edge / size, layer, head, to) for edge, to in zip(edges, possible, strict=True)]
+    windows = [[0] * len(row) for row in sizes]
+    left = math.inf if memory is None else memory - costs.of_windows(windows)
+    for factor, layer, head, to in sorted(steps):
+        price = (to - windows[layer][head]) * costs.layers[layer].token
+        if (factor <= 1 or memory is not None) and (price <= left or to == grid(costs.layers[layer].longest)[0]):
+            windows[layer][head] = to
+            left -= price
+    return windows
