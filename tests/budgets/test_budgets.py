@@ -361,6 +361,18 @@ def test_plans_of_several_budgets(world):
     assert all(each.used <= each.memory for each in found)
 
 
+def test_a_conversion_uses_the_descent_of_a_plan(world, tmp_path, monkeypatch):
+    """Although the plan held out the end of the text, and the conversion measures on another one."""
+    memory, text = budget_of(0.3), str(world / "train.txt")
+    (planned,) = plan_memory(str(world / "llama"), [memory], train=text, progress=False, states=False)
+    monkeypatch.setattr(Descent, "step", None)
+    results = convert(
+        str(world / "llama"), str(tmp_path / "rnn"), train=text, valid=str(world / "valid.txt"), memory=memory,
+        recipe="none", limit=1, progress=False,
+    )  # fmt: skip
+    assert results["planned"]["plan"] == planned.to_dict()["plan"]
+
+
 # --- Pages ----------------------------------------------------------------------------------------------------
 
 

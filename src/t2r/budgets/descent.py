@@ -61,7 +61,7 @@ class Descent:
         limited: the model.
         blocks: text, token ids `[blocks, context]`.
         ask: questions for each step.
-        name: what the path depends on, beside the text.
+        name: what the path depends on: the model and the text.
     """
 
     def __init__(self, limited: Limited, blocks: Tensor, ask: Ask, name: str, *, progress: bool = True) -> None:
@@ -69,7 +69,7 @@ class Descent:
         kind = limited.model.device.type
         self.steps = STEPS.get(kind, MANY)
         self.rows = max(1, TOKENS.get(kind, TEXT) // blocks.shape[1])
-        self.file = cache_folder("windows") / f"{digest([name, self.constants(), digest(blocks.tolist())])}.json"
+        self.file = cache_folder("windows") / f"{digest([name, self.constants()])}.json"
         saved = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
         self.path: list[list[list[float]]] = saved.get("path", [])
         """The sizes of all windows after each step."""
@@ -102,7 +102,7 @@ class Descent:
                 self.path.append([[round(2**x, 1) for x in row.tolist()] for row in self.logs])
                 report(len(self.path))
                 logger.debug("windows: step %d, divergence %.4f", len(self.path), divergence)
-                stop = enough(self.path[-1])
+                stop = enough(self.path[-1]) or len(self.path) == self.steps
                 if stop or len(self.path) % SAVE_EVERY == 0:
                     self.save()
                 if stop:

@@ -75,6 +75,8 @@ class Planner:
         model: the base model, which is not modified.
         tokenizer: its tokenizer, for questions. None: it is not asked any.
         blocks: text of the user, token ids `[blocks, context]`.
+        text: a name of the text. What was measured with another part of the same text is used again. None: the blocks
+            themselves.
         progress: whether to show progress bars.
     """
 
@@ -84,6 +86,7 @@ class Planner:
         tokenizer: PreTrainedTokenizerBase | None,
         blocks: Tensor,
         *,
+        text: str | None = None,
         progress: bool = True,
     ) -> None:
         self.model, self.tokenizer, self.blocks, self.progress = model, tokenizer, blocks, progress
@@ -97,7 +100,7 @@ class Planner:
         if self.questions is not None and (able := self.limited.right(*self.questions)) < KNOWN:
             logger.info("recall: the model itself answers %.0f %% of the questions: it is not asked", 100 * able)
             self.questions = None
-        name = digest([of_weights(model), kind])
+        name = digest([of_weights(model), kind, digest(blocks.tolist()) if text is None else text])
         self.descent = Descent(self.limited, blocks, self.ask_for, name, progress=progress)
 
     def ask(self, count: int, length: int, seed: int) -> tuple[Tensor, Tensor] | None:

@@ -71,9 +71,8 @@ class MemoryBudget:
         task.read()
         if not task.tokens:
             raise T2RError("memory is planned on a text: give one (--train FILE), also if the teacher writes more")
-        planner = Planner(
-            model, tokenizer, text_blocks(task.dataset(context), blocks_to_read(model.device)), progress=progress
-        )
+        blocks = text_blocks(task.dataset(context), blocks_to_read(model.device))
+        planner = Planner(model, tokenizer, blocks, text=task.text_key, progress=progress)
         logger.info(
             "planning a memory of %s for %s tokens, whose keys and values need %s",
             in_mib(self.memory),

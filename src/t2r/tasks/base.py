@@ -54,6 +54,12 @@ class Task(ABC):
         """Read the existing data, so that invalid data is detected before anything is timed or generated."""
 
     @property
+    def text_key(self) -> str | None:
+        """A name that changes with the content of the text that was read, but not with how much of it is held out.
+        None: nothing was read."""
+        return None
+
+    @property
     def asked_of_teacher(self) -> int:
         """The number of tokens that the teacher generates."""
         return 0

@@ -153,6 +153,12 @@ class LanguageModeling(Task):
         self.check_vocabulary()
 
     @property
+    def text_key(self) -> str | None:
+        there = [entry for entry in self.mixed if entry.source in self.corpora]
+        parts = [(str(e.readings), str(e.share), self.corpora[e.source].folder.name) for e in there]
+        return digest(parts) if parts else None
+
+    @property
     def partly_held(self) -> str:
         """The source whose end is held out."""
         return next((source for source in self.sources if source != TEACHER), TEACHER)
