@@ -23,6 +23,7 @@ from t2r.evaluation.memory import memory_of
 from t2r.ops.soft_windows import REACH
 from t2r.pipelines.budget import plan_memory
 from t2r.pipelines.convert import convert
+from t2r.plans import MemoryPlan
 
 CONTEXT = 64
 SHORT = (
@@ -370,7 +371,7 @@ def test_a_conversion_uses_the_descent_of_a_plan(world, tmp_path, monkeypatch):
         str(world / "llama"), str(tmp_path / "rnn"), train=text, valid=str(world / "valid.txt"), memory=memory,
         recipe="none", limit=1, progress=False,
     )  # fmt: skip
-    assert results["planned"]["plan"] == planned.to_dict()["plan"]
+    assert MemoryPlan.of(results["planned"]["plan"]) == planned.plan
 
 
 # --- Pages ----------------------------------------------------------------------------------------------------
