@@ -38,7 +38,7 @@ import t2r
 from t2r import T2RError
 from t2r.data import wikitext
 from t2r.evaluation import compare, encode, evaluate, harness, memory, perplexity, recall, repetition, tables
-from t2r.evaluation.generation import repeated
+from t2r.evaluation.generation import repeated, repeated_sentences
 from t2r.evaluation.inputs import read_text
 from t2r.evaluation.logits import logits_by_slice
 from t2r.evaluation.perplexity import fitting_batch
@@ -362,6 +362,24 @@ def test_repetition_ignores_the_settings_of_the_model(tokenizer):
     own.min_p, own.no_repeat_ngram_size, own.top_k = 0.999, 2, 3
     assert repetition(model, tokenizer, ["The"], new_tokens=32) == expected
     assert model.generation_config is own
+
+
+def test_sentences_are_repeated_at_all_distances(tokenizer):
+    text = tokenizer(TEXT * 40).input_ids
+    ids, asked = repeated_sentences(tokenizer, text, 1500, 3, seed=1)
+    distances = []
+    for row, at in asked.nonzero().tolist():
+        words = ids[row].tolist()
+        question = tokenizer(tokenizer.decode(words[: at + 1]).rpartition("\n")[2]).input_ids
+        assert tokenizer.decode(question).startswith("The password of the")
+        before = [i for i in range(at) if words[i + 1 - len(question) : i + 1] == question]
+        assert len(before) == 1  # said once
+        assert words[before[0] + 1] == words[at + 1]  # the answer
+        distances.append(at - before[0])
+    assert min(distances) < 200 < 700 < max(distances)
+    assert len(set(distances)) > len(distances) / 2
+    with pytest.raises(T2RError, match="too short"):
+        repeated_sentences(tokenizer, text, 20, 1)
 
 
 def test_files_of_a_glob_are_separate_lines(tokenizer, tmp_path):

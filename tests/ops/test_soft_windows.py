@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2r.errors import T2RError
-from t2r.ops import Windows, window_attention
+from t2r.ops import Windows, soft_windows, window_attention
 from t2r.ops.soft_windows import EDGE, REACH
 
 
@@ -22,9 +22,16 @@ def inputs(time=9, heads=4, key_heads=2):
     st.integers(0, 3),
     st.none() | st.integers(1, 9),
     st.none() | st.just(2.0),
+    st.sampled_from([2, 4, 256]),
 )
-def test_values_are_weighted_by_distance(sizes, sinks, bound, softcap):
+def test_values_are_weighted_by_distance(sizes, sinks, bound, softcap, block):
     q, k, v = inputs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(soft_windows.BLOCK, "cpu", block)
+        check_values(q, k, v, sizes, sinks, bound, softcap)
+
+
+def check_values(q, k, v, sizes, sinks, bound, softcap):
     sums = window_attention(q, k, v, Windows(torch.tensor(sizes).double(), sinks, bound), scaling=0.7, softcap=softcap)
     for h in range(4):
         for t in range(9):
@@ -48,7 +55,9 @@ def test_long_windows_are_whole_attention():
     torch.testing.assert_close(soft, hard)
 
 
-def test_sizes_have_a_gradient():
+@pytest.mark.parametrize("block", [2, 256])
+def test_sizes_have_a_gradient(block, monkeypatch):
+    monkeypatch.setitem(soft_windows.BLOCK, "cpu", block)
     q, k, v = (x[:1, :, :6].requires_grad_() for x in inputs())
     sizes = torch.tensor([2.7, 4.1], dtype=torch.float64, requires_grad=True)
 

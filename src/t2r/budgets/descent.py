@@ -50,8 +50,8 @@ LEAST = 1e-12
 """Worth below it counts as this."""
 SAVE_EVERY = 5
 
-Ask = Callable[[int], Tensor | None]
-"""Returns questions for a step, token ids `[questions, tokens]`. None: the model does not answer any."""
+Ask = Callable[[int], tuple[Tensor, Tensor] | None]
+"""Returns questions for a step: token ids, and which tokens precede an answer. None: the model does not answer any."""
 
 
 class Descent:
@@ -119,7 +119,8 @@ class Descent:
         chosen = torch.randint(len(self.blocks), (self.rows,), generator=torch.Generator().manual_seed(number))
         divergence, worth = self.limited.worth(self.blocks[chosen], windows)
         if (questions := self.ask(number)) is not None:
-            _, more = self.limited.worth(questions, windows, last=True)
+            ids, where = questions
+            _, more = self.limited.worth(ids, windows, where)
             worth = [own + ANSWERS * x for own, x in zip(worth, more, strict=True)]
         self.value = [MEMORY * old + (1 - MEMORY) * x.cpu() for old, x in zip(self.value, worth, strict=True)]
         unbiased = 1 - MEMORY ** (number + 1)

@@ -57,19 +57,19 @@ class Limited:
 
     # --- With gradients -------------------------------------------------------------------------------------
 
-    def worth(self, ids: Tensor, windows: Sequence[Tensor], *, last: bool = False) -> tuple[float, list[Tensor]]:
+    def worth(self, ids: Tensor, windows: Sequence[Tensor], where: Tensor | None = None) -> tuple[float, list[Tensor]]:
         """Return the divergence per token with soft windows, and how much it falls with one more token in each.
 
         Args:
-            last: count the last position of each row only: the answer of a question.
+            where: which tokens count, of `ids [rows, tokens]`. None: all.
         """
         ids = ids.to(self.model.device)
         leaves = [sizes.detach().float().requires_grad_() for sizes in windows]
-        kept = slice(-1, None) if last else slice(None)
-        theirs = self.expected(ids)[:, kept].flatten(0, 1)
+        kept = torch.ones_like(ids, dtype=torch.bool) if where is None else where.to(ids.device)
+        theirs = self.expected(ids)[kept]
         with torch.enable_grad():
             with self.within(leaves):
-                ours = self.readout.states({"input_ids": ids})[:, kept].flatten(0, 1)
+                ours = self.readout.states({"input_ids": ids})[kept]
             rows = max(1, logits_at_once(ours.device) // self.readout.out_features)
             parts = [
                 checkpoint(self.divergence_sum, *pair, use_reentrant=False)

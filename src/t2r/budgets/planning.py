@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.budgets.costs import SMALLEST, Costs, features_for, in_mib
+from t2r.budgets.costs import Costs, features_for, in_mib
 from t2r.budgets.descent import Descent
 from t2r.budgets.limited import Limited
 from t2r.data.fingerprint import digest, of_weights
 from t2r.errors import T2RError
-from t2r.evaluation.generation import recall_questions, recall_tokens
+from t2r.evaluation.generation import recall_questions, repeated_sentences
 from t2r.plans import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ QUESTIONS = 32
 """Questions with which a plan is measured."""
 ASKED = {"cpu": 1}
 AT_ONCE = 4
-"""Questions in a step of a descent."""
+"""Texts with questions in a step of a descent."""
 KNOWN = 0.5
 """A model that answers less than this share of the questions is not asked: it would teach nothing about its heads."""
 
@@ -108,21 +107,18 @@ class Planner:
         if self.tokenizer is None:
             return None
         try:
+            repeated_sentences(self.tokenizer, self.text, length, 1)  # raises if there is no place for them
             return recall_questions(self.tokenizer, self.text, length, count, seed=seed)
         except T2RError as error:
             logger.info("recall: %s: nothing is asked", error)
             return None
 
-    def ask_for(self, step: int) -> Tensor | None:
-        """Return the questions of a step of the descent, about words at any distance."""
+    def ask_for(self, step: int) -> tuple[Tensor, Tensor] | None:
+        """Return the questions of a step of the descent, about words at all distances."""
         if self.questions is None or self.tokenizer is None:
             return None
-        least = min(recall_tokens(self.tokenizer) + SMALLEST, self.context)
-        random_ = random.Random(step)
-        length = round(least * (self.context / least) ** random_.random())
-        start = random_.randrange(max(1, len(self.text) - 2 * self.context))
-        count = ASKED.get(self.model.device.type, AT_ONCE)
-        return recall_questions(self.tokenizer, self.text[start:], length, count, seed=step)[0]
+        rows = ASKED.get(self.model.device.type, AT_ONCE)
+        return repeated_sentences(self.tokenizer, self.text, self.context, rows, seed=step)
 
     def plan(self, memory: int, features: int | None = None) -> Planned:
         """Return the plan for a number of bytes.

@@ -133,6 +133,8 @@ WORDS = (
 )  # fmt: skip
 DISTANCES = (16, 64, 256)
 FAR_DISTANCES = (1024, 2048, 4096)
+CROWDED = 4
+"""Places for a sentence in a text, for each sentence that occurs twice in it."""
 LEAD = 16
 """Minimum number of tokens before the key, because models treat the first tokens of a text differently."""
 
@@ -240,6 +242,44 @@ def recall_questions(
         raise T2RError(f"a text of {len(text)} tokens is too short for questions of {length} tokens")
     rows = [_context(trial, text, length, distance, rng) for trial in asked]
     return torch.tensor(rows), torch.tensor([trial.choices for trial in asked])
+
+
+def repeated_sentences(
+    tokenizer: Tokenizer, text: list[int], length: int, rows: int, *, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return texts in which sentences of `recall` occur twice, at all distances: token ids `[rows, length]`, and which
+    tokens precede a word that the first occurrence told."""
+    rng, sentences = random.Random(seed), _sentences(tokenizer)
+    keys = [
+        {
+            name: _ids(tokenizer, f"\nThe password of the {name} is {word}.\n")
+            for name, word in zip(NAMES, words, strict=True)
+        }
+        for words in (rng.sample(WORDS, len(NAMES)) for _ in range(rows))
+    ]
+    size = max(len(key) for row in keys for key in row.values())
+    slots = (length - LEAD) // size
+    if slots < 2 or len(text) < length:
+        raise T2RError(f"a text of {min(length, len(text))} tokens is too short for sentences that are repeated")
+    pairs = max(1, min(len(NAMES), slots // CROWDED))
+    ids, asked = torch.empty(rows, length, dtype=torch.long), torch.zeros(rows, length, dtype=torch.bool)
+    for row in range(rows):
+        start = rng.randrange(len(text) - length + 1)
+        ids[row] = torch.tensor(text[start : start + length])
+        free, names = set(range(slots)), rng.sample(NAMES, pairs)
+        for pair in reversed(range(pairs)):  # from the farthest, which fits in the fewest places
+            share = (pair * rows + row + rng.random()) / (pairs * rows)
+            distance = max(1, min(slots - 1, round((slots - 1) ** share)))
+            places = [slot for slot in sorted(free) if slot + distance in free]
+            if not places:
+                continue
+            first, key, question = rng.choice(places), keys[row][names[pair]], sentences[names[pair]][0]
+            free -= {first, first + distance}
+            for slot in (first, first + distance):
+                at = LEAD + slot * size
+                ids[row, at : at + len(key)] = torch.tensor(key)
+            asked[row, at + len(question) - 1] = key[: len(question)] == question
+    return ids, asked
 
 
 def fitting_distances(
