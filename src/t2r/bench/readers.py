@@ -21,6 +21,7 @@ from t2r.errors import T2RError
 from t2r.generation.engine.request import no_static_cache
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
+from t2r.graphs import CudaGraph
 from t2r.hub import synchronize
 from t2r.model.modeling import T2RModel
 from t2r.ops.constants import constant_weights
@@ -160,7 +161,7 @@ class CapturedReader(Reader):
             self.capture()
         self.fill()
         self.go_to(self.length)
-        return self.timed(lambda i: self.graph.replay(), steps)
+        return self.timed(lambda i: self.graph(), steps)
 
     def allocate(self, size: int) -> None:
         self.static: Any = StaticCache(config=self.model.config, max_cache_len=size)
@@ -185,16 +186,8 @@ class CapturedReader(Reader):
         return logits
 
     def capture(self) -> None:
-        device = self.model.device
         run = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            run()
+        self.graph = CudaGraph(run, self.model.device, warm_up=1)
 
     def free(self) -> None:
         self.graph = self.static = None
