@@ -146,10 +146,10 @@ class Recurrence(nn.Module):
         near, _, rows = self.attend_near(inputs, None)
         return rows.unpacked(near[0].numerator)
 
-    def unused_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the stock module that the recurrence does not use. They get no gradient, and
-        distributed training fails if one of them requires it."""
-        return []
+    def frozen_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are never trained: those of a map that is not trainable, and those of the stock
+        module that the recurrence does not use. Distributed training fails if one without a gradient requires it."""
+        return list(self.feature_map.parameters()) if self.has_map and not self.feature_map.trainable else []
 
     def spread(self, v: Tensor) -> Tensor:
         """Repeat values for every key head of the feature map. With un-grouped keys, this is one per query head."""

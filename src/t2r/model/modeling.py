@@ -54,8 +54,6 @@ class T2RModel(SavedModel, compat.ModelHooks):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install(self, t2r_config)  # type: ignore[arg-type]
         self.adopt(t2r_config)
-        self.frozen = [name for name, x in self.named_parameters() if not x.requires_grad]  # type: ignore[attr-defined]
-        """Parameters that are not trained. Loading replaces parameters, and sets `requires_grad` of all of them."""
 
     def adopt(self, t2r_config: T2RConfig) -> None:
         """Store the swap configuration and the family of the model."""
