@@ -76,8 +76,7 @@ def fused_forward(module: Any) -> Callable[..., Any]:
         cache, rotation = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
         layer: Any = cache.layers[module.layer_idx] if isinstance(cache, StaticT2RCache) else None
         fits = layer is not None and layer.grows and layer.only_real_tokens and hidden_states.shape[1] == 1
-        known = not args and kwargs.get("t2r_window") is None
-        if not fits or not known or (rotation is not None and rotation[0].shape[-1] != size):
+        if not fits or args or (rotation is not None and rotation[0].shape[-1] != size):
             return stock(hidden_states, *args, **kwargs)
         q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in project(hidden_states))
         out = softmax_step(q, k, v, layer.keys, layer.values, layer.lengths, module.scaling, rotation)
