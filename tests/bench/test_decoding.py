@@ -112,7 +112,7 @@ def test_crossover(reference, times, expected):
 
 
 def test_tables_and_notes():
-    settings = decoding.Settings(1, 16, 5, "float32", "cpu", 2)
+    settings = decoding.DecodingSettings(1, 16, 5, "float32", "cpu", 2)
     points = [decoding.Point("teacher", 512, 2.0, 500.0, 1 << 20), decoding.Point("RNN", 512, 4.0, 250.0, 1 << 19)]
     points += [decoding.Point("teacher", 2048, 8.0, 125.0, 1 << 22), decoding.Point("RNN", 2048, 4.0, 250.0, 1 << 19)]
     points += [decoding.Point("other", length, 9.0, 111.0, 1 << 22) for length in (512, 2048)]

@@ -10,7 +10,7 @@ from t2r.attention.cache import cache_bytes
 from t2r.evaluation import Variant
 from t2r.evaluation.generation import wilson
 from t2r.evaluation.logits import logits_by_slice
-from t2r.evaluation.memory import Memory, memory_of, translation_memory
+from t2r.evaluation.sizes import Memory, memory_of, translation_memory
 from t2r.evaluation.translation import memory_at
 from t2r.model.windows import with_windows
 from t2r.surgery.adapters import family_of

@@ -41,7 +41,7 @@ LENGTHS = (512, 2048, 8192)
 
 
 @dataclass(frozen=True)
-class Settings:
+class DecodingSettings:
     batch: int
     steps: int
     repeats: int
@@ -75,7 +75,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Report:
-    settings: Settings
+    settings: DecodingSettings
     points: list[Point]
     """Ordered by length, then by model."""
     crossovers: dict[str, float | None]
@@ -175,7 +175,7 @@ def run(
             if not points:
                 raise T2RError(f"no model fits into memory at {length:,} tokens: use a smaller batch or fewer tokens")
     report = Report(
-        Settings(
+        DecodingSettings(
             batch, steps, repeats, str(first.dtype).removeprefix("torch."), str(first.device), torch.get_num_threads()
         ),
         points,

@@ -47,7 +47,7 @@ def paper_models(shape: str = "paper-lm") -> list[str]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     context: int
     steps: int
     repeats: int
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    settings: Settings
+    settings: MemorySettings
     rows: list[Row]
 
 
@@ -138,7 +138,7 @@ def run(
                 found = room.time(batch, steps, repeats)
             rows.append(Row(name, batch, limited, each, *found))
     dtype = str(first.dtype).removeprefix("torch.")
-    settings = Settings(context, steps, repeats, dtype, str(device), limit, torch.get_num_threads())
+    settings = MemorySettings(context, steps, repeats, dtype, str(device), limit, torch.get_num_threads())
     return Report(settings, rows)
 
 

@@ -1,8 +1,8 @@
 """Variants of a model with less memory, for fair comparisons in an evaluation.
 
-A recurrent state should be compared with softmax attention of the same memory. A variant keeps a window of the
-last tokens and a few initial tokens (sinks) in place of all keys and values, or rounds the recurrent state to half precision, as a
-decoder that stores it in that dtype would do.
+A recurrent state should be compared with softmax attention of the same memory. A variant keeps a window of the last
+tokens and a few initial tokens (sinks) in place of all keys and values, or rounds the recurrent state to half
+precision, as a decoder that stores it in that dtype would do.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def merge(model: PreTrainedModel, force: bool = False) -> PreTrainedModel:
     swapped: Any = model
     config = copy.deepcopy(swapped.t2r_config)  # other models may have been built from the same configuration
     config.merged = True
-    swapped.adopt(config)
+    swapped.take_configuration(config)
     return model
 
 

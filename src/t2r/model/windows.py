@@ -34,7 +34,7 @@ def with_windows(model: PreTrainedModel, tokens: int, sinks: int = 0) -> T2RMode
         config = T2RConfig(plan=MemoryPlan(tuple((tokens,) * own for own in heads), sinks, states).to_dict())
         install_checked(shared, config)
         change_class(shared, cast(Any, t2r_class(cast(Any, type(shared)))))
-        cast(T2RModel, shared).adopt(config)
+        cast(T2RModel, shared).take_configuration(config)
         return cast(T2RModel, shared)
     if family.positions == "relative":
         raise T2RError(f"{family.model_type} models cannot have windows: their positions are a bias on the scores")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from t2r.attention.recurrence import Recurrence
-
-TABLE = "Sinusoidal"
-"""A part of the names of the classes of transformers whose parameters are a computed table of positions."""
+from t2r.surgery.adapters.base import Family
 
 
 def frozen_parameters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters that are never trained: computed tables of positions, and what the sites say."""
     sites = [module for module in model.modules() if isinstance(module, Recurrence)]
-    tables = [module for module in model.modules() if TABLE in type(module).__name__]
+    tables = [module for module in model.modules() if Family.tables in type(module).__name__]
     found = [*(p for site in sites for p in site.frozen_parameters()), *(p for x in tables for p in x.parameters())]
     return {id(parameter) for parameter in found}
 

@@ -49,7 +49,7 @@ def on_the_engine(model: PreTrainedModel) -> Any:
     if not swapped:
         change_class(shared, cast(Any, t2r_class(cast(Any, type(model)))))
     layers = len(family.decoder_layers(shared))
-    cast(T2RModel, shared).adopt(T2RConfig(softmax_layers=list(range(layers))))
+    cast(T2RModel, shared).take_configuration(T2RConfig(softmax_layers=list(range(layers))))
     if not family.tested:
         compare(model, cast(T2RModel, shared))
     return shared
