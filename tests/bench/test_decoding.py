@@ -166,6 +166,9 @@ def test_the_engine_and_a_window_of_the_same_memory():
     assert 2 < report.smaller["RNN, engine"] < 40
     assert last["teacher, engine"].bytes_moved == last["teacher"].bytes_moved > last["RNN"].bytes_moved
     assert last["RNN"].bound == pytest.approx(1e3 * last["RNN"].bytes_moved / report.bandwidth)
+    assert last["teacher"].launches is None
+    assert all(20 < last[name].launches < 400 for name in ("teacher, engine", "RNN, engine", names[5]))
+    assert f"A step of RNN, engine has {last['RNN, engine'].launches} operations." in decoding.notes(report)
 
 
 def test_the_window_has_the_memory_of_a_model_without_softmax_layers():

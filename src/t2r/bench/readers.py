@@ -63,6 +63,10 @@ class Reader:
     def held_bytes(self) -> int:
         return cache_bytes(self.cache)
 
+    def launches(self) -> int | None:
+        """Return the number of kernels or operations of a captured step. None: it is not known."""
+        return None
+
     def free(self) -> None:
         """Free the memory of the cache. The reader cannot be used after this."""
         self.cache = None
@@ -115,6 +119,9 @@ class EngineReader(Reader):
 
     def held_bytes(self) -> int:
         return super().held_bytes() if self.decode is None else self.batch * self.decode.row_bytes(self.length)
+
+    def launches(self) -> int | None:
+        return None if self.decode is None else self.decode.launches()
 
     def free(self) -> None:
         self.decode = None

@@ -12,7 +12,7 @@ from t2r.analysis import findings as analyses
 from t2r.bench import decoding
 from t2r.bench.figures import add_decoding
 from t2r.errors import T2RError
-from t2r.evaluation.tables import names_of
+from t2r.evaluation.overview import names_of
 from t2r.experiments import charts
 from t2r.experiments.comparison import cell_titles
 from t2r.experiments.record import claims_of

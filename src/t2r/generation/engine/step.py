@@ -190,6 +190,18 @@ class DecodeStep:
         """Advance every row by one token, without synchronizing with the device."""
         self.replay()
 
+    def launches(self) -> int | None:
+        """Return how many kernels, or on a CPU operations, a captured step launches. Runs a step. None: it is not
+        captured."""
+        if self.recording is not None:
+            return len(self.recording.calls)
+        if self.captured_as is None:
+            return None
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.run()
+            torch.cuda.synchronize(self.tokens.device)
+        return sum(event.device_type == torch.profiler.DeviceType.CUDA for event in profile.events())
+
     # --- Capture --------------------------------------------------------------------------------------------
 
     def capture(self) -> Callable[[], None]:
