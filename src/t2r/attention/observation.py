@@ -73,8 +73,7 @@ def observing(observer: Observer) -> Iterator[None]:
 
 def observe_linear(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: Rule, **options: Any) -> None:
     observer: Observer | None = current("observer")
-    if observer is not None:
-        assert isinstance(rule, Sum)
+    if observer is not None and isinstance(rule, Sum):  # another recurrence has no attention weights
         decay = rule.decay if options.get("causal", True) else None
         observer(module, LinearInputs(q, k, v, {"decay": decay, "signed": rule.signed, **options}))
 

@@ -73,7 +73,7 @@ class Recurrence(nn.Module):
     def memories(self) -> tuple[Memory, ...]:
         """Return empty memories of the site."""
         found: list[Memory] = [] if self.window is None else [WindowMemory(self.window)]
-        return (*found, StateMemory()) if self.has_map else tuple(found)
+        return (*found, StateMemory(state_type=self.feature_map.state_type)) if self.has_map else tuple(found)
 
     def make_layer(self) -> SiteLayer:
         return SiteLayer(*self.memories())
