@@ -62,20 +62,23 @@ DESCENDANTS = {
     "pegasus", "phi", "plbart", "qwen2", "stablelm",
 }  # fmt: skip
 """Families whose adapter has no attention code of its own. Another family tests that code in all combinations."""
-FEW = 2
-"""Number of combinations of a test's other parameters that such a family always runs. The others are marked slow."""
+FEW, SOME = 2, 4
+"""Number of combinations of a test's other parameters that such a family always runs, and a family that is neither one
+of them nor among the most different ones. The others are marked slow."""
 
 
 def mark_repetitions(items: list[pytest.Item]) -> None:
-    """Mark redundant combinations of `DESCENDANTS` as slow, except the first ones and the last one of each test."""
+    """Mark redundant combinations as slow, except the first ones and the last ones of each test and family."""
+    from families import DIFFERENT, FAMILIES  # imports t2r, after the variables above
+
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         family = getattr(getattr(item, "callspec", None), "params", {}).get("model_type")
-        if isinstance(family, str) and family in DESCENDANTS:
-            name = item.nodeid.split("[")[0]
-            groups.setdefault((name, family), []).append(item)
-    for group in groups.values():
-        for item in group[FEW - 1 : -1]:
+        if isinstance(family, str) and family in FAMILIES and family not in DIFFERENT:
+            groups.setdefault((item.nodeid.split("[")[0], family), []).append(item)
+    for (_, family), group in groups.items():
+        first, last = (FEW - 1, 1) if family in DESCENDANTS else (SOME // 2, SOME // 2)
+        for item in group[first:-last]:
             item.add_marker(pytest.mark.slow)
 
 

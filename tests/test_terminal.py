@@ -12,7 +12,7 @@ from rich.table import Table
 
 from families import tiny
 from t2r import evaluation, terminal
-from t2r.analysis import report as analyses
+from t2r.analysis import findings as analyses
 from t2r.bench import decoding, memory, ops, training
 from t2r.experiments.record import recorded
 from t2r.pages.sections import decoding_report
@@ -51,18 +51,18 @@ def batches():
         memory.Row(f"{LONG}/{name}", 123_456, True, 2**37, 12345.678, 9_876_543.0, 0.25, None)
         for name in ("smollm2", "smollm2, window of 390")
     ]
-    return memory.tables(memory.Report(memory.Settings(8192, 8, 3, "bfloat16", "cuda", 2**37, 2), rows))
+    return memory.tables(memory.Report(memory.MemorySettings(8192, 8, 3, "bfloat16", "cuda", 2**37, 2), rows))
 
 
 def kernels():
     row = ops.Row(131_072, "triton", 1234.567, 1234.567, 1234.567, 12.34, 2**40, 2**40, 12345.678)
-    settings = ops.Settings(1, 8, 32, 128, "bfloat16", "cuda", ("triton",), True, 5, 2)
+    settings = ops.OpsSettings(1, 8, 32, 128, "bfloat16", "cuda", ("triton",), True, 5, 2)
     return ops.tables(ops.Report(settings, [row], 2.0, 3e12))
 
 
 def steps():
     row = training.Row("finetuning of the softmax model", 12345.6, 1_234_567.0, 2**37)
-    settings = training.Settings("distill-lm", 16384, 512, "bfloat16", "cuda", True, 10, 2)
+    settings = training.TrainingSettings("distill-lm", 16384, 512, "bfloat16", "cuda", True, 10, 2)
     return training.tables(training.Report(settings, [row]))
 
 
@@ -123,6 +123,6 @@ def test_columns_that_do_not_fit_are_in_another_table():
 
 def test_folders_of_one_name_are_told_apart():
     rows = [memory.Row(f"{LONG}/{name}/rnn", 1, False, 1, None, None, None, None) for name in ("a", "b")]
-    text = shown(memory.tables(memory.Report(memory.Settings(1, 1, 1, "float32", "cpu", 1, 1), rows)))
+    text = shown(memory.tables(memory.Report(memory.MemorySettings(1, 1, 1, "float32", "cpu", 1, 1), rows)))
     assert "a/rnn" in text
     assert "b/rnn" in text

@@ -110,12 +110,12 @@ def resumable_file(path: Path, lines: int = 1) -> Iterator[Resumed | None]:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.with_suffix(".lock")
-    lock = take_lock(name)
-    if lock is None:
+    held = take_lock(name)
+    if held is None:
         logger.warning("waiting for another process, which is writing %s", path)
-        lock = take_lock(name, wait=True)
-    assert lock is not None
-    with lock:
+        held = take_lock(name, wait=True)
+    assert held is not None
+    with held:
         try:
             if path.exists():  # written by the process that held the lock
                 yield None
@@ -220,12 +220,7 @@ def locked_folder(folder: Path) -> Iterator[bool]:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
-        except OSError:
-            held = False
-        yield held
+        yield lock(descriptor)
     finally:
         os.close(descriptor)
 
@@ -279,15 +274,25 @@ def take_lock(path: Path, *, wait: bool = False) -> IO[bytes] | None:
     while True:
         if fcntl is None:
             return Path(os.devnull).open("ab")
-        lock = path.open("ab")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
+        file = path.open("ab")
+        if not lock(file.fileno(), wait):
+            file.close()
             if wait:
-                raise T2RError(f"{path} cannot be locked: {error.strerror}") from error
+                raise T2RError(f"{path} cannot be locked: its file system has no locks")
             return None
         with suppress(FileNotFoundError):  # the previous owner may have removed the file
-            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                return lock
-        lock.close()
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
+
+
+# filelock, which transformers installs, locks no folders, and its release unlocks a file also for child processes that
+# inherited it.
+def lock(descriptor: int, wait: bool = False) -> bool:
+    """Lock an open file or folder until its last descriptor is closed, also those of child processes. Returns whether
+    it could be locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

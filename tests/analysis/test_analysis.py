@@ -14,8 +14,8 @@ import t2r
 from families import POSITIONS, VOCABULARY, batch, tiny
 from t2r import T2RError
 from t2r.analysis import analyze, tables
+from t2r.analysis.findings import figures
 from t2r.analysis.measures import ByDistance, distance_buckets, effective_rank, jensen_shannon
-from t2r.analysis.report import figures
 from t2r.analysis.subject import Place, Subject
 from t2r.cli import app
 from t2r.feature_maps.base import DECAY_PACE

@@ -112,7 +112,7 @@ def test_crossover(reference, times, expected):
 
 
 def test_tables_and_notes():
-    settings = decoding.Settings(1, 16, 5, "float32", "cpu", 2)
+    settings = decoding.DecodingSettings(1, 16, 5, "float32", "cpu", 2)
     points = [decoding.Point("teacher", 512, 2.0, 500.0, 1 << 20), decoding.Point("RNN", 512, 4.0, 250.0, 1 << 19)]
     points += [decoding.Point("teacher", 2048, 8.0, 125.0, 1 << 22), decoding.Point("RNN", 2048, 4.0, 250.0, 1 << 19)]
     points += [decoding.Point("other", length, 9.0, 111.0, 1 << 22) for length in (512, 2048)]
@@ -152,7 +152,9 @@ def test_the_engine_and_a_window_of_the_same_memory():
     per_token = last["teacher"].cache_bytes // 40
     assert last["RNN, engine"].cache_bytes == last["RNN"].cache_bytes
     assert last["teacher, engine"].cache_bytes == last["teacher"].cache_bytes
-    assert last[names[4]].cache_bytes == size * per_token <= last["RNN"].cache_bytes < (size + 1) * per_token
+    assert size * per_token <= last["RNN"].cache_bytes < (size + 1) * per_token
+    counts = 8 * 3  # the number of tokens of each of three layers
+    assert last[names[4]].cache_bytes == last[names[5]].cache_bytes + counts == size * per_token + counts
     assert report.references == {
         "RNN": "teacher",
         "teacher, engine": "teacher",
@@ -164,6 +166,9 @@ def test_the_engine_and_a_window_of_the_same_memory():
     assert 2 < report.smaller["RNN, engine"] < 40
     assert last["teacher, engine"].bytes_moved == last["teacher"].bytes_moved > last["RNN"].bytes_moved
     assert last["RNN"].bound == pytest.approx(1e3 * last["RNN"].bytes_moved / report.bandwidth)
+    assert last["teacher"].launches is None
+    assert all(20 < last[name].launches < 400 for name in ("teacher, engine", "RNN, engine", names[5]))
+    assert f"A step of RNN, engine has {last['RNN, engine'].launches} operations." in decoding.notes(report)
 
 
 def test_the_window_has_the_memory_of_a_model_without_softmax_layers():
@@ -174,9 +179,9 @@ def test_the_window_has_the_memory_of_a_model_without_softmax_layers():
     window, of_kept = windowed(made), windowed(made[:2])
     size = made[2].held_bytes() // made[0].held_bytes()
     assert window is not None
-    assert window.window == size
+    assert window.name == f"t, window of {size}"
     assert of_kept is not None
-    assert of_kept.window < size
+    assert int(of_kept.name.split()[-1]) < size
 
 
 def test_models_that_the_engine_does_not_support_are_named():

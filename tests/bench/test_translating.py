@@ -21,6 +21,7 @@ from t2r.errors import T2RError
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.generation.state import check_vocabulary
+from t2r.model.windows import with_windows
 
 
 def built(*names):
@@ -64,12 +65,12 @@ def test_a_window_of_equal_memory_takes_the_same_for_any_number_of_steps():
     models = built("softmax=random:tiny-lm", "T2R 8=random:tiny-lm,feature_size=8,merged")
     rows = [memory.run(models, context=64, steps=steps, repeats=1, memory=0.02).rows for steps in (1, 8)]
     assert [row.batch for row in rows[0][1:]] == [row.batch for row in rows[1][1:]]
-    teacher = Reader("teacher", models["softmax"], 2, 0, window=5)
-    reader = EngineReader(teacher)
+    reader = EngineReader(Reader("teacher", with_windows(models["softmax"], 5), 2, 0))
     reader.read_until(32)
     reader.milliseconds(4)
-    assert reader.decode.max_length == 5
-    assert int(reader.decode.own.lengths.max()) == 5
+    assert reader.decode.max_length is None
+    assert int(reader.decode.own.lengths.max()) == 32 + 1 + 4  # every step reads a token
+    assert {layer.window.keys.shape[1] for layer in reader.decode.own.layers} == {2 * 5}  # of two heads
 
 
 def test_a_softmax_model_in_the_engine_computes_the_same():

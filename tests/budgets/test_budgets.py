@@ -19,7 +19,7 @@ from t2r.budgets.descent import Descent, fitted, grid
 from t2r.budgets.limited import Limited
 from t2r.budgets.planning import Planner
 from t2r.errors import T2RError
-from t2r.evaluation.memory import memory_of
+from t2r.evaluation.sizes import memory_of
 from t2r.ops.soft_windows import REACH
 from t2r.pipelines.budget import plan_memory
 from t2r.pipelines.convert import convert

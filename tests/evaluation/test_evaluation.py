@@ -37,7 +37,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import t2r
 from t2r import T2RError
 from t2r.data import wikitext
-from t2r.evaluation import compare, encode, evaluate, harness, memory, perplexity, recall, repetition, tables
+from t2r.evaluation import compare, encode, evaluate, harness, perplexity, recall, repetition, sizes, tables
 from t2r.evaluation.generation import repeated, repeated_sentences
 from t2r.evaluation.inputs import read_text
 from t2r.evaluation.logits import logits_by_slice
@@ -770,4 +770,4 @@ def test_smollm2_on_wikitext(teachers, tmp_path):
 
 def test_the_memory_of_an_unknown_kind_of_layer_is_not_known():
     """Hybrid models have them."""
-    assert memory._of_layers([object()]) is None
+    assert sizes._of_layers([object()]) is None

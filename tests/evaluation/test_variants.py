@@ -1,7 +1,5 @@
 """Tests of variants: windows with sinks, rounded states, and memory."""
 
-import copy
-
 import pytest
 import torch
 
@@ -9,12 +7,12 @@ import t2r
 from families import tiny
 from t2r import T2RError
 from t2r.attention.cache import cache_bytes
-from t2r.attention.softmax import SoftmaxWindow
 from t2r.evaluation import Variant
 from t2r.evaluation.generation import wilson
 from t2r.evaluation.logits import logits_by_slice
-from t2r.evaluation.memory import Memory, memory_of, translation_memory
+from t2r.evaluation.sizes import Memory, memory_of, translation_memory
 from t2r.evaluation.translation import memory_at
+from t2r.model.windows import with_windows
 from t2r.surgery.adapters import family_of
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float64, except that logits are rounded to float32
@@ -80,15 +78,26 @@ def test_softmax_layers_support_a_window(name):
     assert not torch.allclose(limited[:, 6:], full[:, 6:], atol=1e-6)
 
 
-def test_a_window_of_kept_layers_is_the_teachers_window_where_all_layers_are_kept():
-    """A swapped model with exact attention in its only recurrent layer equals the base model with a mask."""
-    stock, ids = tiny("llama", torch.float64).eval(), ids_of()
-    model = t2r.swap(copy.deepcopy(stock), feature_size=6, softmax_layers=[0, 1]).eval()
-    window = SoftmaxWindow(4, 2)
-    with torch.no_grad(), t2r.exact_attention(model):
-        ours = model(ids, use_cache=False, t2r_window=window).logits
-    assert vars(window) == {"tokens": 4, "sinks": 2}  # a call leaves nothing on it
-    torch.testing.assert_close(ours.float(), logits(stock, ids, Variant(window=4, sinks=2)), **CLOSE)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma"])
+def test_windows_are_the_memory_of_the_model(name):
+    """The model that is evaluated also decodes with ring buffers, and gives the same logits. Padding is not a sink."""
+    model, ids = tiny(name, torch.float64).eval(), ids_of()
+    before = {name: x.clone() for name, x in model.named_parameters()}
+    limited = with_windows(model, 4, sinks=2)
+    expected, padded = logits(model, ids, Variant(window=4, sinks=2)), 3
+    for start in (0, padded):
+        cache, found, mask = limited.make_cache(), [], torch.ones_like(ids)
+        mask[:, :start] = 0
+        text = torch.cat([ids[:, :start] * 0, ids[:, : 20 - start]], dim=1)
+        with torch.no_grad():
+            for part in (slice(0, 9), *(slice(i, i + 1) for i in range(9, 20))):
+                positions = (mask.cumsum(1) - 1).clamp_min(0)[:, part]
+                step = {"input_ids": text[:, part], "attention_mask": mask[:, : part.stop], "position_ids": positions}
+                found.append(limited(**step, past_key_values=cache, use_cache=True).logits[:, -1:])
+        torch.testing.assert_close(torch.cat(found, dim=1).float(), expected[:, 8 - start : 20 - start], **CLOSE)
+    assert all(torch.equal(x, before[name]) for name, x in model.named_parameters())
+    assert type(model).__module__.startswith("transformers")
+    assert all(x is y for x, y in zip(model.parameters(), limited.parameters(), strict=True))
 
 
 def test_unsupported_variants():
@@ -99,14 +108,6 @@ def test_unsupported_variants():
         logits(tiny("llama", torch.float32), ids, Variant(state="bfloat16"))
     with pytest.raises(T2RError, match="already has a sliding window"):
         logits(tiny("gemma2", torch.float32), ids, Variant(window=4))
-
-
-def test_a_model_that_ignores_the_mask_is_detected(monkeypatch):
-    model = tiny("llama", torch.float32)
-    forward = type(model.model).forward
-    monkeypatch.setattr(type(model.model), "forward", lambda self, *a, attention_mask=None, **k: forward(self, *a, **k))
-    with pytest.raises(T2RError, match="ignores the mask"):
-        logits(model, ids_of(), Variant(window=4))
 
 
 @pytest.mark.parametrize("every", [1, 7, 64])

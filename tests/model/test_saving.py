@@ -615,11 +615,14 @@ def test_an_adapter_is_saved_as_an_adapter(tmp_path):
     assert not (tmp_path / "config.json").exists()
 
 
-@pytest.mark.parametrize(("model_type", "options"), [("gpt2", {"freeze_feature_map": True}), ("t5", {}), ("gpt2", {})])
+FROZEN = [("gpt2", {"freeze_feature_map": True}), ("t5", {}), ("marian", {}), ("gpt2", {})]
+
+
+@pytest.mark.parametrize(("model_type", "options"), FROZEN)
 def test_what_is_frozen_stays_frozen(model_type, options, tmp_path):
     model = swapped(model_type, **options)
     model.save_pretrained(tmp_path)
     loaded = auto(model_type).from_pretrained(tmp_path)
     expected = {name for name, x in model.named_parameters() if not x.requires_grad}
-    assert bool(expected) == (model_type == "t5" or bool(options))
+    assert bool(expected) == (model_type in ("t5", "marian") or bool(options))
     assert {name for name, x in loaded.named_parameters() if not x.requires_grad} == expected

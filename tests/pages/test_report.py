@@ -12,7 +12,7 @@ import t2r
 from families import tiny
 from t2r import T2RError
 from t2r.cli import app
-from t2r.evaluation.report import names_of
+from t2r.evaluation.overview import names_of
 from t2r.experiments.record import REPOSITORY, recorded
 from t2r.experiments.tables import record_tables
 

@@ -19,7 +19,7 @@ from t2r.attention.masks import given_mask, make_mask
 from t2r.attention.merged import Affine, Mergeable
 from t2r.attention.observation import observe_softmax
 from t2r.attention.recurrence import Inputs, Mode, Recurrence, mode_of
-from t2r.attention.softmax import SoftmaxWindow, sliding_window_of, softmax_attention
+from t2r.attention.softmax import sliding_window_of, softmax_attention
 from t2r.errors import T2RError
 from t2r.feature_maps import join_heads, split_heads
 
@@ -148,14 +148,12 @@ def attention_forward(
     position_bias: Tensor | None = None,
     t2r_call: Call | None = None,
     t2r_documents: Tensor | None = None,
-    t2r_window: SoftmaxWindow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of a swapped model, for recurrent sites, softmax layers and encoders.
 
-    `t2r_window`, a keyword argument of the model's forward, limits softmax attention in this call to a window. All
-    attention modules of the model use this function, because transformers creates one mask per model, and the mask of
-    t2r is two-dimensional (see `make_mask`)."""
+    All attention modules of the model use this function, because transformers creates one mask per model, and the mask
+    of t2r is two-dimensional (see `make_mask`)."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(module, InterfaceAttention):
         if t2r_call is None:
@@ -190,10 +188,9 @@ def attention_forward(
         sliding_window=sliding_window,
         softcap=softcap,
         position_bias=position_bias,
-        window=t2r_window,
     )
     out = softmax_attention(
-        q, k, value, attention_mask, scaling, causal, dropout, sliding_window, softcap, position_bias, t2r_window
+        q, k, value, attention_mask, scaling, causal, dropout, sliding_window, softcap, position_bias
     )
     if t2r_call is not None and t2r_call.mode is not None and t2r_call.mode.observer is not None:
         assert isinstance(module, Recurrence)

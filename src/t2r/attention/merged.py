@@ -102,12 +102,15 @@ class Mergeable(Recurrence):
                 return joint.outputs(x)
         return [layer(x) for layer in layers]
 
+    def frozen_parameters(self) -> list[nn.Parameter]:
+        return super().frozen_parameters() if self.merged is None else list(self.parameters())
+
     def become_merged(self) -> None:
         """Replace the projections of queries and keys, and the affine part of the map, by new merged projections."""
         assert isinstance(self.feature_map, AffineMap)
         (q, _), (k, _) = self.query_key_projections()
         with torch.device(q.device):
             merged = MergedProjections(q.shape[1], k.shape[1], self.feature_map)
-        self.merged_projections = merged.to(q.dtype).requires_grad_(False)
+        self.merged_projections = merged.to(q.dtype)
         self.drop_query_key_projections()
         self.feature_map.drop_affine()

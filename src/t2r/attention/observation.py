@@ -7,7 +7,6 @@ are needed, so that those of all layers are never in memory together.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from t2r.attention.softmax import softmax_weights
+from t2r.context import current, within
 from t2r.ops import Rule, Sum
 from t2r.ops.weights import Weights, attention_weights
 
@@ -61,31 +61,24 @@ class SoftmaxInputs(NamedTuple):
 Observed = LinearInputs | SoftmaxInputs
 Observer = Callable[[nn.Module, Observed], None]
 
-_thread = threading.local()
-
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Call `observer` with the module and the inputs of each attention, inside the block and in this thread.
 
     Attention that continues from a cache is not observed, because a state does not contain the earlier keys."""
-    before = getattr(_thread, "observer", None)
-    _thread.observer = observer
-    try:
+    with within(observer=observer):
         yield
-    finally:
-        _thread.observer = before
 
 
 def observe_linear(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: Rule, **options: Any) -> None:
-    observer: Observer | None = getattr(_thread, "observer", None)
-    if observer is not None:
-        assert isinstance(rule, Sum)
+    observer: Observer | None = current("observer")
+    if observer is not None and isinstance(rule, Sum):  # another recurrence has no attention weights
         decay = rule.decay if options.get("causal", True) else None
         observer(module, LinearInputs(q, k, v, {"decay": decay, "signed": rule.signed, **options}))
 
 
 def observe_softmax(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    observer: Observer | None = getattr(_thread, "observer", None)
+    observer: Observer | None = current("observer")
     if observer is not None:
         observer(module, SoftmaxInputs(q, k, v, options))

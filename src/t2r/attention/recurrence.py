@@ -8,7 +8,6 @@ and not on the module, so one model can serve many threads.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from t2r.attention.layers import SiteLayer
 from t2r.attention.masks import Rows, padding_and_starts
 from t2r.attention.memories import Memory, Shape, StateMemory, WindowMemory
 from t2r.attention.observation import observe_linear
+from t2r.context import current, within
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, repeat_heads
 from t2r.ops.rings import How
@@ -73,7 +73,7 @@ class Recurrence(nn.Module):
     def memories(self) -> tuple[Memory, ...]:
         """Return empty memories of the site."""
         found: list[Memory] = [] if self.window is None else [WindowMemory(self.window)]
-        return (*found, StateMemory()) if self.has_map else tuple(found)
+        return (*found, StateMemory(state_type=self.feature_map.state_type)) if self.has_map else tuple(found)
 
     def make_layer(self) -> SiteLayer:
         return SiteLayer(*self.memories())
@@ -146,10 +146,10 @@ class Recurrence(nn.Module):
         near, _, rows = self.attend_near(inputs, None)
         return rows.unpacked(near[0].numerator)
 
-    def unused_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the stock module that the recurrence does not use. They get no gradient, and
-        distributed training fails if one of them requires it."""
-        return []
+    def frozen_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are never trained: those of a map that is not trainable, and those of the stock
+        module that the recurrence does not use. Distributed training fails if one without a gradient requires it."""
+        return list(self.feature_map.parameters()) if self.has_map and not self.feature_map.trainable else []
 
     def spread(self, v: Tensor) -> Tensor:
         """Repeat values for every key head of the feature map. With un-grouped keys, this is one per query head."""
@@ -255,12 +255,9 @@ class Mode(NamedTuple):
     outer: Mode | None
 
 
-_thread = threading.local()
-
-
 def mode_of(site: Recurrence) -> Mode | None:
     """Return the innermost mode of this thread that includes the site, or None for the recurrence."""
-    mode: Mode | None = getattr(_thread, "mode", None)
+    mode: Mode | None = current("mode")
     while mode is not None and id(site) not in mode.sites:
         mode = mode.outer
     return mode
@@ -268,7 +265,7 @@ def mode_of(site: Recurrence) -> Mode | None:
 
 def exact_somewhere() -> bool:
     """Return whether some recurrent site computes exact attention now, in this thread."""
-    return getattr(_thread, "mode", None) is not None
+    return current("mode") is not None
 
 
 @contextmanager
@@ -290,9 +287,5 @@ def exact_attention(
     sites = [site for site in swapped_sites(model) if site.layer_idx not in recurrent_layers]
     if any(getattr(site, "merged", None) is not None for site in sites):
         raise T2RError("a merged model cannot compute softmax attention, because it has no queries and keys")
-    before: Mode | None = getattr(_thread, "mode", None)
-    _thread.mode = Mode(frozenset(map(id, sites)), observer, before)
-    try:
+    with within(mode=Mode(frozenset(map(id, sites)), observer, current("mode"))):
         yield
-    finally:
-        _thread.mode = before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +21,6 @@ def sliding_window_of(config: Any, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-@dataclass
-class SoftmaxWindow:
-    """A window for causal softmax attention.
-
-    Each position attends to the last `tokens` positions, including itself, and to the first `sinks` positions of the
-    sequence. Position ids do not change."""
-
-    tokens: int
-    sinks: int = 0
-
-    def allowed(self, distance: Tensor, key: Tensor) -> Tensor:
-        """Return whether a key is in the window, from its distance to the query and its position."""
-        return (distance >= 0) & ((distance < self.tokens) | (key < self.sinks))
-
-
 def softmax_attention(
     q: Tensor,
     k: Tensor,
@@ -48,7 +32,6 @@ def softmax_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
-    window: SoftmaxWindow | None = None,
 ) -> Tensor:
     """Compute exact softmax attention. The queries are the last positions of the keys.
 
@@ -56,14 +39,13 @@ def softmax_attention(
     refuse_full_mask(mask)
     queries, keys = q.shape[2], k.shape[2]
     gqa = q.shape[1] != k.shape[1]
-    windows = sliding_window is not None or window is not None
-    if mask is None and not windows and softcap is None and position_bias is None and queries == keys:
+    if mask is None and sliding_window is None and softcap is None and position_bias is None and queries == keys:
         # Fused kernels support plain causal attention without a mask. While layers are compiled for several lengths, a
         # comparison of lengths is not a bool, so `causal` must be the second operand: it is the result.
         return scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=queries > 1 and causal, scale=scaling, enable_gqa=gqa
         )
-    allowed = allowed_keys(queries, keys, mask, causal, sliding_window, window, q.device)
+    allowed = allowed_keys(queries, keys, mask, causal, sliding_window, q.device)
     if softcap is not None:
         return capped_attention(q, k, v, allowed, scaling, dropout, softcap)
     if position_bias is not None:
@@ -81,7 +63,6 @@ def softmax_weights(
     sliding_window: int | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
-    window: SoftmaxWindow | None = None,
 ) -> Tensor:
     """Return the weights `[batch, heads, queries, keys]` of `softmax_attention`, in float32 or more."""
     k = repeat_heads(k, q.shape[1])
@@ -90,7 +71,7 @@ def softmax_weights(
         scores = softcap * torch.tanh(scores / softcap)
     if position_bias is not None:
         scores = scores + position_bias
-    allowed = allowed_keys(q.shape[2], k.shape[2], mask, causal, sliding_window, window, q.device)
+    allowed = allowed_keys(q.shape[2], k.shape[2], mask, causal, sliding_window, q.device)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     return scores.softmax(-1)
@@ -102,19 +83,16 @@ def allowed_keys(
     mask: Tensor | None,
     causal: bool,
     sliding_window: int | None,
-    window: SoftmaxWindow | None,
     device: torch.device,
 ) -> Tensor | None:
     """Return which keys a query attends to, `[batch or 1, 1, queries, keys]`, or None if it attends to all."""
     allowed = None
-    if causal and (queries > 1 or window is not None or (sliding_window is not None and keys > sliding_window)):
+    if causal and (queries > 1 or (sliding_window is not None and keys > sliding_window)):
         key = torch.arange(keys, device=device)
         distance = torch.arange(keys - queries, keys, device=device)[:, None] - key
         allowed = (distance >= 0)[None]
         if sliding_window is not None:
             allowed = allowed & (distance < sliding_window)
-        if window is not None:
-            allowed = allowed & window.allowed(distance, key)
     if mask is not None:
         mask = mask[:, -keys:]
         if mask.dtype == torch.bool:

@@ -8,6 +8,8 @@ from statistics import median
 
 import torch
 
+from t2r.graphs import CudaGraph
+
 PROBE = {"cuda": 1 << 28, "cpu": 1 << 24}
 """Numbers that are copied to measure the bandwidth."""
 AT_LEAST_MS = 20.0
@@ -39,24 +41,14 @@ def _wall_clock(function: Callable[[], object]) -> Callable[[], float]:
 
 
 def _device_clock(function: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # compiles kernels and initializes libraries before the capture
-                function()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
+    captured = CudaGraph(function, device)
 
     def replay(times: int) -> float:
         with torch.cuda.device(device):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(times):
-                graph.replay()
+                captured.graph.replay()
             end.record()
             end.synchronize()
         return float(start.elapsed_time(end)) / times

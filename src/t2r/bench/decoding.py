@@ -41,7 +41,7 @@ LENGTHS = (512, 2048, 8192)
 
 
 @dataclass(frozen=True)
-class Settings:
+class DecodingSettings:
     batch: int
     steps: int
     repeats: int
@@ -71,11 +71,13 @@ class Point:
     """Bytes that a step must read and write, likewise."""
     bound: float | None = None
     """Milliseconds that this takes at the measured bandwidth of the memory: a step cannot be faster."""
+    launches: int | None = None
+    """Kernels, or on a CPU operations, that a step of the engine launches."""
 
 
 @dataclass(frozen=True)
 class Report:
-    settings: Settings
+    settings: DecodingSettings
     points: list[Point]
     """Ordered by length, then by model."""
     crossovers: dict[str, float | None]
@@ -175,7 +177,7 @@ def run(
             if not points:
                 raise T2RError(f"no model fits into memory at {length:,} tokens: use a smaller batch or fewer tokens")
     report = Report(
-        Settings(
+        DecodingSettings(
             batch, steps, repeats, str(first.dtype).removeprefix("torch."), str(first.device), torch.get_num_threads()
         ),
         points,
@@ -197,11 +199,12 @@ def point_of(reader: Reader, length: int, times: Sequence[float], speed: float) 
         cost = step_cost(reader.model, reader.length, state_dtype=reader.state_dtype)
     except T2RError:  # an unknown family
         cost = None
-    limits: tuple[Any, ...] = (None, None, None)
+    limits: dict[str, Any] = {}
     if cost is not None:
         moved = cost.moved(reader.batch)
-        limits = (cost.operations * reader.batch, moved, 1e3 * moved / speed)
-    return Point(reader.name, length, each, 1e3 * reader.batch / each, reader.held_bytes(), spread, *limits)
+        limits = {"operations": cost.operations * reader.batch, "bytes_moved": moved, "bound": 1e3 * moved / speed}
+    tokens, held = 1e3 * reader.batch / each, reader.held_bytes()
+    return Point(reader.name, length, each, tokens, held, spread, **limits, launches=reader.launches())
 
 
 def compare(report: Report, names: Sequence[str]) -> None:
@@ -259,6 +262,9 @@ def notes(report: Report) -> list[str]:
         lines.append(from_length(name, against, "faster", length, lengths))
         if name in report.smaller and name.removesuffix(", engine") != against:
             lines.append(from_length(name, against, "smaller", report.smaller[name], lengths))
+    for name, count in {point.model: point.launches for point in report.points if point.launches}.items():
+        kind = "operations" if report.settings.device == "cpu" else "kernels"
+        lines.append(f"A step of {name} has {count:,} {kind}.")
     for name, length in report.out_of_memory.items():
         lines.append(f"{name} does not fit into memory at {length:,} tokens.")
     for name, reason in report.without_engine.items():

@@ -25,6 +25,7 @@ from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.hub import synchronize
 from t2r.model.modeling import T2RModel
+from t2r.model.windows import with_windows
 from t2r.words import counted
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def paper_models(shape: str = "paper-lm") -> list[str]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     context: int
     steps: int
     repeats: int
@@ -78,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    settings: Settings
+    settings: MemorySettings
     rows: list[Row]
 
 
@@ -122,13 +123,11 @@ def run(
     limit = int(memory * 2**30) if memory is not None else torch.cuda.mem_get_info(device)[1]
     contestants = prepared(models, context + steps + 1, state_dtype)
     rows = []
-    with evaluating(*(model for _, model, _ in contestants)):
-        for name, model, tokens in contestants:
+    with evaluating(*(model for _, model in contestants)):
+        for name, model in contestants:
             tell(f"{name}: looking for the largest batch")
-            each = step_of(model, 1, 0, 1, state_dtype).row_bytes(tokens or context)
-            # A window stays full: every step writes its last token.
-            read, size = (context, context + steps + 1) if tokens is None else (tokens - 1, tokens)
-            room = Search(model, read, size, limit, memory is not None, state_dtype)
+            each = step_of(model, 1, 0, 1, state_dtype).row_bytes(context)
+            room = Search(model, context, context + steps + 1, limit, memory is not None, state_dtype)
             release(device)  # loading may have taken more than a step
             batch, limited = room.counted(most)
             if device.type == "cuda":
@@ -139,16 +138,16 @@ def run(
                 found = room.time(batch, steps, repeats)
             rows.append(Row(name, batch, limited, each, *found))
     dtype = str(first.dtype).removeprefix("torch.")
-    settings = Settings(context, steps, repeats, dtype, str(device), limit, torch.get_num_threads())
+    settings = MemorySettings(context, steps, repeats, dtype, str(device), limit, torch.get_num_threads())
     return Report(settings, rows)
 
 
 def prepared(
     models: Mapping[str, PreTrainedModel], length: int, state_dtype: torch.dtype | None
-) -> list[tuple[str, Any, int | None]]:
-    """Return names, models for the engine, and windows; the window of the first model is added."""
+) -> list[tuple[str, Any]]:
+    """Return names and models for the engine. The first model with windows is added."""
     ready = {name: on_the_engine(with_positions(model, length)) for name, model in models.items()}
-    found: list[tuple[str, Any, int | None]] = [(name, model, None) for name, model in ready.items()]
+    found: list[tuple[str, Any]] = list(ready.items())
     swapped = [model for name, model in ready.items() if isinstance(models[name], T2RModel)]
     # The memory of models with softmax layers depends on the length.
     pure = [model for model in swapped if not model.grows()] or swapped
@@ -156,7 +155,7 @@ def prepared(
     teacher, own = next(iter(ready.items()))
     if states and not isinstance(models[teacher], T2RModel):
         window = max(1, min(states) // step_of(own, 1, 0, 1).row_bytes(1))
-        found.append((f"{teacher}, window of {window:,}", own, window))
+        found.append((f"{teacher}, window of {window:,}", with_windows(models[teacher], window)))
     return found
 
 
@@ -232,8 +231,6 @@ class Search:
             synchronize(device)
             started = time.perf_counter()
             for _ in range(steps):
-                if self.read + steps > self.size:
-                    decode.own.lengths.fill_(self.read)
                 decode.run()
             synchronize(device)
             times.append(1e3 * (time.perf_counter() - started) / steps)

@@ -22,11 +22,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from t2r.attention.recurrence import recurrent_sites
 from t2r.config import OPTIONS
 from t2r.errors import T2RError
-from t2r.generation.engine.softmax import sharing_weights
 from t2r.hub import choose_dtype, load_model
 from t2r.model.merge import merge
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
+from t2r.model.windows import sharing_weights
 from t2r.storage import kind_of
 from t2r.surgery.adapters import family_of
 from t2r.training.recipes.preset import load_preset, shipped_presets

@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class Settings:
+class OpsSettings:
     batch: int
     heads: int
     feature_size: int
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    settings: Settings
+    settings: OpsSettings
     rows: list[Row]
     growth: float | None
     """Time of forward and backward at the longer length of GROWTH divided by the shorter's, with the first backend.
@@ -119,17 +119,17 @@ def run(
     if fla.NAME in backends:
         fla.check(device)
     device, threads = str(choose_device(device)), torch.get_num_threads()
-    settings = Settings(batch, heads, feature_size, head_dim, dtype, device, backends, decay, repeats, threads)
+    settings = OpsSettings(batch, heads, feature_size, head_dim, dtype, device, backends, decay, repeats, threads)
     rows = [row for length in chosen for row in _rows(length, settings)]
     speed = bandwidth(choose_device(device), repeats) if _on_cuda(settings) else None
     return Report(settings, rows, _growth(settings) if lengths is None else None, speed)
 
 
-def _on_cuda(settings: Settings) -> bool:
+def _on_cuda(settings: OpsSettings) -> bool:
     return settings.device.startswith("cuda")
 
 
-def _rows(length: int, settings: Settings) -> list[Row]:
+def _rows(length: int, settings: OpsSettings) -> list[Row]:
     q, k, v, grad = inputs = _inputs(length, settings)
     decay = _decay(settings)
     softmax_inputs = _softmax_inputs(v)
@@ -176,7 +176,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> object:
         return torch.autograd.grad(out, (q, k, v), grad)
 
 
-def _decay(settings: Settings) -> Tensor | None:
+def _decay(settings: OpsSettings) -> Tensor | None:
     """Return decay rates like those of a trained model, for a memory of one to thousands of tokens."""
     if not settings.decay:
         return None
@@ -203,14 +203,14 @@ def _linear(
     return forward, training
 
 
-def _growth(settings: Settings) -> float:
+def _growth(settings: OpsSettings) -> float:
     decay, backend = _decay(settings), settings.backends[0]
     functions = [_linear(_inputs(length, settings), decay, backend)[1] for length in GROWTH]
     short, long = _medians([function for function in functions if function is not None], settings)
     return long / short
 
 
-def _inputs(length: int, settings: Settings) -> Inputs:
+def _inputs(length: int, settings: OpsSettings) -> Inputs:
     """Return q, k and v, and a gradient of the output. Features are positive, like those of feature maps."""
     device = choose_device(settings.device)
     generator = torch.Generator(device).manual_seed(0)
@@ -225,7 +225,7 @@ def _inputs(length: int, settings: Settings) -> Inputs:
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
 
 
-def _medians(functions: Sequence[Callable[[], object]], settings: Settings) -> list[float]:
+def _medians(functions: Sequence[Callable[[], object]], settings: OpsSettings) -> list[float]:
     """Return the median milliseconds of each. Functions run in turn, so that other load affects all of them."""
     device = choose_device(settings.device)
     timed = [clock(function, device) for function in functions]

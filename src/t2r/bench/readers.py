@@ -21,8 +21,10 @@ from t2r.errors import T2RError
 from t2r.generation.engine.request import no_static_cache
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
+from t2r.graphs import CudaGraph
 from t2r.hub import synchronize
 from t2r.model.modeling import T2RModel
+from t2r.model.windows import with_windows
 from t2r.ops.constants import constant_weights
 
 READ = 512
@@ -35,8 +37,8 @@ class Reader:
     state_dtype: torch.dtype | None = None
     """The dtype in which states are stored, if not that of their feature maps."""
 
-    def __init__(self, name: str, model: Any, batch: int, seed: int, window: int | None = None) -> None:
-        self.name, self.model, self.batch, self.seed, self.window = name, model, batch, seed, window
+    def __init__(self, name: str, model: Any, batch: int, seed: int) -> None:
+        self.name, self.model, self.batch, self.seed = name, model, batch, seed
         self.generator = torch.Generator().manual_seed(seed)
         self.cache: Any = None
         self.constants: dict[Any, Any] = {}
@@ -49,8 +51,7 @@ class Reader:
         return ids.to(self.model.device)
 
     def read_until(self, length: int) -> None:
-        """Read random tokens up to this length. With a window, at most the window is read: a step costs the same."""
-        length = length if self.window is None else min(length, self.window)
+        """Read random tokens up to this length."""
         while self.length < length:
             count = min(READ, length - self.length)
             read = self.model(input_ids=self.tokens(count), past_key_values=self.cache, use_cache=True)
@@ -61,6 +62,10 @@ class Reader:
 
     def held_bytes(self) -> int:
         return cache_bytes(self.cache)
+
+    def launches(self) -> int | None:
+        """Return the number of kernels or operations of a captured step. None: it is not known."""
+        return None
 
     def free(self) -> None:
         """Free the memory of the cache. The reader cannot be used after this."""
@@ -100,7 +105,7 @@ class EngineReader(Reader):
         self, other: Reader, compiled: bool = False, reads: bool = True, state_dtype: torch.dtype | None = None
     ) -> None:
         model = on_the_engine(other.model)
-        super().__init__(f"{other.name}, engine", model, other.batch, other.seed, other.window)
+        super().__init__(f"{other.name}, engine", model, other.batch, other.seed)
         if (reason := no_static_cache(model)) is not None:
             raise T2RError(reason)
         self.compiled, self.reads, self.state_dtype = compiled, reads, state_dtype
@@ -110,19 +115,20 @@ class EngineReader(Reader):
         if self.reads:
             super().read_until(length)
         else:
-            self.length = length if self.window is None else min(length, self.window)
+            self.length = length
 
     def held_bytes(self) -> int:
         return super().held_bytes() if self.decode is None else self.batch * self.decode.row_bytes(self.length)
+
+    def launches(self) -> int | None:
+        return None if self.decode is None else self.decode.launches()
 
     def free(self) -> None:
         self.decode = None
         super().free()
 
     def milliseconds(self, steps: int) -> float:
-        # A window stays full: every step writes its last token.
-        before, room = (self.length, self.length + 1 + steps) if self.window is None else (self.length - 1, self.length)
-        size = room if self.model.grows() else None
+        size = self.length + 1 + steps if self.model.grows() else None
         if self.decode is None or self.decode.max_length != size:
             self.decode = None  # frees its memory before the next is allocated
             how: dict[str, Any] = {"compiled": self.compiled, "state_dtype": self.state_dtype}
@@ -131,36 +137,30 @@ class EngineReader(Reader):
         if self.reads:
             rows = torch.arange(self.batch, device=decode.tokens.device)
             decode.put_rows(rows, self.cache, rows, torch.zeros_like(rows))
-        decode.own.lengths.fill_(before)
+        decode.own.lengths.fill_(self.length)
         decode.active.fill_(1)
         decode.greedy.fill_(True)
-
-        def step(i: int) -> None:
-            if self.window is not None:
-                decode.own.lengths.fill_(before)
-            decode.run()
-
-        return self.timed(step, steps)
+        return self.timed(lambda i: decode.run(), steps)
 
 
 class CapturedReader(Reader):
     """A softmax model, decoded with a captured step on transformers' static cache, as long as the context."""
 
     def __init__(self, other: Reader, compiled: bool = False) -> None:
-        super().__init__(f"{other.name}, captured", other.model, other.batch, other.seed, other.window)
+        super().__init__(f"{other.name}, captured", other.model, other.batch, other.seed)
         self.compiled = compiled
         self.graph: Any = None
         self.size = 0
 
     def milliseconds(self, steps: int) -> float:
-        size = self.length + 1 + steps  # also of a window: to write its last token again would take more kernels
+        size = self.length + 1 + steps
         if self.graph is None or self.size != size:
             self.size, self.graph = size, None
             self.allocate(size)
             self.capture()
         self.fill()
         self.go_to(self.length)
-        return self.timed(lambda i: self.graph.replay(), steps)
+        return self.timed(lambda i: self.graph(), steps)
 
     def allocate(self, size: int) -> None:
         self.static: Any = StaticCache(config=self.model.config, max_cache_len=size)
@@ -185,16 +185,8 @@ class CapturedReader(Reader):
         return logits
 
     def capture(self) -> None:
-        device = self.model.device
         run = torch.compile(self.forward, dynamic=False) if self.compiled else self.forward
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            run()
+        self.graph = CudaGraph(run, self.model.device, warm_up=1)
 
     def free(self) -> None:
         self.graph = self.static = None
@@ -239,7 +231,7 @@ def captured(
 
 
 def windowed(readers: Sequence[Reader], state_dtype: torch.dtype | None = None) -> Reader | None:
-    """Return a reader of the first model with a window, of as many bytes as the smallest state of the others.
+    """Return a reader of the first model with windows, of as many bytes as the smallest state of the others.
 
     States are those that the engine stores in `state_dtype`. Models with softmax layers count only if there are no
     others, because their memory grows. None: the first model is converted itself, or no other one is."""
@@ -254,4 +246,5 @@ def windowed(readers: Sequence[Reader], state_dtype: torch.dtype | None = None) 
     if state_dtype is not None:
         state = state * state_dtype.itemsize // torch.float32.itemsize
     size = max(1, state // teacher.held_bytes())
-    return Reader(f"{teacher.name}, window of {size:,}", teacher.model, teacher.batch, teacher.seed, size)
+    narrow = with_windows(teacher.model, size)
+    return Reader(f"{teacher.name}, window of {size:,}", narrow, teacher.batch, teacher.seed)

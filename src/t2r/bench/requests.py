@@ -33,7 +33,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 
 @dataclass(frozen=True)
-class Settings:
+class RequestsSettings:
     prompts: list[int]
     """Lengths of the prompts, in turn."""
     new_tokens: int
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    settings: Settings
+    settings: RequestsSettings
     rows: list[Row]
 
 
@@ -115,7 +115,7 @@ def run(
             found += [row_of(name, count, done) for name, done in rounds.items()]
     dtype = str(first.dtype).removeprefix("torch.")
     where = (dtype, str(first.device), torch.get_num_threads())
-    return Report(Settings(list(prompts), new_tokens, sampled, rows, step_tokens, repeats, *where), found)
+    return Report(RequestsSettings(list(prompts), new_tokens, sampled, rows, step_tokens, repeats, *where), found)
 
 
 def random_prompts(model: Any, lengths: Sequence[int], count: int) -> list[Tensor]:

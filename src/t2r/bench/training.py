@@ -32,8 +32,7 @@ from t2r.training.planning.timing import stage_step
 from t2r.training.recipes.recipe import Stage, default_recipe, load_recipe
 from t2r.training.steps.arithmetic import fast_sums, halve
 from t2r.training.steps.capture import WARM_UP
-from t2r.training.steps.job import Job
-from t2r.training.steps.job import Settings as SessionSettings
+from t2r.training.steps.job import Job, Settings
 from t2r.training.steps.optimizers import make_optimizer
 from t2r.words import counted
 
@@ -47,7 +46,7 @@ BLOCK, PAIR = 512, 64
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     recipe: str
     batch_tokens: int
     block_size: int
@@ -73,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    settings: Settings
+    settings: TrainingSettings
     rows: list[Row]
 
 
@@ -139,7 +138,7 @@ def run(
             "the model has fewer than %s positions. They are repeated: only time and memory count", block_size
         )
         model = longer
-    how = SessionSettings.on(model.device, bf16=bf16, compiled=compiled, progress=False)
+    how = Settings.on(model.device, bf16=bf16, compiled=compiled, progress=False)
     plan = load_recipe(recipe or default_recipe(translates))
     task: Task = RandomPairs(model) if translates else RandomText(model.config.get_text_config().vocab_size)
     base = copy.deepcopy(model).float().requires_grad_(True)
@@ -158,7 +157,7 @@ def run(
             sized = replace(stage, batch_tokens=batch_tokens, block_size=block_size)
             measured.append(time_steps(name, job, trained, sized, repeats))
     dtype = "bfloat16" if how.bf16 else "float32"
-    settings = Settings(
+    settings = TrainingSettings(
         plan.name,
         batch_tokens,
         block_size,

@@ -63,7 +63,7 @@ def paper_models(shape: str = SHAPE) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TranslatingSettings:
     batch: int
     repeats: int
     dtype: str
@@ -91,7 +91,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Report:
-    settings: Settings
+    settings: TranslatingSettings
     points: list[Point]
     """Ordered by length, then by model."""
     crossovers: dict[str, float | None]
@@ -162,7 +162,9 @@ def run(
             for way in ways.values():
                 way.forget()
     report = Report(
-        Settings(batch, repeats, str(first.dtype).removeprefix("torch."), str(first.device), torch.get_num_threads()),
+        TranslatingSettings(
+            batch, repeats, str(first.dtype).removeprefix("torch."), str(first.device), torch.get_num_threads()
+        ),
         points,
         {},
         {},

@@ -8,8 +8,8 @@ from t2r.evaluation.generation import recall, repetition
 from t2r.evaluation.harness import find_tasks, harness
 from t2r.evaluation.inputs import Text, encode, read_text
 from t2r.evaluation.logits import logits_by_slice
+from t2r.evaluation.overview import tables
 from t2r.evaluation.perplexity import Perplexity, perplexity
-from t2r.evaluation.report import tables
 from t2r.evaluation.translation import evaluate_translation, score, token_scores
 from t2r.evaluation.variants import Variant
 

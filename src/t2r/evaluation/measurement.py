@@ -16,8 +16,8 @@ from t2r.errors import T2RError
 from t2r.evaluation.generation import recall, repeated, repetition
 from t2r.evaluation.harness import harness
 from t2r.evaluation.inputs import Text
-from t2r.evaluation.memory import memory_of
 from t2r.evaluation.perplexity import Perplexity, perplexity
+from t2r.evaluation.sizes import memory_of
 from t2r.evaluation.variants import Variant
 from t2r.options import RunOptions
 

@@ -29,7 +29,7 @@ from t2r.evaluation.bleu import (
     score,
     tokenized_bleu,
 )
-from t2r.evaluation.memory import translation_memory
+from t2r.evaluation.sizes import translation_memory
 from t2r.generation.translation import translate
 from t2r.hub import load_config, load_model, need_tokenizer
 from t2r.model.logits import Readout, evaluating, logits_at_once, widened

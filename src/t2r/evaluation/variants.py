@@ -1,8 +1,8 @@
 """Variants of a model with less memory, for fair comparisons in an evaluation.
 
-A recurrent state should be compared with softmax attention of the same memory. A variant limits softmax attention to a
-window of the last tokens and a few initial tokens (sinks), or rounds the recurrent state to half precision, as a
-decoder that stores it in that dtype would do.
+A recurrent state should be compared with softmax attention of the same memory. A variant keeps a window of the last
+tokens and a few initial tokens (sinks) in place of all keys and values, or rounds the recurrent state to half
+precision, as a decoder that stores it in that dtype would do.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from t2r.attention.memories import StateMemory
-from t2r.attention.softmax import SoftmaxWindow
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
-from t2r.model.logits import Readout, evaluating, takes
+from t2r.model.logits import Readout
 from t2r.model.modeling import T2RModel
+from t2r.model.windows import with_windows
 from t2r.ops import Rule, Sums
 from t2r.ops.common import HALF
 
@@ -92,7 +92,7 @@ class Variant:
     def readout(self, model: PreTrainedModel, example: Mapping[str, Tensor]) -> Readout:
         self.check(model.config, swap_of(model))
         if self.window is not None:
-            return WindowedReadout(model, example, SoftmaxWindow(self.window, self.sinks))
+            return Readout(with_windows(model, self.window, self.sinks), example)
         assert self.state is not None
         return RoundedReadout(model, example, DTYPES[self.state], self.every)
 
@@ -104,71 +104,6 @@ def swap_of(model: PreTrainedModel) -> T2RConfig | None:
 
 def readout_of(model: PreTrainedModel, example: Mapping[str, Tensor], variant: Variant | None) -> Readout:
     return Readout(model, example) if variant is None else variant.readout(model, example)
-
-
-class WatchedWindow(SoftmaxWindow):
-    """A window that notes whether an attention uses it."""
-
-    used = False
-
-    def allowed(self, distance: Tensor, key: Tensor) -> Tensor:
-        self.used = True
-        return super().allowed(distance, key)
-
-
-class WindowedReadout(Readout):
-    """Softmax attention limited to a window and sinks.
-
-    For a transformers model, the window is a four-dimensional mask, which is passed to every layer unchanged. For a
-    swapped model, it is a keyword argument that is passed to the softmax layers."""
-
-    def __init__(self, model: PreTrainedModel, example: Mapping[str, Tensor], window: SoftmaxWindow) -> None:
-        self.window = window
-        self.swapped = isinstance(model, T2RModel)
-        try:
-            super().__init__(model, example)
-            self._check_effect(example)
-        except (T2RError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # a model that cannot take such a mask raises anything
-            raise T2RError(f"{model.config.model_type} models do not support a window: {error}") from error
-
-    def _body(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return super()._body(self._limited(inputs, self.window))
-
-    def _whole(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return super()._whole(self._limited(inputs, self.window))
-
-    def _limited(self, inputs: Mapping[str, Tensor], window: SoftmaxWindow) -> dict[str, Any]:
-        if self.swapped:
-            return {**inputs, "t2r_window": window}
-        ids = inputs["input_ids"]
-        position = torch.arange(ids.shape[1], device=ids.device)
-        allowed = window.allowed(position[:, None] - position, position)
-        # An additive mask, which has the same meaning in every attention implementation.
-        mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=ids.device).masked_fill(~allowed, -torch.inf)
-        limited = {**inputs, "attention_mask": mask.expand(len(ids), 1, -1, -1)}
-        if takes(self.model.forward, "position_ids"):  # OPT computes them from a two-dimensional mask
-            limited["position_ids"] = position.expand(len(ids), -1)
-        return limited
-
-    def _check_effect(self, example: Mapping[str, Tensor]) -> None:
-        """Raise T2RError if the window has no effect, because a model may ignore unknown arguments."""
-        if self.swapped:
-            watched = WatchedWindow(1)
-            with evaluating(self.model):
-                super()._whole(self._limited({name: x[:1, :2] for name, x in example.items()}, watched))
-            obeys = watched.used
-        else:  # with a window of one token, the first token cannot affect the second
-            ids = example["input_ids"][:1, :2]
-            other = torch.stack([(ids[:, 0] + 1) % self.out_features, ids[:, 1]], dim=1)
-            alone = SoftmaxWindow(1)
-            with evaluating(self.model):
-                first, second = (super(WindowedReadout, self)._whole(self._limited({"input_ids": x}, alone))[:, -1]
-                                 for x in (ids, other))  # fmt: skip
-            obeys = torch.equal(first, second)
-        if not obeys:
-            raise T2RError(f"{self.model.config.model_type} models do not support a window: the model ignores the mask")
 
 
 class RoundedMemory(StateMemory):

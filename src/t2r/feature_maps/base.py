@@ -101,6 +101,9 @@ class FeatureMap(nn.Module):
         `hidden_states [batch, time, hidden]` are the inputs of the attention, for recurrences with gates."""
         return Sum(self.key_heads, self.feature_size, self.decay, self.signed)
 
+    state_type: ClassVar[type[State]] = State
+    """What the rule keeps. Another rule may have a named tuple of its own."""
+
     def empty_state(self, rows: int, value_size: int, dtype: torch.dtype, device: torch.device | str) -> State:
         """Return the state of the rule before the first token. Its parameters are not needed, and may be offloaded."""
         return Sum(self.key_heads, self.feature_size, signed=self.signed).empty(rows, value_size, dtype, device)

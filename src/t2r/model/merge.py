@@ -21,6 +21,7 @@ from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap
 from t2r.model.logits import evaluating
 from t2r.surgery.adapters import family_of
+from t2r.surgery.frozen import freeze
 
 # Allowed difference of logits: the maximum over the vocabulary, averaged over positions, relative to the largest logit.
 # Merging is exact in real arithmetic, but rounds differently. The mean over positions is used because in half precision
@@ -79,11 +80,12 @@ def merge(model: PreTrainedModel, force: bool = False) -> PreTrainedModel:
         for part, held in before:
             vars(part).update(held)
         raise
+    freeze(model)
     model.eval()
     swapped: Any = model
     config = copy.deepcopy(swapped.t2r_config)  # other models may have been built from the same configuration
     config.merged = True
-    swapped.adopt(config)
+    swapped.take_configuration(config)
     return model
 
 

@@ -53,11 +53,9 @@ class T2RModel(SavedModel, compat.ModelHooks):
             t2r_config = T2RConfig(**getattr(config, "t2r", {}))
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install(self, t2r_config)  # type: ignore[arg-type]
-        self.adopt(t2r_config)
-        self.frozen = [name for name, x in self.named_parameters() if not x.requires_grad]  # type: ignore[attr-defined]
-        """Parameters that are not trained. Loading replaces parameters, and sets `requires_grad` of all of them."""
+        self.take_configuration(t2r_config)
 
-    def adopt(self, t2r_config: T2RConfig) -> None:
+    def take_configuration(self, t2r_config: T2RConfig) -> None:
         """Store the swap configuration and the family of the model."""
         self.t2r_config = t2r_config
         self.t2r_family = family_of(self)  # type: ignore[arg-type]

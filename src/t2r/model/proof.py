@@ -31,22 +31,25 @@ def announce(family: Family, model: PreTrainedModel, swapped: list[Site]) -> Non
 
 
 def install_proved(model: PreTrainedModel, config: T2RConfig) -> None:
-    """Run `install`, with an equivalence check if the family is not tested. Notices tell what the swap changes; a model
-    that is loaded later does not repeat them.
+    """Run `install_checked`. Notices tell what the swap changes; a model that is loaded later does not repeat them."""
+    family = family_of(model)
+    announce(family, model, install_checked(model, config))
 
-    Raises T2RError if the check fails."""
+
+def install_checked(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
+    """Run `install`, with an equivalence check if the family is not tested. Raises T2RError if the check fails."""
     family = family_of(model)
     if family.tested or model.device.type == "meta":
-        announce(family, model, install(model, config))
-        return
+        return install(model, config)
     inputs = small_batch(model)
     with evaluating(model):
         expected = model(**inputs, use_cache=False).logits
-    announce(family, model, install(model, config))
+    swapped = install(model, config)
     with evaluating(model):
         doubt = misunderstanding(model, inputs, expected)
     if doubt is not None:
         raise refusal(family.model_type, doubt)
+    return swapped
 
 
 def misunderstanding(model: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor) -> str | None:

@@ -23,6 +23,7 @@ from t2r.config import KEPT, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.card import model_card
 from t2r.storage import write_text
+from t2r.surgery.frozen import freeze
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,7 @@ class SavedModel:
                 raise
             raise T2RError(f"{source} cannot be loaded: its weights are damaged ({error})") from error
         refuse_incomplete(str(source), info)
-        for name in model.frozen:
-            model.get_parameter(name).requires_grad_(False)
+        freeze(model)  # loading replaces parameters, and sets `requires_grad` of all of them
         for module in model.modules():  # models are built without values, and windows are not saved as tensors
             if isinstance(module, Recurrence) and module.window is not None:
                 module.give_window(module.window, module.window_sizes.device)

@@ -48,7 +48,7 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
         install_proved(model, config)
     change_class(model, recurrent)
     swapped = cast(SwappedModel, model)
-    swapped.adopt(config)
+    swapped.take_configuration(config)
     # PEFT saves this name as the base model of an adapter. On that model, the adapter would run with softmax attention.
     if name := model.name_or_path:
         model.name_or_path = f"{name}, swapped by t2r in memory: save the swapped model, and load the adapter on that"

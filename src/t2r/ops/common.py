@@ -70,6 +70,13 @@ class State(NamedTuple):
         """Apply a function to each tensor."""
         return State(function(self.s), function(self.z), None if self.z_abs is None else function(self.z_abs))
 
+    def check(self) -> None:
+        """Raise ValueError unless these tensors, from a file, can be a state."""
+        if self.s.dim() != 4 or self.s.dtype not in (torch.float32, torch.float64):
+            raise ValueError("not a state")
+        if self.z.shape != self.s.shape[:3]:
+            raise ValueError("not a state")
+
     def faded(self, left: Tensor) -> State:
         """Multiply each row by the factor `left [batch or 1, key_heads, feature]`."""
         z_abs = None if self.z_abs is None else self.z_abs * left.detach()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
-_thread = threading.local()
+from t2r.context import current, within
+
 T = TypeVar("T")
 
 
@@ -18,19 +18,16 @@ def constant_weights(kept: dict[Any, Any]) -> Iterator[None]:
     """Compute `derived` values once and store them in `kept`, inside the `with` block and in this thread.
 
     The weights must not change while `kept` is in use."""
-    before = getattr(_thread, "kept", None)
-    _thread.kept = kept
-    try:
+    with within(constants=kept):
         yield
-    finally:
-        _thread.kept = before
 
 
 def _usable() -> dict[Any, Any] | None:
     """Return the cache of this thread, unless there is none or it must not be used now."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    return getattr(_thread, "kept", None)
+    found: dict[Any, Any] | None = current("constants")
+    return found
 
 
 def derived(owner: object, name: Hashable, compute: Callable[[], T]) -> T:

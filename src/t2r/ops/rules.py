@@ -1,8 +1,9 @@
 """Rules: how a recurrent state is advanced by the keys and values of new tokens, and read by their queries.
 
 A rule has the parameters of its recurrence for one call. What it keeps is its own affair: a named tuple of tensors
-whose first dimension are the rows of a batch. `Sum` is the paper's rule, with an optional decay. Another recurrence is
-another class of this shape, with its reference and its kernels, which a feature map returns (`FeatureMap.rule`).
+whose first dimension are the rows of a batch, with `map` and `check` as `State` has them. `Sum` is the paper's rule,
+with an optional decay. Another recurrence is another class of this shape, with its reference and its kernels, which a
+feature map returns (`rule`, `state_type` and `empty_state` of `FeatureMap`); `tests/attention/test_rules.py` has one.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from t2r import evaluation
-from t2r.analysis import report as analyses
+from t2r.analysis import findings as analyses
 from t2r.bench import decoding
 from t2r.bench.figures import add_decoding
 from t2r.errors import T2RError
-from t2r.evaluation.report import names_of
+from t2r.evaluation.overview import names_of
 from t2r.experiments import charts
 from t2r.experiments.comparison import cell_titles
 from t2r.experiments.record import claims_of
@@ -172,7 +172,7 @@ def _cell(value: Any) -> str:
 
 def decoding_report(content: Mapping[str, Any]) -> decoding.Report:
     try:
-        measured: dict[str, Any] = {"settings": decoding.Settings(**content["settings"])}
+        measured: dict[str, Any] = {"settings": decoding.DecodingSettings(**content["settings"])}
         measured |= {"points": [decoding.Point(**point) for point in content["points"]]}
         return decoding.Report(**{**content, **measured})
     except (KeyError, TypeError) as error:

@@ -39,6 +39,7 @@ from t2r.pipelines.continuation import (
 from t2r.reporting.inspection import state_lines
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
 from t2r.surgery.adapters import family_of
+from t2r.surgery.frozen import unfreeze
 from t2r.surgery.undo import undoing
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, trainable, within
@@ -244,4 +245,5 @@ def with_softmax(
     again = swap(base, chosen)
     again.load_state_dict({name: weights[name] for name in again.state_dict()})
     again.config.use_cache = student.config.use_cache
-    return again.requires_grad_(True)
+    unfreeze(again)
+    return again

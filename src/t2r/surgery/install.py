@@ -22,6 +22,7 @@ from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, feature_map_class, make_feature_map
 from t2r.plans import MemoryPlan
 from t2r.surgery.adapters import Family, Site, change_class, family_of
+from t2r.surgery.frozen import freeze
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -70,10 +71,7 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     keep_windows(family, windows)
     swapped = {id(site.module) for site in (*chosen, *windows)}
     family.finish(model, chosen, [site for site in sites if id(site.module) not in swapped])
-    for site in chosen:
-        assert isinstance(site.module, Recurrence)
-        for parameter in site.module.unused_parameters():
-            parameter.requires_grad_(False)
+    freeze(model)
     compat.set_attention_implementation(model, NAME)
     return chosen
 

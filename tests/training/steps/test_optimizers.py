@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import t2r
 from families import batch, tiny
+from t2r.surgery.frozen import unfreeze
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.optimizers import choose_trained, make_optimizer
 
@@ -57,7 +60,7 @@ def test_without_weight_decay_groups_differ_by_learning_rate_only():
 def test_everything_that_is_trained_gets_a_gradient(model_type, options):
     """Distributed training fails otherwise. The bias of T5 has no effect if all causal attention is recurrent."""
     model = t2r.swap(tiny(model_type, torch.float32), **options)
-    model.requires_grad_(True)  # as after a stage
+    unfreeze(model)  # as after a stage
     choose_trained(model, Stage("only", "task", "all", steps=1))
     inputs = batch(model_type, padding="right")
     model(**inputs, labels=inputs["decoder_input_ids"]).loss.backward()
@@ -66,3 +69,19 @@ def test_everything_that_is_trained_gets_a_gradient(model_type, options):
     assert all("relative_attention_bias" in name for name in frozen)
     keeps = options.get("recurrent") == "cross" or ("softmax_layers" in options and model_type != "umt5")
     assert bool(frozen) == (model_type != "bart" and not keeps)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "mt5", "umt5", "marian"])
+def test_several_processes_train_every_family(model_type, tmp_path):
+    """DDP raises at the next forward if a parameter that is trained had no gradient."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = t2r.swap(tiny(model_type, torch.float32))
+        unfreeze(model)  # as after a stage
+        choose_trained(model, Stage("only", "task", "all", steps=1))
+        parallel = DistributedDataParallel(model, find_unused_parameters=False)
+        inputs = batch(model_type, padding="right")
+        for _ in range(2):
+            parallel(**inputs, labels=inputs["decoder_input_ids"]).loss.backward()
+    finally:
+        dist.destroy_process_group()

@@ -27,12 +27,15 @@ class StateMemory(Memory):
 
     A fixed one may be stored in half precision. A step computes in float32 and rounds what it stores."""
 
-    names = State._fields
-
-    def __init__(self, state: State | None = None, *, fixed: bool = False) -> None:
+    def __init__(self, state: State | None = None, *, fixed: bool = False, state_type: type[State] = State) -> None:
+        self.state_type = state_type if state is None else type(state)
         self.state, self.fixed = state, fixed
         self.before: State | None = None
         self.added: list[Added] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.state_type._fields
 
     def advance(
         self,
@@ -48,11 +51,11 @@ class StateMemory(Memory):
     ) -> Any:
         """Process one or more tokens: return their outputs (or `Sums`) and advance the state."""
         state, time = self.state, k.shape[2]
-        if state is not None and state.s.device != q.device and not self.fixed:
+        if state is not None and state[0].device != q.device and not self.fixed:
             state = state.map(lambda x: x.to(q.device))
         out: Tensor | Sums
         if time == 1 and state is not None and starts is None:
-            inplace = self.fixed or (may_overwrite(state.s) and not self.recording)
+            inplace = self.fixed or (may_overwrite(state[0]) and not self.recording)
             how: dict[str, Any] = {"features": features, "normalized": normalized, "inplace": inplace}
             out, state = rule.step(q, k, v, state, mask=mask, **how)
         else:
@@ -88,14 +91,10 @@ class StateMemory(Memory):
 
     def load(self, held: dict[str, Tensor]) -> None:
         if held:
-            self.state = State(**held)
+            self.state = self.state_type(**held)
 
     def check(self, held: dict[str, Tensor]) -> None:
-        state = State(**held)
-        if state.s.dim() != 4 or state.s.dtype not in (torch.float32, torch.float64):
-            raise ValueError("not a state")
-        if state.z.shape != state.s.shape[:3]:
-            raise ValueError("not a state")
+        self.state_type(**held).check()
 
     def each_row(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.fixed:
@@ -128,16 +127,23 @@ class StateMemory(Memory):
         }
 
     @property
-    def recorded_tokens(self) -> int | None:
+    def recorded_tokens(self) -> int:
         return sum(added.k.shape[2] for added in self.added)
 
     def crop(self, tokens: int) -> None:
         if tokens:
             assert self.state is not None
-            k, v = (torch.cat([getattr(added, name) for added in self.added], dim=2)[:, :, :-tokens] for name in "kv")
-            masks = [
-                torch.ones_like(a.k[:, 0, :, 0], dtype=torch.bool) if a.mask is None else a.mask for a in self.added
-            ]
-            before = self.state.map(torch.zeros_like) if self.before is None else self.before
-            self.state = self.added[0].rule.replay(before, k, v, torch.cat(masks, dim=1)[:, :-tokens])
+            state = self.state.map(torch.zeros_like) if self.before is None else self.before
+            left = self.recorded_tokens - tokens
+            for k, v, mask, rule in self.added:  # each with the parameters of its own call
+                if (count := min(left, k.shape[2])) > 0:
+                    own = None if mask is None else mask[:, :count]
+                    state, left = rule.replay(state, k[:, :, :count], v[:, :, :count], own), left - count
+            self.state = state
         self.added, self.before = [], None
+
+    def reset(self, rows: Any = None) -> None:
+        if self.fixed:
+            super().reset(rows)
+        else:
+            self.state, self.before, self.added, self.recording = None, None, [], False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, cast
 
 import torch
@@ -16,6 +15,7 @@ from t2r.errors import T2RError
 from t2r.model.logits import evaluating
 from t2r.model.modeling import T2RModel, t2r_class
 from t2r.model.proof import TOLERANCES, small_batch
+from t2r.model.windows import sharing_weights
 from t2r.surgery.adapters import family_of
 from t2r.surgery.adapters.base import change_class
 from t2r.surgery.install import keep_windows, sliding_sites
@@ -49,7 +49,7 @@ def on_the_engine(model: PreTrainedModel) -> Any:
     if not swapped:
         change_class(shared, cast(Any, t2r_class(cast(Any, type(model)))))
     layers = len(family.decoder_layers(shared))
-    cast(T2RModel, shared).adopt(T2RConfig(softmax_layers=list(range(layers))))
+    cast(T2RModel, shared).take_configuration(T2RConfig(softmax_layers=list(range(layers))))
     if not family.tested:
         compare(model, cast(T2RModel, shared))
     return shared
@@ -77,8 +77,3 @@ def compare(model: Any, shared: Any) -> None:
 
 def untested(model: Any, reason: str) -> T2RError:
     return T2RError(f"the attention of {model.config.model_type}, an untested model type, is not understood: {reason}")
-
-
-def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the modules with the same parameters and buffers."""
-    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})

@@ -14,12 +14,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from t2r.generation.engine.fusion import available, fused, shortened
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
 from t2r.generation.engine.request import accepts
+from t2r.graphs import CannotCapture, CudaGraph
 from t2r.ops.constants import constant_weights
 
 logger = logging.getLogger(__name__)
-
-WARM_UP = 3
-"""Steps before a capture, so that kernels are compiled and libraries initialized outside the graph."""
 
 
 class DecodeStep:
@@ -192,6 +190,18 @@ class DecodeStep:
         """Advance every row by one token, without synchronizing with the device."""
         self.replay()
 
+    def launches(self) -> int | None:
+        """Return how many kernels, or on a CPU operations, a captured step launches. Runs a step. None: it is not
+        captured."""
+        if self.recording is not None:
+            return len(self.recording.calls)
+        if self.captured_as is None:
+            return None
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.run()
+            torch.cuda.synchronize(self.tokens.device)
+        return sum(event.device_type == torch.profiler.DeviceType.CUDA for event in profile.events())
+
     # --- Capture --------------------------------------------------------------------------------------------
 
     def capture(self) -> Callable[[], None]:
@@ -202,7 +212,7 @@ class DecodeStep:
                 return self.captured()
             if kind == "cpu":
                 return self.recorded()
-        except CannotRecord as reason:
+        except (CannotRecord, CannotCapture) as reason:
             logger.warning("the decoding step of this model cannot be captured and runs eagerly: %s", reason)
         return self.eager
 
@@ -240,26 +250,6 @@ class DecodeStep:
         device = self.tokens.device
         # One context for all steps: on entry it compares formulas, which cannot be captured.
         with torch.cuda.device(device), nullcontext() if self.compiled else self.few_kernels():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    forward()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            try:
-                # Other threads may use the device meanwhile.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    forward()
-            except RuntimeError as error:
-                # Ending the capture after an error may raise another one.
-                if any(isinstance(x, torch.OutOfMemoryError) for x in (error, error.__context__)):
-                    raise torch.OutOfMemoryError("out of memory while the decoding step was captured") from error
-                raise CannotRecord(str(error)) from error
-
-        def replay() -> None:
-            with torch.cuda.device(device):
-                graph.replay()
-
+            graph = CudaGraph(forward, device)
         self.captured_as = "CUDA graph"
-        return replay
+        return graph

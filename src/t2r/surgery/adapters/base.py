@@ -56,6 +56,22 @@ class Family:
     """Names of the attention dropout in a configuration."""
     layer_drops: ClassVar[tuple[str, ...]] = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
     """Names of the probability that a layer is skipped in training, in a configuration."""
+    projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of the projections of queries, keys, values and outputs where they are separate."""
+    joint_projections: ClassVar[tuple[str, ...]] = ("c_attn", "c_proj")
+    """The same where one layer projects queries, keys and values."""
+    gated_layer: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "act_fn", "down_proj")
+    """Names of the parts of a feed-forward layer with a gate."""
+    plain_layers: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("c_fc", "act", "c_proj"),
+        ("dense_h_to_4h", "act", "dense_4h_to_h"),
+        ("fc1", "activation_fn", "fc2"),
+    )
+    """The same without a gate: first product, activation, second product."""
+    norms: ClassVar[tuple[str, ...]] = ("RMSNorm", "T5LayerNorm")
+    """Ends of the names of the classes of root mean square norms."""
+    tables: ClassVar[str] = "Sinusoidal"
+    """A part of the names of the classes whose parameters are a computed table of positions."""
 
     @property
     def merges(self) -> bool:

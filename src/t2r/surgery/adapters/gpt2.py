@@ -54,8 +54,8 @@ class GPT2Recurrence(ProjectionAttention):
     def drop_query_key_projections(self) -> None:
         stock = self.c_attn
         values = Conv1D(self.split_size, stock.weight.shape[0])
-        values.weight = nn.Parameter(stock.weight[:, -self.split_size :].contiguous(), requires_grad=False)
-        values.bias = nn.Parameter(stock.bias[-self.split_size :].contiguous(), requires_grad=False)
+        values.weight = nn.Parameter(stock.weight[:, -self.split_size :].contiguous())
+        values.bias = nn.Parameter(stock.bias[-self.split_size :].contiguous())
         self.c_attn = values
         if self.is_cross_attention:
             del self.q_attn

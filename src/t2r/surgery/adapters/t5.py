@@ -56,9 +56,10 @@ class T5Projections(ProjectionAttention):
         bias: Tensor = self.compute_bias(new, past + new, hidden_states.device, past_seen_tokens=past)
         return bias
 
-    def unused_parameters(self) -> list[nn.Parameter]:
+    def frozen_parameters(self) -> list[nn.Parameter]:
         used = self.feeds_softmax or not self.has_relative_attention_bias
-        return [] if used else list(self.relative_attention_bias.parameters())
+        unused = [] if used else list(self.relative_attention_bias.parameters())
+        return [*super().frozen_parameters(), *unused]
 
 
 class T5Recurrence(T5Projections):

@@ -15,6 +15,7 @@ from t2r.attention.interface import PADDED, UNMASKED
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
+from t2r.surgery.frozen import unfreeze
 from t2r.tasks import Task
 from t2r.training.loop.trainer import captures
 from t2r.training.recipes.recipe import Stage
@@ -31,7 +32,7 @@ and saves about 15 ms per step."""
 @contextmanager
 def prepared(job: Job, model: PreTrainedModel, stage: Stage) -> Iterator[None]:
     """Enable compilation and gradient checkpointing by the settings, and disable dropout if the stage says so. On exit
-    this is undone, and all parameters require gradients again."""
+    this is undone, and all parameters that can be trained require gradients again."""
     task, settings, teacher = job.task, job.settings, job.teacher_of(stage)
     fused = [model] if teacher is None else [model, teacher]
     attention = [compat.attention_implementation(part) for part in fused]
@@ -60,7 +61,7 @@ def prepared(job: Job, model: PreTrainedModel, stage: Stage) -> Iterator[None]:
             model.gradient_checkpointing_disable()
         for owner, name, share in dropout:
             setattr(owner, name, share)
-        model.requires_grad_(True)
+        unfreeze(model)
 
 
 def disable_dropout(model: nn.Module) -> list[tuple[Any, str, float]]:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from t2r.training.planning.budget import Timetable, Work, steps_of
-from t2r.training.planning.memory import states_of, weight_bytes
+from t2r.training.planning.weights import states_of, weight_bytes
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.job import Job
 from t2r.training.steps.optimizers import trained_by

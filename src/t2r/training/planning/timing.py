@@ -18,6 +18,7 @@ from t2r.attention.recurrence import recurrent_sites
 from t2r.data.progress import progress_bar
 from t2r.errors import T2RError
 from t2r.generation.teacher import WritingSpeed
+from t2r.graphs import WARM_UP
 from t2r.hub import synchronize
 from t2r.model.logits import evaluating
 from t2r.tasks import Task
@@ -26,7 +27,7 @@ from t2r.training.loop.preparation import prepared, with_lora
 from t2r.training.loop.threads import choose
 from t2r.training.loop.trainer import batch_shape, captures
 from t2r.training.recipes.recipe import Recipe, Stage
-from t2r.training.steps.capture import WARM_UP, CapturedStep
+from t2r.training.steps.capture import CapturedStep
 from t2r.training.steps.job import Job
 from t2r.training.steps.learner import Learner
 from t2r.training.steps.optimizers import choose_trained, make_optimizer

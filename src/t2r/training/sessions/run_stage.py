@@ -16,8 +16,8 @@ from t2r.training.loop.preparation import prepared, with_lora
 from t2r.training.loop.threads import Threads
 from t2r.training.loop.trainer import StageTrainer
 from t2r.training.planning.budget import plan_stage, smaller_batch, steps_of, with_batch
-from t2r.training.planning.memory import held_bytes
 from t2r.training.planning.timing import Speeds, time_stage
+from t2r.training.planning.weights import held_bytes
 from t2r.training.recipes.recipe import Stage
 from t2r.training.sessions.run import Run
 from t2r.training.steps.job import Job

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from t2r.graphs import WARM_UP, CudaGraph
+
 logger = logging.getLogger(__name__)
 
-WARM_UP = 3
-"""Eager steps before the first capture: they compile kernels and allocate persistent buffers. Later ones need one."""
 MOST = 32
 """Graphs of a stage. Batches of further shapes run eagerly."""
 
@@ -25,11 +25,10 @@ Work = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 class Graph(NamedTuple):
-    """A captured step, and the tensors that it reads and writes."""
+    """A captured step, and the tensors that it reads."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: CudaGraph[dict[str, Tensor]]
     inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
 
 
 class CapturedStep:
@@ -61,7 +60,7 @@ class CapturedStep:
         """Return the results of `work`. `variant` is anything else that the work depends on."""
         key = variant, tuple((name, x.shape, x.dtype) for name, x in inputs.items())
         if key not in self.graphs and self.possible and len(self.graphs) < MOST:
-            left = self.waiting.setdefault(key, 1 if self.graphs else WARM_UP)
+            left = self.waiting.setdefault(key, 1 if self.graphs else WARM_UP)  # steps of the training are its warm-up
             if left == 0:
                 self.capture(inputs, key)
             self.waiting[key] = left - 1
@@ -70,12 +69,11 @@ class CapturedStep:
             if not self.gradients:
                 self.reached |= {p for p in self.parameters if p.grad is not None}
             return results
-        graph, own, outputs = self.graphs[key]
+        replay, own = self.graphs[key]
         for name, x in inputs.items():
             own[name].copy_(x, non_blocking=True)
         self.use_buffers()
-        graph.replay()
-        return outputs
+        return replay()
 
     def capture(self, inputs: Mapping[str, Tensor], key: Any) -> None:
         """Capture the work. Nothing is computed, and existing gradients are kept."""
@@ -83,7 +81,6 @@ class CapturedStep:
         generator = torch.cuda.default_generators[device.index or 0]
         random = generator.clone_state()
         before = [p.grad for p in self.parameters]
-        graph = torch.cuda.CUDAGraph()
         try:
             own = {name: x.clone() for name, x in inputs.items()}
             if self.pool is None:
@@ -91,22 +88,17 @@ class CapturedStep:
                 self.pool = torch.cuda.graph_pool_handle()
             for p in self.parameters:
                 p.grad = self.gradients.get(p)
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # the graph allocates from a pool of its own
-            # Other threads, such as one that pins the next batch, may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                outputs = self.work(dict(own))
+            graph = CudaGraph(lambda: self.work(dict(own)), device, warm_up=0, pool=self.pool)
             if not self.graphs:
                 logger.info("training steps are replayed as CUDA graphs")
-            self.graphs[key] = Graph(graph, own, outputs)
+            self.graphs[key] = Graph(graph, own)
         except RuntimeError as error:  # includes out of memory
             self.possible = False
             torch.cuda.synchronize(device)
             # The state of a failed capture gives no random numbers any more, and earlier graphs would draw from it.
             generator.graphsafe_set_state(random)
             self.graphs.clear()
-            cause = error.__context__ or error  # the error at the end of a failed capture hides the cause
-            first = next(iter(str(cause).splitlines()), type(cause).__name__)
+            first = next(iter(str(error).splitlines()), type(error).__name__)
             logger.warning("training steps are not captured as a CUDA graph, which is slower: %s", first)
         finally:
             for p, gradient in zip(self.parameters, before, strict=True):

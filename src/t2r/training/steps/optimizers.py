@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
+from t2r.surgery.frozen import frozen_parameters
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.muon import Muon
 
 
 def choose_trained(model: nn.Module, stage: Stage) -> None:
-    """Set `requires_grad` for a stage. Frozen maps and unused parameters stay frozen. With LoRA, peft has done this."""
+    """Set `requires_grad` for a stage. What is never trained stays frozen. With LoRA, peft has done this."""
     if stage.train == "lora":
         return
     learning = trained_by(model, stage)
@@ -29,16 +30,14 @@ def choose_trained(model: nn.Module, stage: Stage) -> None:
 def trained_by(model: nn.Module, stage: Stage) -> set[int]:
     """Return the ids of the parameters that a stage without LoRA trains."""
     sites = recurrent_sites(model)
-    frozen = {id(p) for site in sites if not site.feature_map.trainable for p in site.feature_map.parameters()}
-    frozen |= {id(p) for site in sites for p in site.unused_parameters()}
-    frozen |= {id(p) for m in model.modules() if "Sinusoidal" in type(m).__name__ for p in m.parameters()}
     if stage.train == "maps":
         chosen = {id(p) for site in sites for p in site.feature_map.parameters()}
     elif stage.train == "attention":
         chosen = {id(p) for site in sites for p in site.parameters()}
     else:
         chosen = {id(p) for p in model.parameters()}
-    return {id(p) for p in model.parameters() if id(p) in chosen - frozen and p.is_floating_point()}
+    chosen -= frozen_parameters(model)
+    return {id(p) for p in model.parameters() if id(p) in chosen and p.is_floating_point()}
 
 
 class Nesterov(torch.optim.SGD):

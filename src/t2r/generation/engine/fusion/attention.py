@@ -17,11 +17,11 @@ from t2r.attention.memories import KeyValueMemory
 from t2r.attention.static import StaticT2RCache
 from t2r.generation.engine.fusion.layers import near
 from t2r.generation.engine.fusion.replacing import Replacing, parts, sample
+from t2r.surgery.adapters import Family
 
 logger = logging.getLogger(__name__)
 
 ARGUMENTS = ("hidden_states", "attention_mask", "past_key_values", "position_embeddings")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LARGEST = 256
 """The largest head size of the kernel."""
 LARGE = 1e6
@@ -59,11 +59,12 @@ def parts_of(module: Any) -> tuple[Project, nn.Module] | None:
         getattr(module, "head_dim", None), int
     ):
         return None
-    if set(known) == set(PROJECTIONS) and all(map(is_linear, known.values())):
-        q, k, v, o = (known[name] for name in PROJECTIONS)
+    if set(known) == set(Family.projections) and all(map(is_linear, known.values())):
+        q, k, v, o = (known[name] for name in Family.projections)
         return lambda x: (q(x), k(x), v(x)), o
-    if set(known) == {"c_attn", "c_proj"} and all(map(is_linear, known.values())):
-        return lambda x: known["c_attn"](x).chunk(3, dim=-1), known["c_proj"]
+    if set(known) == set(Family.joint_projections) and all(map(is_linear, known.values())):
+        joint, o = (known[name] for name in Family.joint_projections)
+        return lambda x: joint(x).chunk(3, dim=-1), o
     return None
 
 
@@ -76,8 +77,7 @@ def fused_forward(module: Any) -> Callable[..., Any]:
         cache, rotation = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
         layer: Any = cache.layers[module.layer_idx] if isinstance(cache, StaticT2RCache) else None
         fits = layer is not None and layer.grows and layer.only_real_tokens and hidden_states.shape[1] == 1
-        known = not args and kwargs.get("t2r_window") is None
-        if not fits or not known or (rotation is not None and rotation[0].shape[-1] != size):
+        if not fits or args or (rotation is not None and rotation[0].shape[-1] != size):
             return stock(hidden_states, *args, **kwargs)
         q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in project(hidden_states))
         out = softmax_step(q, k, v, layer.keys, layer.values, layer.lengths, module.scaling, rotation)

@@ -12,15 +12,13 @@ from transformers.activations import NewGELUActivation
 
 from t2r.attention.joint import affine, can_be_bypassed, is_linear
 from t2r.generation.engine.fusion.replacing import ROUNDING, Replacing, parts, reproduces, sample
+from t2r.surgery.adapters import Family
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,
     "silu": silu,
     "gelu": lambda x: gelu(x, approximate="tanh"),
 }
-GATED = ("gate_proj", "up_proj", "act_fn", "down_proj")
-PLAIN = (("c_fc", "act", "c_proj"), ("dense_h_to_4h", "act", "dense_4h_to_h"), ("fc1", "activation_fn", "fc2"))
-"""Names of the parts of feed-forward layers without a gate: first product, activation, second product."""
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -43,12 +41,12 @@ def fuse_layers(model: nn.Module, replacing: Replacing) -> None:
 def fused_forward(module: nn.Module) -> tuple[Forward, Tensor] | None:
     """Return a forward of a feed-forward layer, and the weight of its first product."""
     known = parts(module)
-    if set(known) == set(GATED):
-        gate, up, act, down = (known[name] for name in GATED)
+    if set(known) == set(Family.gated_layer):
+        gate, up, act, down = (known[name] for name in Family.gated_layer)
         # The kernel of a gate computes in float32.
         if type(gate) is nn.Linear and gate.weight.dtype != torch.float64 and (kind := kind_of(act)) is not None:
             return gated_forward(gate, up, down, kind), gate.weight
-    for names in PLAIN:
+    for names in Family.plain_layers:
         if set(known) == set(names):
             first, act, last = (known[name] for name in names)
             if not is_linear(first) or first.bias is None or not can_be_bypassed(first):

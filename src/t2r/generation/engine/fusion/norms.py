@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from t2r.attention.joint import is_ordinary
 from t2r.generation.engine.fusion.replacing import Replacing, reproduces, sample
 from t2r.generation.engine.fusion.sums import DeferredSums, Sum
+from t2r.surgery.adapters import Family
 
 KINDS: tuple[dict[str, bool], ...] = (
     {"round_first": True},  # Llama and most others
@@ -74,7 +75,7 @@ def short_forward(module: nn.Module, norm: Norm) -> Callable[[Tensor], Any]:
 def norm_of(module: nn.Module) -> Norm | None:
     """Return the parameters of a layer norm, or of a root mean square norm with a single input; None for others."""
     named, centered = type(module).__name__, type(module) is nn.LayerNorm
-    if not (centered or named.endswith(("RMSNorm", "T5LayerNorm"))):
+    if not (centered or named.endswith(Family.norms)):
         return None
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))

@@ -1,6 +1,6 @@
 """Generates the table of training memory in docs/training.md: weights are counted, activations follow a formula.
 
-Run `python -m t2r.reporting.memory docs/training.md` to update the page.
+Run `python -m t2r.reporting.training_table docs/training.md` to update the page.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from t2r.training.planning.memory import FLOAT, weight_bytes
+from t2r.training.planning.weights import FLOAT, weight_bytes
 
 TABLE = re.compile(r"(<!-- memory -->\n).*?(<!-- end -->)", re.DOTALL)
 FEATURES = 32

@@ -7,10 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import t2r
-from t2r.reporting.memory import Size, activation_bytes, trained_parameters
+from t2r.reporting.training_table import Size, activation_bytes, trained_parameters
 from t2r.tasks import LanguageModeling
 from t2r.training.loop.preparation import prepared, with_lora
-from t2r.training.planning.memory import held_bytes, weight_bytes
+from t2r.training.planning.weights import held_bytes, weight_bytes
 from t2r.training.recipes.recipe import Stage, load_recipe
 from t2r.training.steps.job import Job, Settings
 from t2r.training.steps.learner import Learner

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from t2r.reporting.memory import SIZES, page
+from t2r.reporting.training_table import SIZES, page
 
 
 def test_the_page_has_a_current_table():
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
     assert all(f"| {size.name} |" in text for size in SIZES)
-    assert text == page(text), "run: python -m t2r.reporting.memory docs/training.md"
+    assert text == page(text), "run: python -m t2r.reporting.training_table docs/training.md"
     assert page(text.replace("Mistral-7B", "another")) == text
