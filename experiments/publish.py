@@ -1,8 +1,8 @@
 """Generates the tables of docs/*.md and the figures in docs from the records: `python experiments/publish.py`.
 
 `<!-- record: NAME -->` starts the record of an experiment, `<!-- together: STEP NAME NAME -->` one table of the same
-step of several, `<!-- claims: SCALE -->` the claims of the paper; `<!-- end -->` ends each. The text between such parts
-is written by hand.
+step of several, `<!-- claims: SCALE -->` the claims of the paper, `<!-- budgets: NAME -->` the table and the figure of
+an experiment about memory budgets; `<!-- end -->` ends each. The text between such parts is written by hand.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import budgets
 from claims import claims_list
 from t2r.errors import T2RError
 from t2r.experiments.charts import plot
@@ -21,7 +22,7 @@ from t2r.experiments.results import evaluation_tables
 from t2r.experiments.tables import commands, of_record, provenance, record_tables
 
 DOCS = Path(__file__).parents[1] / "docs"
-PART = re.compile(r"(<!-- (record|together|claims): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (record|together|claims|budgets): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def page(text: str) -> str:
@@ -32,6 +33,8 @@ def page(text: str) -> str:
 def _part(kind: str, names: Sequence[str]) -> str:
     if kind == "claims":
         return "".join(map(claims_list, names))
+    if kind == "budgets":
+        return "".join(map(budgets_of, names))
     if kind == "record":
         (name,) = names
         record, experiment = recorded(name), of_record(name)
@@ -47,6 +50,13 @@ def _part(kind: str, names: Sequence[str]) -> str:
     if not results:
         return f"Not recorded yet: {', '.join(f'`t2r reproduce {name}`' for name in experiments)}.\n"
     return "\n".join(evaluation_tables(_once(results)))
+
+
+def budgets_of(name: str) -> str:
+    """Return the table of an experiment about memory budgets, and the place of its figure."""
+    if (record := recorded(name)) is None:
+        return f"Not recorded yet: `t2r reproduce {name}`.\n"
+    return f"{provenance(record)}\n{budgets.table(record)}\n![Quality against memory]({name}.svg)\n"
 
 
 def figure_file(experiment: Experiment, figure: Mapping[str, Any]) -> str:
@@ -84,6 +94,10 @@ def draw(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str,
         canvas.savefig(path, format="svg", metadata={"Date": None})
 
 
+BUDGETS = ("smollm2-memory-full",)
+"""Records of experiments about memory budgets."""
+
+
 def draw_all(folder: Path) -> list[Path]:
     """Draw the figures of all shipped records. Returns their files."""
     files = []
@@ -94,6 +108,10 @@ def draw_all(folder: Path) -> list[Path]:
                 for figure in experiment.figures:
                     files.append(folder / figure_file(experiment, figure))
                     draw(experiment, record, figure, files[-1])
+    for name in BUDGETS:
+        if (record := recorded(name)) is not None:
+            files.append(folder / f"{name}.svg")
+            budgets.draw(record, files[-1])
     return files
 
 

@@ -2,6 +2,7 @@
 
 import re
 
+import budgets
 import publish
 from repository import ROOT
 
@@ -23,3 +24,22 @@ def test_the_figures_of_the_pages_match_their_records(tmp_path):
     drawn = {path.name: content(path) for path in publish.draw_all(tmp_path)}
     shown = {path.name: content(path) for path in DOCS.glob("*.svg") if path.name != "decoding.svg"}
     assert drawn == shown, "run: python experiments/publish.py"
+
+
+def test_a_record_of_memory_budgets_has_a_table_and_a_figure(tmp_path):
+    def row(name, kl, recalled, **more):
+        recall = [{"distance": 256, "accuracy": recalled}]
+        return {"model": name, "perplexity": 20.0, "kl": kl, "kept_bytes": 2**20, "recall": recall, "window": 64} | more
+
+    teacher = row("a-model", None, 1.0, kept_bytes=2**22)
+    others = [
+        row("a-model", 0.3, 0.25, variant="window 9 + 4 sinks", ratio=1.5),
+        row("trained-2", 0.1, 0.5, ratio=1.01),
+    ]
+    steps = [{"name": "plans", "result": {}}, *({"name": f"budget-{i}", "result": [teacher, *others]} for i in "21")]
+    lines = budgets.table({"steps": steps}).splitlines()
+    assert len(lines) == 2 + 1 + 2 * 2
+    assert lines[2] == "| the model itself, 64 tokens | 4.00 MiB | 20.00 |  | 100 % |"
+    assert lines[4] == "| **windows and states, trained** | 1.00 MiB | 20.00 (+1.0 %) | 0.100 | 50 % |"
+    budgets.draw({"steps": steps}, tmp_path / "budgets.svg")
+    assert "windows and states" in (tmp_path / "budgets.svg").read_text(encoding="utf-8")
