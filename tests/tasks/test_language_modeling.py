@@ -36,7 +36,8 @@ def task(world, *train, **options):
 @pytest.mark.parametrize(
     ("tokens", "held"),
     [
-        (2000, 0),  # four windows would be too much of it
+        (600, 0),  # one window would be too much of it
+        (2000, 3 * 64),  # as would be four of this
         (4 * 64 * 10, 4 * 64),
         (64_000, 1280),
         (10**7, 32 * 64),
@@ -62,7 +63,8 @@ def test_the_end_of_the_first_text_is_held_out(world, caplog):
     assert all(torch.equal(blocks[i]["input_ids"], fewer[i]["input_ids"]) for i in range(len(fewer)))
     assert "long.txt are held out and measured" in some.told_data()
     assert task(world, "long.txt", valid=str(world / "valid.txt"), hold_out=True).held == 0
-    assert task(world, "train.txt", hold_out=True).text is None  # too short
+    (small := world / "small.txt").write_text("the cat sat " * 100)
+    assert task(world, small.name, hold_out=True).text is None  # too short
 
 
 def test_the_beginning_of_a_corpus(world):

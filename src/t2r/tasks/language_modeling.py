@@ -42,7 +42,8 @@ FAR = 1.25
 """A student is far from its teacher if its perplexity is higher by more than this factor."""
 
 HELD, LEAST, MOST, SCARCE = 0.02, 4, 32, 0.1
-"""The fraction of a text that is held out, the least and the most in windows, and the fraction that is too much."""
+"""The fraction of a text that is held out, the least and the most in windows, and the largest fraction, which a small
+text would exceed: fewer windows of it are held out."""
 
 logger = logging.getLogger(__name__)
 
@@ -272,10 +273,10 @@ class LanguageModeling(Task):
         longest = self.longest or WINDOW
         return min(longest, max_positions(model) or longest)
 
-    def windows(self, model: PreTrainedModel) -> tuple[int, int]:
+    def windows(self, model: PreTrainedModel, teacher_tokens: int | None = None) -> tuple[int, int]:
         window, tokens = self.window(model), 0 if self.text is None else len(self.text.token_ids)
         if self.text is None and self.holds_out and self.partly_held == TEACHER:  # it is not written yet
-            tokens = held_tokens(self.teacher_tokens, window)
+            tokens = held_tokens(self.teacher_tokens if teacher_tokens is None else teacher_tokens, window)
         if tokens < window:
             return 0, window
         count = (tokens - window) // (window // 2) + 1
@@ -370,9 +371,9 @@ class LanguageModeling(Task):
 
 
 def held_tokens(tokens: int, window: int) -> int:
-    """Return how many tokens of a text are held out. 0: it is too short."""
+    """Return how many tokens of a text are held out. 0: it is shorter than ten windows."""
     count = min(max(round(HELD * tokens), LEAST * window), MOST * window)
-    return count if count <= SCARCE * tokens else 0
+    return count if count <= SCARCE * tokens else int(SCARCE * tokens) // window * window
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: NDArray[np.int64]) -> Text:
