@@ -151,12 +151,7 @@ def test_a_bad_result_is_said_last(world, tmp_path, monkeypatch, caplog):
 
 def test_few_steps_are_said_where_nothing_is_measured():
     """If the time allowed no more. A user who asks for few steps knows it."""
-    unmeasured = {
-        "teacher": None,
-        "stages": {"distill": None},
-        "steps": {"transfer": 60, "distill": 6},
-        "merged": False,
-    }
+    unmeasured = {"teacher": None, "stages": {"distill": None}, "steps": {"transfer": 60, "distill": 6}}
     assert advice(LanguageModeling, unmeasured) is None
     assert advice(LanguageModeling, unmeasured, limited=True).startswith(
         "probably far from the teacher, and not measured: it had 60 and 6 steps; give more time"
@@ -166,8 +161,7 @@ def test_few_steps_are_said_where_nothing_is_measured():
 
 
 def test_without_valid_text_perplexity_is_not_measured(world, tmp_path):
-    short = str(world / "valid.txt")  # too short to hold out a window
-    results = run(world, tmp_path / "out", train=short, recipe="paper-lm", overrides=(*SHORT[:2], "steps=2"))
+    results = run(world, tmp_path / "out", recipe="paper-lm", overrides=(*SHORT[:2], "steps=2"))
     assert results["teacher"] is None
     assert not summary(results).rows
     assert "## Results" in (tmp_path / "out" / "README.md").read_text()
@@ -403,8 +397,7 @@ def test_the_teacher_continues_excerpts(world, tmp_path, monkeypatch):
     run(world, tmp_path / "out", train=[text, "teacher"], teacher_tokens=1000)
     assert seen["parts"][0] == len(seen["continues"]) // BLOCK
     assert seen["parts"][1] > 0.5 * 1000 / BLOCK  # text of a random model has fewer tokens when it is tokenized again
-    measured = json.loads((tmp_path / "out" / "results.json").read_text())["stages"]["distill"]
-    assert measured["perplexity"] > 1  # on the end of the first text
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["stages"]["distill"] is None  # no valid text
 
 
 def test_conversations_and_documents(world, tmp_path):

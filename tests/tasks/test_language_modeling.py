@@ -34,17 +34,18 @@ def task(world, *train, **options):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "held"),
+    ("tokens", "held", "by_the_teacher"),
     [
-        (600, 0),  # one window would be too much of it
-        (2000, 3 * 64),  # as would be four of this
-        (4 * 64 * 10, 4 * 64),
-        (64_000, 1280),
-        (10**7, 32 * 64),
+        (600, 0, 0),  # one window would be too much of it
+        (2000, 0, 3 * 64),  # four windows would be
+        (4 * 64 * 10, 4 * 64, 4 * 64),
+        (64_000, 1280, 1280),
+        (10**7, 32 * 64, 32 * 64),
     ],
 )
-def test_how_much_is_held_out(tokens, held):
+def test_how_much_is_held_out(tokens, held, by_the_teacher):
     assert held_tokens(tokens, 64) == held
+    assert held_tokens(tokens, 64, least=1) == by_the_teacher
 
 
 def test_the_end_of_the_first_text_is_held_out(world, caplog):
@@ -63,8 +64,7 @@ def test_the_end_of_the_first_text_is_held_out(world, caplog):
     assert all(torch.equal(blocks[i]["input_ids"], fewer[i]["input_ids"]) for i in range(len(fewer)))
     assert "long.txt are held out and measured" in some.told_data()
     assert task(world, "long.txt", valid=str(world / "valid.txt"), hold_out=True).held == 0
-    (small := world / "small.txt").write_text("the cat sat " * 100)
-    assert task(world, small.name, hold_out=True).text is None  # too short
+    assert task(world, "train.txt", hold_out=True).text is None  # too short
 
 
 def test_the_beginning_of_a_corpus(world):
