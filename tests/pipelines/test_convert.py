@@ -28,10 +28,11 @@ from t2r.errors import T2RError
 from t2r.evaluation import encode, perplexity, read_text
 from t2r.generation.teacher import WritingSpeed
 from t2r.pipelines import convert as module
+from t2r.pipelines.common import advice
 from t2r.pipelines.convert import convert, summary
 from t2r.reporting.inspection import inspect_model
 from t2r.storage import finite
-from t2r.tasks import language_modeling
+from t2r.tasks import LanguageModeling, language_modeling
 from t2r.training.planning.plan import within
 from t2r.training.planning.timing import Cost, Speeds
 from t2r.training.recipes.recipe import load_recipe
@@ -146,6 +147,17 @@ def test_a_bad_result_is_said_last(world, tmp_path, monkeypatch, caplog):
     caplog.clear()
     assert "advice" not in run(world, tmp_path / "good", valid=valid)
     assert "teacher" not in caplog.text
+
+
+def test_few_steps_are_said_where_nothing_is_measured():
+    """If the time allowed no more. A user who asks for few steps knows it."""
+    unmeasured = {"teacher": None, "stages": {"distill": None}, "steps": {"transfer": 60, "distill": 6}}
+    assert advice(LanguageModeling, unmeasured) is None
+    assert advice(LanguageModeling, unmeasured, limited=True).startswith(
+        "probably far from the teacher, and not measured: it had 60 and 6 steps; give more time"
+    )
+    assert advice(LanguageModeling, unmeasured | {"steps": {"distill": 50}}, limited=True) is None
+    assert advice(LanguageModeling, unmeasured | {"steps": {}}, limited=True) is None
 
 
 def test_without_valid_text_perplexity_is_not_measured(world, tmp_path):

@@ -124,6 +124,15 @@ def test_json_and_tables():
     assert "encoder: all 2 layers keep softmax attention" in lines
 
 
+@pytest.mark.parametrize(("model_type", "limit"), [("gpt2", True), ("llama", False)])
+def test_a_table_of_positions_limits_what_is_shown(model_type, limit):
+    """Lengths beyond the table are listed to compare, but cannot be read."""
+    model = tiny(model_type, torch.float32)
+    count = model.config.max_position_embeddings
+    lines = [line for line in inspection.summary(inspect_model(model)) if "positions" in line]
+    assert lines == ([f"positions are learned: {count} tokens at most, also after a conversion"] if limit else [])
+
+
 @pytest.mark.parametrize(
     ("number", "says"), [(7, "7 B"), (1536, "1.5 KiB"), (500 * 1024, "500 KiB"), (3 << 40, "3.0 TiB")]
 )

@@ -34,16 +34,18 @@ def task(world, *train, **options):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "held"),
+    ("tokens", "held", "by_the_teacher"),
     [
-        (2000, 0),  # four windows would be too much of it
-        (4 * 64 * 10, 4 * 64),
-        (64_000, 1280),
-        (10**7, 32 * 64),
+        (600, 0, 0),  # one window would be too much of it
+        (2000, 0, 3 * 64),  # four windows would be
+        (4 * 64 * 10, 4 * 64, 4 * 64),
+        (64_000, 1280, 1280),
+        (10**7, 32 * 64, 32 * 64),
     ],
 )
-def test_how_much_is_held_out(tokens, held):
+def test_how_much_is_held_out(tokens, held, by_the_teacher):
     assert held_tokens(tokens, 64) == held
+    assert held_tokens(tokens, 64, least=1) == by_the_teacher
 
 
 def test_the_end_of_the_first_text_is_held_out(world, caplog):

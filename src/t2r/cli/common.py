@@ -214,7 +214,7 @@ def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str,
         print_json(results)
     elif not quiet:
         table = summary(results)
-        nothing = "Nothing was measured: no --valid was given (for translation, --valid-src and --valid-tgt)."
+        nothing = "Nothing was measured: give a text for it (--valid; for translation, --valid-src and --valid-tgt)."
         measured = table if table.rows else nothing
         how = "merged (it cannot be trained further), and saved" if results.get("merged") else "saved"
         # What is wrong with a result is the last line.

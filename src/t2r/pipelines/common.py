@@ -17,6 +17,7 @@ from t2r.reporting import environment
 from t2r.storage import finite
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
+from t2r.training.planning.budget import ADVISED_STEPS
 from t2r.training.recipes.recipe import Recipe
 from t2r.training.sessions.session import Session, caching
 from t2r.training.steps.arithmetic import halve
@@ -94,13 +95,19 @@ def frozen_copy(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
     return copied
 
 
-def advice(task: Task, results: dict[str, Any]) -> str | None:
-    """Say that a conversion is far worse than its teacher, and what to do. None: it is not, or was not measured."""
+def advice(task: Task, results: dict[str, Any], *, limited: bool = False) -> str | None:
+    """Say that a conversion is far worse than its teacher, and what to do. None: it is not.
+
+    Of one that was not measured, say so if a stage had few steps because the time was `limited`."""
     teacher, student = results["teacher"], next(reversed(results["stages"].values()), None)
-    gap = None if teacher is None or student is None else task.gap(teacher, student)
+    steps = " and ".join(f"{count:,}" for count in results["steps"].values())
+    if teacher is None or student is None:
+        if not limited or min(results["steps"].values(), default=ADVISED_STEPS) >= ADVISED_STEPS:
+            return None
+        return f"probably far from the teacher, and not measured: it had {steps} steps; give more time (--minutes)"
+    gap = task.gap(teacher, student)
     if gap is None:
         return None
-    steps = " and ".join(f"{count:,}" for count in results["steps"].values())
     further = "" if results["merged"] else "; to train this result further, give its folder to t2r convert"
     return (
         f"far from the teacher: {gap}, after {steps} steps; give more time (--minutes) or steps, more text, a larger "

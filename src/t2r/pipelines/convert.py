@@ -167,7 +167,7 @@ def convert(given: Conversion) -> dict[str, Any]:
         student, trained = train_stages(session, student, frozen, config, auto)
         results |= trained
         results = complete(results | {"recall": session.recall(student), "merged": bool(given.merged)}, session)
-        if (far := advice(task, results)) is not None:
+        if (far := advice(task, results, limited=minutes is not None)) is not None:
             results["advice"] = far
         student.eval()
         if given.merged:

@@ -104,6 +104,8 @@ class Inspection:
     undecided: int | None = None
     """With `softmax_layers=auto:N`: N. Any of the layers, which are all listed as recurrent, may then be a softmax
     layer; totals are those with N softmax layers."""
+    positions: int | None = None
+    """The size of a learned table of positions, which limits a conversion too. None: there is no limit."""
 
     @property
     def alike(self) -> bool:
@@ -254,6 +256,7 @@ def report(
         cache_bytes={n: sum(site.cache_bytes(n) for site in sites) for n in lengths},
         ungrouped=ungrouped(config, sites, dtype),
         cross_saves_from=cross_saves_from(sites),
+        positions=kin.max_positions(model),
     )
 
 
@@ -417,6 +420,8 @@ def summary(inspection: Inspection) -> list[str]:
         f"per sequence: {human(inspection.state_bytes)} of state; at 4K tokens "
         f"{human(inspection.cache_bytes[4096])} in total, instead of {human(inspection.kv_bytes[4096])}"
     )
+    if inspection.positions is not None and inspection.positions < max(LENGTHS):
+        lines.append(f"positions are learned: {inspection.positions:,} tokens at most, also after a conversion")
     if inspection.cross_saves_from is not None:
         lines.append(
             f"cross attention: its state takes less memory than keys and values for sources of "

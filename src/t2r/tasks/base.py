@@ -153,8 +153,10 @@ class Task(ABC):
 
     # --- Evaluation -----------------------------------------------------------------------------------------
 
-    def windows(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Return the number of windows of a measurement, and the tokens per window."""
+    def windows(self, model: PreTrainedModel, teacher_tokens: int | None = None) -> tuple[int, int]:
+        """Return the number of windows of a measurement, and the tokens per window.
+
+        They may be held out of `teacher_tokens` that are not generated yet. None: as many as were asked."""
         return 0, 0
 
     def restrict(  # noqa: B027

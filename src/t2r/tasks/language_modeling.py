@@ -42,7 +42,8 @@ FAR = 1.25
 """A student is far from its teacher if its perplexity is higher by more than this factor."""
 
 HELD, LEAST, MOST, SCARCE = 0.02, 4, 32, 0.1
-"""The fraction of a text that is held out, the least and the most in windows, and the fraction that is too much."""
+"""The fraction of a text that is held out, the least and the most in windows, and the fraction that is too much. Of
+little text by the teacher, fewer windows are held out: in a short time it writes no more."""
 
 logger = logging.getLogger(__name__)
 
@@ -163,10 +164,17 @@ class LanguageModeling(Task):
         """The source whose end is held out."""
         return next((source for source in self.sources if source != TEACHER), TEACHER)
 
+    @property
+    def least_held(self) -> int:
+        """The least number of windows that are held out."""
+        return 1 if self.partly_held == TEACHER else LEAST
+
     def hold(self) -> None:
         """Hold out the end of a source, if it is there and long enough."""
         corpus = self.corpora.get(self.partly_held) if self.holds_out else None
-        if corpus is None or isinstance(corpus, Beginning) or not (count := held_tokens(len(corpus), self.span)):
+        if corpus is None or isinstance(corpus, Beginning):
+            return
+        if not (count := held_tokens(len(corpus), self.span, self.least_held)):
             return
         ids, self.held = corpus.read(len(corpus) - count, len(corpus)), count
         self.text = decoded(self.tokenizer, ids)
@@ -278,10 +286,11 @@ class LanguageModeling(Task):
         longest = self.longest or WINDOW
         return min(longest, max_positions(model) or longest)
 
-    def windows(self, model: PreTrainedModel) -> tuple[int, int]:
+    def windows(self, model: PreTrainedModel, teacher_tokens: int | None = None) -> tuple[int, int]:
         window, tokens = self.window(model), 0 if self.text is None else len(self.text.token_ids)
         if self.text is None and self.holds_out and self.partly_held == TEACHER:  # it is not written yet
-            tokens = held_tokens(self.teacher_tokens, window)
+            written = self.teacher_tokens if teacher_tokens is None else teacher_tokens
+            tokens = held_tokens(written, window, self.least_held)
         if tokens < window:
             return 0, window
         count = (tokens - window) // (window // 2) + 1
@@ -375,10 +384,11 @@ class LanguageModeling(Task):
         return ("model", "perplexity", "against the teacher", "KL to the teacher"), rows
 
 
-def held_tokens(tokens: int, window: int) -> int:
-    """Return how many tokens of a text are held out. 0: it is too short."""
-    count = min(max(round(HELD * tokens), LEAST * window), MOST * window)
-    return count if count <= SCARCE * tokens else 0
+def held_tokens(tokens: int, window: int, least: int = LEAST) -> int:
+    """Return how many tokens of a text are held out, at least this number of windows. 0: it is too short."""
+    most = int(SCARCE * tokens)
+    count = min(max(round(HELD * tokens), min(LEAST, max(least, most // window)) * window), MOST * window)
+    return count if count <= most else 0
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: NDArray[np.int64]) -> Text:

@@ -410,7 +410,7 @@ class Translation(Task):
 
     # --- Measuring and telling ------------------------------------------------------------------------------
 
-    def windows(self, model: PreTrainedModel) -> tuple[int, int]:
+    def windows(self, model: PreTrainedModel, teacher_tokens: int | None = None) -> tuple[int, int]:
         """Return the number of lines, and the cost of one line in tokens, beam search included."""
         if not self.valid:
             return 0, 0

@@ -89,6 +89,16 @@ def test_reductions_are_reported():
     assert (plenty.teacher_tokens, plenty.windows, plenty.scanned) == (10_000_000, 900, 16)
 
 
+def test_what_is_held_out_shrinks_with_what_the_teacher_generates():
+    """The plan has the windows that there will be, and their time only."""
+    asked = work(30, teacher_tokens=10**9, windows=400, windows_of=lambda tokens: 3)
+    made = decide(asked, LAPTOP, 1800.0, 0.0)
+    assert made.teacher_tokens < asked.teacher_tokens
+    assert made.windows == 3
+    assert "windows are evaluated" not in " ".join(made.shrunk)
+    assert decide(dataclasses.replace(asked, teacher_tokens=0), LAPTOP, 1800.0, 0.0).windows > 3
+
+
 @pytest.mark.parametrize("minutes", [0.001, 0.5, 3])
 def test_too_small_a_budget_is_refused_with_a_sufficient_one(minutes):
     with pytest.raises(T2RError, match="is not enough on this machine") as error:

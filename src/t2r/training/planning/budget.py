@@ -46,6 +46,8 @@ class Work:
     """Windows of one evaluation."""
     window: int = 0
     """Tokens of a window."""
+    windows_of: Callable[[int], int] | None = None
+    """Returns the windows of an evaluation if the teacher generates this number of tokens. None: always `windows`."""
     unit: str = "windows"
     """What is measured, in words."""
     reads: int = 0
@@ -145,19 +147,22 @@ def arrange(work: Work, speeds: Speeds, total: float | None, spent: float) -> Ti
     shrunk: list[str] = []
     written, size = work.teacher_tokens, work.smallest_block(work.length)
     windows, scanned = work.windows, work.scanned if work.passes else 0
+    asked = windows
     of_window, of_block = speeds.reading * work.window * work.reads, speeds.reading * work.length * work.passes
     if total is not None:
         if speeds.writing is not None:
             written = min(written, max(work.fewest_blocks * size, speeds.writing.tokens(WRITING * total, size)))
+        if work.windows_of is not None and written < work.teacher_tokens:  # a part of what it generates is measured
+            asked = windows = min(windows, work.windows_of(written))
         windows = fewer(windows, FEWEST_WINDOWS, MEASURING * total, of_window)
         scanned = fewer(scanned, FEWEST_SCANNED, SCANNING * total, of_block)
-        for now, asked, words in (
+        for now, wanted, words in (
             (written, work.teacher_tokens, work.told_writing),
-            (windows, work.windows, f"{{:,}} of {{:,}} {work.unit} are evaluated".format),
+            (windows, asked, f"{{:,}} of {{:,}} {work.unit} are evaluated".format),
             (scanned, work.scanned if work.passes else 0, "layers are scanned on {:,} blocks instead of {:,}".format),
         ):
-            if now < asked:
-                shrunk.append(words(now, asked))
+            if now < wanted:
+                shrunk.append(words(now, wanted))
     fixed = {
         "before": spent,
         "writing": 0.0 if speeds.writing is None else speeds.writing.seconds(written, size),

@@ -174,6 +174,7 @@ class Session:
             tokens=self.task.epoch_tokens,
             windows=windows,
             window=window,
+            windows_of=lambda tokens: self.task.windows(model, tokens)[0],
             unit=self.task.measured_in,
             reads=self.reads(),
             passes=scanned_layers(model) if scans else 0,
