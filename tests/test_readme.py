@@ -94,7 +94,7 @@ def test_the_numbers_of_the_first_table_are_recorded():
         "not measured",
     ]
     small = points[1, "pure, engine", 512]["cache_bytes"] / 4 / 2**20
-    assert f"a quarter of this state ({small:.1f} MiB), not measured on this model" in text
+    assert f"a quarter of this state ({small:.1f} MiB)" in text
     for row in (*rows["pure", None]["recall"][:3], *rows["kept", None]["recall"][3:]):
         assert f"{100 * row['accuracy']:.0f} %" in text
     own = [points[16, "smollm2", length]["milliseconds"] for length in (512, 8192)]
