@@ -45,6 +45,7 @@ from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, trainable, within
 from t2r.training.recipes.recipe import Recipe, default_recipe, load_recipe
 from t2r.training.sessions.card import recall_lines
+from t2r.training.sessions.run import run_folder
 from t2r.training.sessions.session import Session, as_table, table_of
 from t2r.training.steps.arithmetic import without_denormals
 from t2r.training.steps.job import Settings
@@ -77,13 +78,15 @@ def convert(given: Conversion) -> dict[str, Any]:
     out, minutes, seed, softmax_layers = given.out, given.minutes, given.seed, given.softmax_layers
     options = given.swap(without=("seed", "softmax_layers"))
     check_report_to(given.report_to)
-    check_destination(Path(out), given.overwrite)
+    check_destination(out, given.overwrite)
     for source in (given.model, given.teacher):
         refuse_replacing(source, out)
+        refuse_replacing(source, run_folder(out))
     texts = Texts(**given.part(Texts))
-    refuse_deleting([*texts.names(), given.recipe, given.tokenizer], out)
+    refuse_deleting([*texts.names(), given.recipe, given.tokenizer], out, run_folder(out))
     budget = None if given.memory is None else MemoryBudget(given.memory, given.context)
-    whole = load_recipe(given.recipe or default_recipe(texts.translates, memory=budget is not None), given.overrides)
+    default = default_recipe(texts.translates, memory=budget is not None)
+    whole = load_recipe(default if given.recipe is None else given.recipe, given.overrides)
     if budget is None and (given.context is not None or not whole.stages):
         wrong = "context belongs to a memory budget" if whole.stages else f"recipe {whole.name} trains nothing"
         raise T2RError(f"{wrong}: give memory, for example --memory 8MiB")
