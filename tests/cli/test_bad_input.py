@@ -76,6 +76,17 @@ def made(tmp_path_factory) -> Path:
     }.items():
         edit(copy(name, "rnn"), base_config=base)
     edit(copy("bad-option", "rnn"), feature_size=-3)
+    for name, source, fields in (
+        ("many-layers", "gpt2", {"n_layer": 10**9}),
+        ("many-layers-llama", "llama", {"num_hidden_layers": 10**9}),
+        ("many-layers-marian", "marian", {"encoder_layers": 1e300}),
+        ("many-experts", "llama", {"num_local_experts": 10**9, "model_type": "mixtral"}),
+        ("many-heads", "llama", {"num_key_value_heads": 10**9}),
+        ("huge-dropout", "gpt2", {"attn_pdrop": 10**9}),
+        ("unknown", "gpt2", {"model_type": "gpt99" * 100, "architectures": None}),
+    ):
+        edit(copy(name, source), **fields)
+    edit(copy("base-layers", "rnn"), base_config=t2r_config["base_config"] | {"n_layer": 10**9})
     for name, text in {"list": "[]", "number": "3", "deep": "[" * 100_000, "cut": '{"model_type": "gp'}.items():
         (copy(f"config-{name}") / "config.json").write_text(text)
     (copy("config-bytes") / "config.json").write_bytes(b"\xff\xfe\x00")
@@ -200,7 +211,18 @@ CASES = [
     ("inspect {m}/base-list", "base_config has no model_type"),
     ("inspect {m}/base-untyped", "base_config has no model_type"),
     ("inspect {m}/base-odd", "base_config is damaged"),
-    ("inspect {m}/base-unknown", "base_config is damaged"),
+    ("inspect {m}/base-unknown", "has no model type 'gpt99'"),
+    *(
+        (f"{command}", "1,000,000,000, but its weights have 4")
+        for name in ("many-layers", "base-layers")
+        for command in (f"inspect {{m}}/{name}", f"generate {{m}}/{name} the", f"swap {{m}}/{name} {{o}}")
+    ),
+    ("inspect {m}/many-layers-llama", "num_hidden_layers is 1,000,000,000, but its weights have 30 tensors"),
+    ("generate {m}/many-layers-marian the", "encoder_layers is 9,223,372,036,854,775,808, but its weights have"),
+    ("generate {m}/many-experts the", "num_local_experts is 1,000,000,000, but its weights have 30 tensors"),
+    ("inspect {m}/many-heads", "is not valid (ZeroDivisionError"),
+    ("inspect {m}/huge-dropout", "is not valid (ValueError: dropout probability"),
+    ("generate {m}/unknown the", "which this version of transformers does not support"),
     ("inspect {m}/bad-option", "feature_size must be a whole number, at least 1; got -3"),
     ("swap {m}/index-outside {o}", "refers to '../gpt2/model.safetensors', which is not a safetensors file in that"),
     ("swap {m}/index-absolute {o}", "which is not a safetensors file in that folder"),
@@ -242,6 +264,7 @@ def test_a_mistake_is_one_line(run, made, tmp_path, command, says):
     assert code == 2, stderr
     assert says in stderr
     assert is_one_line(stderr), stderr
+    assert len(stderr) < 1000, stderr
     assert stdout == ""
     assert os.listdir(tmp_path) == []
     assert sorted(os.listdir(made)) == before
