@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
+from t2r.capacity import shortage
 from t2r.errors import T2RError
 from t2r.model.saved_sizes import check_sizes
 from t2r.model.saving import refuse_incomplete
@@ -249,6 +250,8 @@ def explained(source: str, part: str = "") -> Iterator[None]:
     except SafetensorError as error:
         raise T2RError(f"{source} cannot be loaded: its weights are damaged or truncated ({error})") from error
     except Exception as error:  # damaged files can raise any exception
+        if (short := shortage(error)) is not None:
+            raise T2RError(f"{part}{source} cannot be loaded: {short}") from error
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         reason = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
         if not isinstance(error, OSError | ValueError | RuntimeError | ImportError | StrictDataclassError):

@@ -61,6 +61,17 @@ def made(tmp_path_factory) -> Path:
     bert = BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     BertForMaskedLM(bert).save_pretrained(root / "bert")
     GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2).save_pretrained(root / "other")
+    for name, fields in {
+        "eos-text": {"eos_token_id": "end"},
+        "eos-texts": {"eos_token_id": ["end", 3]},
+        "eos-float": {"eos_token_id": 2.5},
+        "cold": {"temperature": 1e-40, "do_sample": True},
+        "hot": {"temperature": "hot", "do_sample": True},
+        "beams": {"num_beams": 10**10},
+        "beams-text": {"num_beams": "many"},
+        "returned": {"num_return_sequences": 10**10, "do_sample": True},
+    }.items():
+        (copy(f"config-{name}", "rnn") / "generation_config.json").write_text(json.dumps(fields))
     t2r_config = json.loads((root / "rnn" / "config.json").read_text())
     for name, fields in {
         "no-heads": {"n_head": 0},
@@ -160,13 +171,26 @@ CASES = [
     ("swap {m}/gpt2 {o} --cross-feature-size -1", "cross_feature_size must be a whole number, at least 1; got -1"),
     ("swap {m}/gpt2 {o} --softmax-every 0", "softmax_every must be a whole number, at least 1"),
     ("generate {m}/gpt2 the --do-sample --top-p 2", "top_p must be a number, above 0 and at most 1; got 2.0"),
-    ("generate {m}/gpt2 the --do-sample --temperature nan", "temperature must be a number, above 0; got nan"),
+    ("generate {m}/gpt2 the --do-sample --temperature nan", "temperature must be a number, at least 1e-06 and"),
     ("generate {m}/gpt2 the --top-k -1", "top_k must be a whole number, at least 0"),
     ("generate {m}/gpt2 the --repetition-penalty 0", "repetition_penalty must be a number, above 0"),
     (f"generate {{m}}/gpt2 the --seed {2**70}", "seed must be a whole number"),
     ("generate {m}/gpt2 the --device meta", "device 'meta' is not available"),
     ("bench ops --device meta --length 8", "device 'meta' is not available"),
     ("bench ops --length 8 --backend fla", "the backend fla needs a CUDA device, got cpu"),
+    (f"bench ops --length {10**9}", "1,000,000,000 tokens need at least"),
+    (f"bench ops --length {10**30}", "of memory, and"),
+    (f"bench ops --length 8 --head-dim {10**14}", "8 tokens need at least"),
+    ("generate {m}/config-eos-text the", "eos_token_id"),
+    ("generate {m}/config-eos-texts the", "eos_token_id"),
+    ("generate {m}/config-eos-float the", "eos_token_id"),
+    ("generate {m}/config-cold the", "temperature must be a number, at least 1e-06"),
+    ("generate {m}/config-hot the", "temperature"),
+    ("generate {m}/config-beams the", "10,000,000,000 sequences (num_beams=10,000,000,000) need at least"),
+    ("generate {m}/config-beams-text the", "num_beams"),
+    ("generate {m}/config-returned the", "10,000,000,000 sequences (num_beams=1) need at least"),
+    (f"generate {{m}}/llama the --num-beams {10**10}", "sequences (num_beams=10,000,000,000) need at least"),
+    ("generate {m}/rnn the --do-sample --temperature 1e-40", "temperature must be a number, at least 1e-06"),
     (f"{EVALUATE} --window 1", "window must be a whole number, at least 2"),
     (f"{EVALUATE} --stride 0", "stride must be a whole number, at least 1"),
     (f"{EVALUATE} --stride 600", "stride 600 must be less than the window"),

@@ -125,11 +125,13 @@ def test_commands(run, folders, tmp_path):
 
 def test_a_turn_that_fails_does_not_end_the_chat(run, folders, tmp_path):
     words = ("generate", folders / "rnn", *FEW)
-    code, stdout, said = run(*words, typed=f"/save {tmp_path / 'a'}\nhello\n/save {tmp_path}\nmore\n")
+    lines = (f"/save {tmp_path / 'a'}", "hello", f"/save {tmp_path}", f"/save {folders / 'rnn/config.json'}", "more")
+    code, stdout, said = run(*words, typed="".join(f"{line}\n" for line in lines))
     assert code == 0
     assert len(answers(stdout)) == 2
     assert "t2r: nothing was said yet" in said
-    assert f"t2r: {tmp_path} cannot be written" in said
+    assert f"t2r: {tmp_path} is a folder" in said
+    assert "config.json exists and is not a state" in said
 
 
 def test_states_are_for_swapped_models(run, folders, tmp_path):

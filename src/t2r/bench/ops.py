@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 from t2r import ops
 from t2r.bench import fla
 from t2r.bench.clock import bandwidth, clock
+from t2r.capacity import refuse_beyond_memory
 from t2r.errors import T2RError
 from t2r.hub import choose_device
 from t2r.words import counted
@@ -120,9 +121,18 @@ def run(
         fla.check(device)
     device, threads = str(choose_device(device)), torch.get_num_threads()
     settings = OpsSettings(batch, heads, feature_size, head_dim, dtype, device, backends, decay, repeats, threads)
+    refuse_beyond_memory(_needed(max(chosen), settings), choose_device(device), f"{max(chosen):,} tokens need")
     rows = [row for length in chosen for row in _rows(length, settings)]
     speed = bandwidth(choose_device(device), repeats) if _on_cuda(settings) else None
     return Report(settings, rows, _growth(settings) if lengths is None else None, speed)
+
+
+def _needed(length: int, settings: OpsSettings) -> int:
+    """Return the bytes of the inputs and of their gradients. What is computed between them is more."""
+    features, values = settings.feature_size, settings.head_dim
+    softmax = 3 if _on_cuda(settings) else 2  # with its output
+    size = 2 * (2 * features + values) + values + (softmax + 1) * values
+    return settings.batch * settings.heads * length * size * DTYPES[settings.dtype].itemsize
 
 
 def _on_cuda(settings: OpsSettings) -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from t2r._version import __version__
+from t2r.capacity import shortage
 from t2r.cli import (
     analyze,
     average,
@@ -90,9 +91,11 @@ def check_arguments(arguments: list[str]) -> None:
 
 
 def _mistake(error: Exception) -> str | None:
-    """Return the message of a user error, or None for any other error."""
+    """Return the message of a user error or of a lack of memory, or None for any other error."""
     if isinstance(error, T2RError | OutputError):
         return " ".join(str(error).split())
+    if (message := shortage(error)) is not None:
+        return message
     # Usage errors of typer are recognized by their method: their class is click's in older versions of typer and a
     # private one in newer versions.
     if hasattr(error, "format_message"):

@@ -74,7 +74,7 @@ def banner(name: str, conversation: Any, load_state: Path | None, save_state: Pa
 
 def kind(conversation: Any) -> str:
     """Return whether the model is an RNN, and the memory of a conversation."""
-    from t2r.reporting.inspection import human
+    from t2r.capacity import human
 
     engine = conversation.engine
     if engine is None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from t2r import ops
 from t2r.attention.cache import T2RCache, cache_bytes
+from t2r.capacity import refuse_beyond_memory
 from t2r.data.languages import set_languages
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
@@ -30,6 +31,7 @@ from t2r.surgery.adapters import FAMILIES, family_of
 # Options that have no effect without sampling or beam search. transformers would only warn.
 NEEDS_SAMPLING = ("temperature", "top_p", "top_k")
 NEEDS_BEAMS = ("length_penalty",)
+OF_TOKENS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def complete(
     for row in ids:
         check_vocabulary(model, row)
     check_lengths(model, ids, options)
+    check_rows(model, min(batch_size, max(1, len(ids))), options)
     if seed is not None:
         torch.manual_seed(seed)
     if on_text is not None:
@@ -311,6 +314,7 @@ def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in known:  # transformers checks the others
             known[name].check(value)
+    check_configuration(model, options)
     if given_length(options) is None:
         options = {"max_new_tokens": GenerationOptions.max_new_tokens} | options
     if not option(model, options, "do_sample"):
@@ -322,6 +326,32 @@ def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
             if name in options:
                 raise T2RError(f"{name} is for beam search: set num_beams to 2 or more too (--num-beams)")
     return options
+
+
+def check_configuration(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise T2RError if the model's own options of generation, which are read from its folder, are not valid."""
+    where = "the generation configuration of the model: "
+    own = getattr(model, "generation_config", None)
+    unused = () if option(model, options, "do_sample") else NEEDS_SAMPLING  # some models have a temperature of 0 there
+    for name, each in options_of(GenerationOptions).items():
+        if name not in unused and options.get(name) is None and (value := getattr(own, name, None)) is not None:
+            each.check(value, where)
+    for name in OF_TOKENS:
+        value = getattr(own, name, None)
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and (type(token) is not int or not -1 <= token < 2**31):
+                raise T2RError(
+                    f"{where}{name} must be the number of a token, or a list of them; got {str(value)[:60]!r}"
+                )
+
+
+def check_rows(model: Any, count: int, options: Mapping[str, Any]) -> None:
+    """Raise T2RError if the sequences of a batch, with all beams, need more memory than there is."""
+    beams, several = (option(model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    rows, size = count * max(beams, several), model.get_output_embeddings().weight.shape[0]
+    own = model.make_static_cache(1).nbytes if isinstance(model, T2RModel) and not model.kept_layers() else 0
+    # Logits and their logarithms, in float32.
+    refuse_beyond_memory(rows * (8 * size + own), model.device, f"{rows:,} sequences (num_beams={beams:,}) need")
 
 
 def given_length(options: Mapping[str, Any]) -> tuple[str, int] | None:

@@ -80,7 +80,9 @@ class GenerationOptions:
         None, help="Minimum number of tokens to generate.", minimum=0, maximum=2**31 - 1, unset="the model's own"
     )
     do_sample: bool | None = option(None, help="Sample instead of greedy search.", unset="the model's own")
-    temperature: float | None = option(None, help="Sampling temperature.", above=0, unset="the model's own")
+    temperature: float | None = option(
+        None, help="Sampling temperature.", minimum=1e-6, maximum=1e6, unset="the model's own"
+    )
     top_p: float | None = option(
         None,
         help="Sample from the most likely tokens whose probabilities add up to this value.",

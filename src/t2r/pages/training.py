@@ -8,12 +8,13 @@ from typing import Any
 
 import yaml
 
+from t2r.capacity import human
 from t2r.config import GUARD, OPTIONS
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import positions_of
 from t2r.hub import load_config
 from t2r.pages.plans import plan
-from t2r.reporting.inspection import human, lengths_within, memory_by_length
+from t2r.reporting.inspection import lengths_within, memory_by_length
 from t2r.reporting.page import Page, lines
 from t2r.storage import kind_of, parse_json, parse_yaml, read_inside
 from t2r.tasks import Translation

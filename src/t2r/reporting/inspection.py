@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from t2r import compat
+from t2r.capacity import human
 from t2r.config import OPTIONS, T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, make_feature_map
@@ -470,11 +471,3 @@ def state_lines(model: PreTrainedModel) -> list[str]:
 
 def tokens(number: int) -> str:
     return f"{number // 1024}K" if number >= 1024 else str(number)
-
-
-def human(number: int) -> str:
-    """Format bytes."""
-    size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if size >= 100 or units[0] == "B" else f"{size:.1f} {units[0]}"

@@ -6,12 +6,12 @@ rows, or a sequence does not fit into its buffers or its table of positions: not
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence as List
 from typing import Any
 
 import torch
 
+from t2r.capacity import free_memory
 from t2r.errors import T2RError
 from t2r.generation.engine.room import BLOCK, Room, enlarged
 from t2r.generation.engine.sequences import Sequence
@@ -147,16 +147,3 @@ class Rows:
             ((self.max_length or enlarged(room.length, before.length, self.block)) if own else None),
             ((self.source_length or enlarged(room.source, before.source, self.block)) if source else None),
         )
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the memory in bytes that can be allocated on a device."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0] + cached)
-    try:
-        with open("/proc/meminfo") as file:
-            sizes = dict(line.split(":") for line in file)
-        return int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // 2 if hasattr(os, "sysconf") else 2**32
