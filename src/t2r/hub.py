@@ -36,6 +36,7 @@ from t2r.model.saved_sizes import check_sizes
 from t2r.model.saving import refuse_incomplete
 from t2r.model.swapped import SwappedModel
 from t2r.options import RunOptions, options_of
+from t2r.options.entrance import entrance
 from t2r.storage import kind_of, shortened
 from t2r.surgery.adapters import FAMILIES
 
@@ -46,6 +47,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
+@entrance(RunOptions)
 def load(
     source: str | Path,
     *,
@@ -119,6 +121,7 @@ def load_model(
     return model
 
 
+@entrance()
 def load_tokenizer(
     source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:

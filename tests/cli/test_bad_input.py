@@ -114,6 +114,16 @@ def made(tmp_path_factory) -> Path:
         broken.chat_template = template
         broken.save_pretrained(copy(f"template-{name}"))
 
+    reader = t2r.load(root / "rnn")
+    t2r.read_document(reader, words(), "the sea").save(root / "state")
+    for name, text in {
+        "cut": '{"plans": [',
+        "list": '{"plans": [3]}',
+        "zero": '{"plans": [{"plan": {"windows": []}}]}',
+        "words": '{"plans": [{"plan": {"windows": [["many"]]}, "context": 3}]}',
+    }.items():
+        (root / f"plan-{name}.json").write_text(text)
+    (root / "plan.json").write_text('{"plans": []}')
     (root / "text.txt").write_text(TEXT)
     (root / "words.txt").write_text(" ".join(f"w{i}" for i in range(150)))
     (root / "empty.txt").write_text("\n")
@@ -142,6 +152,7 @@ def run(monkeypatch, capsys):
 
 CONVERT = "convert {m}/gpt2 {o} --train {m}/text.txt"
 PRETRAIN = "pretrain gpt2-tiny {o} --train {m}/text.txt"
+PLAN = "plan {m}/llama --train {m}/text.txt"
 EVALUATE = "evaluate {m}/llama --text {m}/text.txt --no-generation"
 
 CASES = [
@@ -254,6 +265,55 @@ CASES = [
     ("swap {m}/index-list {o}", "has no valid weight_map"),
     ("swap {m}/index-cut {o}", "has no valid weight_map"),
     ("swap {m}/index-missing {o}", "cannot be loaded"),
+    # Memory budgets, plans and their pages.
+    *(
+        (f"{command} {memory}", "memory must be a number of bytes above 0, for example 8MiB")
+        for command in (f"{PLAN} --memory", f"{CONVERT} --memory")
+        for memory in ("0", "-1", "nan", "1e400MiB", "4parsecs", "MiB", "1_000", "4MiB,8MiB", "9" * 40 + "TiB")
+    ),
+    (f"{PLAN} --memory 1B", "a memory of 1 B is not possible: the smallest plan of this model needs"),
+    (f"{PLAN} --memory 1GiB", "a memory of 1.0 GiB is not possible: the smallest plan of this model needs"),
+    (f"{PLAN} --memory 6KiB --context 31", "context must be a whole number of tokens, at least 32; got 31"),
+    (f"{PLAN} --memory 6KiB --context {10**30}", "is longer than the model's 64 positions"),
+    (f"{PLAN} --memory 6KiB --device meta", "device 'meta' is not available"),
+    (f"{PLAN}", "Missing option '--memory'"),
+    ("plan {m}/llama --memory 6KiB", "Missing option '--train'"),
+    ("plan {m}/llama --memory 6KiB --train {m}/nowhere", "there is no file"),
+    ("plan {m}/llama --memory 6KiB --train=", "a text has no name"),
+    ("plan {m}/llama --memory 6KiB --train datasets:", "datasets: has no name of a dataset"),
+    ("plan {m}/llama --memory 6KiB --train teacher", "memory is planned on a text"),
+    ("plan {m}/llama --memory 6KiB --train {m}/pipe", "is a device or a pipe"),
+    ("plan {m}/llama --memory 6KiB --train {m}/empty.txt", "there is no text in"),
+    ("plan {m}/marian --memory 6KiB --train {m}/text.txt", "a memory budget is for language models"),
+    ("plan {m}/rnn --memory 6KiB --train {m}/text.txt", "a conversion that is continued keeps its memory"),
+    (f"{CONVERT} --memory 6KiB --softmax-layers auto:1", "do not give softmax_layers too"),
+    (f"{CONVERT} --memory 6KiB --recipe none --feature-map nosuch", "windows only, without feature maps: do not give"),
+    (f"{CONVERT} --memory 6KiB --recipe none --feature-size 8 --decay", "do not give decay, feature_size"),
+    (f"{CONVERT} --memory 6KiB --recipe none --set steps=3", "override 'steps=3': the recipe has no stages"),
+    (f"{CONVERT} --context 64", "context belongs to a memory budget"),
+    ("convert {m}/rnn {o} --train {m}/text.txt --memory 6KiB", ""),
+    ("convert {m}/marian {o} --train {m}/text.txt --memory 6KiB", "a memory budget is for language models"),
+    ("inspect {m}/state --feature-size 8", "is a file of a state: options of a swap are for models"),
+    ("inspect {m}/state --recipe none", "is a file of a state"),
+    ("inspect {m}/text.txt", "is not a saved state"),
+    ("inspect {m}/gpt2/model.safetensors", "is a safetensors file, but not a saved state"),
+    ("inspect {m}/pipe", "is a file: give the folder of a saved model"),
+    ("inspect {m}/llama --softmax-layers 99", "there is no layer 99"),
+    ("inspect {m}/llama --softmax-layers auto:99", "would keep all 3 layers"),
+    ("inspect {m}/llama --softmax-layers auto:x", "auto:N"),
+    ("inspect {m}/llama --recipe nosuch", "no recipe 'nosuch'"),
+    ("inspect {m}/llama --recipe=", "no recipe ''"),
+    ("inspect {m}/llama --recipe {m}/text.txt", "has no list of stages"),
+    (f"inspect {{m}}/llama --feature-size {10**30}", ""),
+    ("report {m}/plan.json --out {m}/text.txt", "is not a page of t2r"),
+    ("report {m}/plan.json --out /dev/null", "is a device, a pipe or a socket"),
+    ("report {m}/plan-cut.json", "cannot be read as JSON"),
+    ("report {m}/plan-list.json", "is not a complete result of this version of t2r"),
+    ("report {m}/plan-zero.json", "is not a complete result of this version of t2r"),
+    ("report {m}/plan-words.json", "is not a complete result of this version of t2r"),
+    ("report {m}/pipe", "is not a file"),
+    ("report {m}/text.txt", "cannot be read as JSON"),
+    ("report {m}/rnn --prompt the", "contains neither results.json"),
     # Paths.
     ("swap {m}/gpt2 {m}/pipe", "is a device, a pipe or a socket"),
     ("swap {m}/gpt2 {m}/socket", "is a device, a pipe or a socket"),

@@ -31,6 +31,7 @@ from t2r.evaluation.generation import fitting_distances
 from t2r.evaluation.inputs import positions_of
 from t2r.hub import need_tokenizer
 from t2r.options import AnalysisOptions, RunOptions, check
+from t2r.options.entrance import entrance
 from t2r.reporting import environment
 from t2r.training.sessions.sensitivity import scan_layers
 
@@ -44,6 +45,7 @@ NAMED_HEADS = 4
 FIELDS = ("euclidean", "jensen_shannon", "entropy", "teacher_entropy")
 
 
+@entrance(RunOptions, AnalysisOptions)
 def analyze(
     model: Model,
     text: str | Path | None = None,

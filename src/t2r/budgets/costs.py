@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from t2r.attention.softmax import sliding_window_of
+from t2r.capacity import human
 from t2r.errors import T2RError
 from t2r.plans import MemoryPlan
 from t2r.surgery.adapters import family_of
@@ -97,8 +98,8 @@ class Costs(NamedTuple):
         """Raise T2RError for a budget that is too small, or larger than the whole cache."""
         if not self.least <= memory <= self.whole:
             raise T2RError(
-                f"a memory of {in_mib(memory)} is not possible: the smallest plan of this model needs "
-                f"{in_mib(self.least)}, and all keys and values of {self.context:,} tokens {in_mib(self.whole)}"
+                f"a memory of {human(memory)} is not possible: the smallest plan of this model needs "
+                f"{human(self.least)}, and all keys and values of {self.context:,} tokens {human(self.whole)}"
             )
 
     def of_windows(self, windows: Sequence[Sequence[int]]) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from t2r.cli.common import RUN, AsJson, Dtype, Model, Revision, TrustRemoteCode, calm, print_json, show, swap_options
+from t2r.errors import T2RError
 from t2r.storage import kind_of
 
 
@@ -39,6 +40,8 @@ def inspect(
     if kind_of(model) == "file":
         from t2r.generation.state import describe_state
 
+        if options or recipe is not None:
+            raise T2RError(f"{model} is a file of a state: options of a swap are for models")
         facts = describe_state(model)
         if as_json:
             print_json(facts)

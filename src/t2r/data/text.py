@@ -54,6 +54,8 @@ def find_sources(names: str | Sequence[str]) -> list[Source]:
     Raises T2RError if a file does not exist or a glob has no match."""
     sources: list[Source] = []
     for name in [names] if isinstance(names, str) else names:
+        if not name:
+            raise T2RError("a text has no name: give a file, a glob or datasets:NAME")
         if name.startswith("datasets:"):
             sources.append(DatasetSource(name))
             continue
@@ -232,6 +234,8 @@ class DatasetSource:
             raise T2RError(f"{self.name} requires the datasets extra: pip install 't2r[datasets]'") from error
         # The split comes last, because a slice such as train[:1%] contains a colon.
         _, name, config, split = (*self.name.split(":", 3), "", "")[:4]
+        if not name:
+            raise T2RError(f"{self.name} has no name of a dataset: write datasets:NAME")
         try:
             return datasets.load_dataset(name, config or None, split=split or "train")
         except Exception as error:  # errors of datasets, file systems and networks

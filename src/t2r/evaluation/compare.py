@@ -21,6 +21,7 @@ from t2r.evaluation.translation import evaluate_translation
 from t2r.evaluation.variants import Variant, swap_of
 from t2r.hub import auto_class, load_config, load_model, load_tokenizer
 from t2r.options import RunOptions, check
+from t2r.options.entrance import entrance
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ Model = str | Path | PreTrainedModel
 LONG_DISTANCES = (*DISTANCES, 1024, 4096, 16384)
 
 
+@entrance(RunOptions)
 def evaluate(
     models: Model | Sequence[Model],
     text: str | Path | Sequence[str | Path] | None = None,

@@ -15,6 +15,7 @@ from t2r.attention.state_file import read_header
 from t2r.errors import T2RError
 from t2r.generation.turns import Transcript, opened, refuse_no_template, transcript_of
 from t2r.model.modeling import T2RModel
+from t2r.options.entrance import entrance
 from t2r.surgery.adapters import family_of
 
 PIECE = 2048
@@ -22,6 +23,7 @@ PIECE = 2048
 
 
 @torch.no_grad()
+@entrance()
 def read_document(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,

@@ -26,6 +26,7 @@ from t2r.generation.turns import next_turn, refuse_no_template, rendered, transc
 from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.options import GenerationOptions, RunOptions, check, options_of
+from t2r.options.entrance import entrance
 from t2r.surgery.adapters import FAMILIES, family_of
 
 # Options that have no effect without sampling or beam search. transformers would only warn.
@@ -56,6 +57,7 @@ class Completion:
     """The backend used for the prompt; None if only softmax attention reads it."""
 
 
+@entrance(RunOptions)
 def generate(
     model: str | Path | PreTrainedModel,
     prompts: str | Sequence[str],
@@ -348,10 +350,9 @@ def check_configuration(model: Any, options: Mapping[str, Any]) -> None:
 def check_rows(model: Any, count: int, options: Mapping[str, Any]) -> None:
     """Raise T2RError if the sequences of a batch, with all beams, need more memory than there is."""
     beams, several = (option(model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
-    rows, size = count * max(beams, several), model.get_output_embeddings().weight.shape[0]
-    own = model.make_static_cache(1).nbytes if isinstance(model, T2RModel) and not model.kept_layers() else 0
+    rows, size = count * max(beams, several), getattr(model.config.get_text_config(), "vocab_size", None) or 1
     # Logits and their logarithms, in float32.
-    refuse_beyond_memory(rows * (8 * size + own), model.device, f"{rows:,} sequences (num_beams={beams:,}) need")
+    refuse_beyond_memory(rows * 8 * size, model.device, f"{rows:,} sequences (num_beams={beams:,}) need")
 
 
 def given_length(options: Mapping[str, Any]) -> tuple[str, int] | None:

@@ -20,6 +20,7 @@ from t2r.attention.recurrence import Recurrence, recurrent_sites
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap
 from t2r.model.logits import evaluating
+from t2r.options.entrance import entrance
 from t2r.surgery.adapters import family_of
 from t2r.surgery.frozen import freeze
 
@@ -43,6 +44,7 @@ class MergeCost:
         return self.after < self.before
 
 
+@entrance()
 def merge(model: PreTrainedModel, force: bool = False) -> PreTrainedModel:
     """Fold the feature map of every recurrent site into its projections, in place, and return the model.
 

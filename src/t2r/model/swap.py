@@ -14,10 +14,12 @@ from t2r.model.modeling import T2RModel, t2r_class
 from t2r.model.proof import install_proved
 from t2r.model.swapped import SwappedModel
 from t2r.options import refuse_unknown
+from t2r.options.entrance import entrance
 from t2r.surgery.adapters import change_class
 from t2r.surgery.undo import undoing
 
 
+@entrance(unchecked=["model"])
 def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any) -> SwappedModel:
     """Replace the attention of a transformer by recurrent attention, in place, and return the model.
 

@@ -7,9 +7,10 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
-from t2r.options.definition import check, options_of, refuse_unknown
+from t2r.options.definition import LATER, check, options_of, refuse_unknown
+from t2r.options.entrance import check_type
 from t2r.options.training import Training
 
 P = ParamSpec("P")
@@ -22,8 +23,9 @@ G = TypeVar("G", bound=Training)
 def flat(group: Callable[P, G]) -> Callable[[Callable[[G], R]], Callable[P, R]]:
     """Make a function of a group of options callable with the options themselves, and document them.
 
-    The function raises T2RError if an option is unknown or a number is not allowed."""
+    The function raises T2RError if an option is unknown, has a wrong type, or is a number that is not allowed."""
     signature = inspect.signature(group)
+    required = [name for name, each in signature.parameters.items() if each.default is inspect.Parameter.empty]
 
     def decorate(function: Callable[[G], R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -32,6 +34,9 @@ def flat(group: Callable[P, G]) -> Callable[[Callable[[G], R]], Callable[P, R]]:
             signature.bind(*args, **kwargs)  # raises TypeError if an argument is missing
             chosen = group(*args, **kwargs)
             chosen.given = frozenset(kwargs)
+            for name, hint in hints_of_group(group).items():
+                if name in chosen.given or name in required:
+                    check_type(name, getattr(chosen, name), hint)
             check(type(chosen), chosen.numbers())
             return function(chosen)
 
@@ -41,6 +46,13 @@ def flat(group: Callable[P, G]) -> Callable[[Callable[[G], R]], Callable[P, R]]:
         return call
 
     return decorate
+
+
+@functools.cache
+def hints_of_group(group: Any) -> dict[str, Any]:
+    import transformers  # the function is called, so it is loaded
+
+    return get_type_hints(group, localns={name: getattr(transformers, name) for name in LATER})
 
 
 def described(group: Any) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from t2r.errors import T2RError
+from t2r.options.entrance import entrance
 from t2r.pages import sections
 from t2r.pages.plans import plans
 from t2r.pages.training import completions, training
@@ -16,6 +17,7 @@ from t2r.storage import kind_of, read_json, understood
 Section = Callable[[Page, Any, Path], None]
 
 
+@entrance()
 def report(
     source: str | Path | Sequence[str | Path], out: str | Path | None = None, *, prompts: Sequence[str] = ()
 ) -> Path:

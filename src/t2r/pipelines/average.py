@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 from t2r.data.fingerprint import of_tokenizer
 from t2r.errors import T2RError
 from t2r.hub import copy_processor, load_config, load_model, load_tokenizer
+from t2r.options.entrance import entrance
 from t2r.storage import refuse_replacing, whole_folder
 
 NOT_COMPARED = ("transformers_version", "t2r_version", "dtype", "name_or_path", "_name_or_path", "base_model")
 """Fields of a configuration that may differ between models that are averaged."""
 
 
+@entrance()
 def average(models: Sequence[str], out: str, *, overwrite: bool = False) -> None:
     """Save the mean of the weights of models, with the first one's tokenizer and dtype.
 

@@ -52,6 +52,11 @@ from t2r.training.steps.job import Settings
 
 logger = logging.getLogger(__name__)
 
+OF_MAPS = (
+    "feature_map", "feature_size", "shared", "grouped", "decay", "init", "activation", "key_weights",
+    "freeze_feature_map",
+)  # fmt: skip
+"""Options of a swap that have no effect on windows."""
 WRONG = "is this the right text, language and tokenizer?"
 
 
@@ -90,6 +95,8 @@ def convert(given: Conversion) -> dict[str, Any]:
     if budget is None and (given.context is not None or not whole.stages):
         wrong = "context belongs to a memory budget" if whole.stages else f"recipe {whole.name} trains nothing"
         raise T2RError(f"{wrong}: give memory, for example --memory 8MiB")
+    if not whole.stages and (unused := sorted(set(options) & set(OF_MAPS))):
+        raise T2RError(f"recipe {whole.name} makes windows only, without feature maps: do not give {', '.join(unused)}")
     plan = within(whole, minutes)
     auto = parse_auto(softmax_layers)
     swap_options = over(plan.swap, options) | {"seed": seed}

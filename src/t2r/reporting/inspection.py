@@ -26,7 +26,8 @@ from t2r.feature_maps import FeatureMap, make_feature_map
 from t2r.hub import auto_class, choose_dtype, load_config
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import parse_auto
+from t2r.options import RunOptions, parse_auto
+from t2r.options.entrance import entrance
 from t2r.storage import shortened
 from t2r.surgery.adapters import Shape, Site, family_of
 from t2r.surgery.adapters.names import refusal
@@ -120,6 +121,7 @@ class Inspection:
         return len(facts) == len({site.cross for site in self.sites})
 
 
+@entrance(RunOptions)
 def inspect_model(
     source: PreTrainedModel | str | PathLike[str],
     *,

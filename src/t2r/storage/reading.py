@@ -1,7 +1,7 @@
 """Reading of files that strangers wrote: results, recipes, experiments.
 
 They are data, and must not take the machine: texts have a largest size, and what they describe has a largest depth, a
-largest number of parts (aliases of YAML count as what they stand for), and no integers that are longer than 64 bits.
+largest number of parts (aliases of YAML count as what they stand for), and no integers of more than 128 bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEEPEST = 50
 """Levels of lists and mappings inside each other."""
 MOST_PARTS = 100_000
 """Parts of a YAML file, where an alias has those of what it stands for."""
-LARGEST_INTEGER = 2**64
+LARGEST_INTEGER = 2**128
 """The limit of the absolute value of integers."""
 
 
@@ -96,7 +96,7 @@ def check_limits(value: Any, what: str) -> None:
             elif isinstance(part, list | tuple | set):
                 below += part
             elif isinstance(part, int) and abs(part) >= LARGEST_INTEGER:
-                raise T2RError(f"{what} has an integer of more than 64 bits")
+                raise T2RError(f"{what} has an integer of more than 128 bits")
         level = below
     raise T2RError(f"{what} has more than {DEEPEST} levels of lists and mappings")
 

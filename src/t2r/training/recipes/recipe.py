@@ -174,6 +174,8 @@ def apply_override(plan: dict[str, Any], override: str) -> None:
     stages = [s for s in plan["stages"] if not dot or str(s["name"]) == stage_name]
     if not equals or not name:
         raise T2RError(f"override {override!r}: write stage.field=value")
+    if not plan["stages"]:
+        raise T2RError(f"override {override!r}: the recipe has no stages")
     if not stages:
         known = ", ".join(str(s["name"]) for s in plan["stages"])
         raise T2RError(f"override {override!r}: no stage {stage_name!r}; the stages are {known}")
