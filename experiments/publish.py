@@ -2,8 +2,8 @@
 
 docs/records has a page for each record, with its commands and all its tables, and the claims of the paper for each
 scale. In the other pages, `<!-- summary: NAME -->` starts a table of summaries.py, `<!-- claims: SCALE -->` the claims
-of the paper, and `<!-- budgets: NAME -->` the table and the figure of an experiment about memory budgets; `<!-- end -->`
-ends each. The text between such parts is written by hand.
+of the paper, and `<!-- budgets: NAME -->` the table and the figure of an experiment about memory budgets. All end with
+`<!-- end -->`. The text between such parts is written by hand.
 """
 
 from __future__ import annotations
