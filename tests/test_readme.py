@@ -35,7 +35,7 @@ def test_the_readme_is_two_screens():
 
 
 def test_every_extra_is_listed():
-    install = TEXT.partition("## Install")[2].partition("##")[0]
+    install = WORDS.partition("## Install")[2].partition("##")[0]
     extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"`([\w-]+)` \(", install)) == set(extras)
 
@@ -70,14 +70,16 @@ def test_the_first_table_is_part_of_that_of_memory_budgets():
     assert [row in page for row in models] == [True] * 4
     assert {row.mebibytes for row in models} == {8.57}
     assert max(row.kl for row in models) == models[-1].kl
-    assert f"keys and values take {teacher.mebibytes:.0f} MiB" in WORDS
+    by = dict(zip(("last 256", "last 1,024"), teacher.cells[2].split(" or "), strict=True))
+    assert f"scored on the last 1,024 tokens of a text (teacher: {by['last 1,024']})" in WORDS
+    assert f"on the last 256 (teacher: {by['last 256']})" in WORDS
 
 
 def test_the_minutes_of_the_trainings():
     """Those of windows and states are not recorded, and the same as on their page."""
     minutes = recorded("smollm2-pure")["steps"][0]["seconds"] / 60
     own = re.search(r"700 of distillation of 16,384 tokens: ([\d.]+) minutes", (DOCS / "memory.md").read_text())
-    assert f"the two trained models in {own[1]} and {minutes:.1f} minutes" in WORDS
+    assert f"the two trained models took {own[1]} and {minutes:.1f} minutes" in WORDS
 
 
 def test_the_numbers_of_the_limits_are_recorded():
@@ -90,7 +92,7 @@ def test_the_numbers_of_the_limits_are_recorded():
     faster = [times[b, "smollm2", n] / times[b, "pure", n] for b in (1, 16) for n in (512, 8192)]
     assert f"In `generate()` the RNN is {min(faster):.1f} to {max(faster):.1f} times as fast" in WORDS
     gains = [times[16, m, n] / times[16, f"{m}, engine", n] for m in ("smollm2", "pure") for n in (512, 8192)]
-    assert f"both are {min(gains):.0f} to {max(gains):.0f} times as fast as there" in WORDS
+    assert f"both are {min(gains):.0f} to {max(gains):.0f} times as fast as in `generate()`" in WORDS
     (short, other), (long, longer) = (
         [f"{times[16, f'{model}, engine', n]:.2f}" for model in ("pure", "smollm2")] for n in (512, 8192)
     )
