@@ -23,17 +23,17 @@ def summary(name: str) -> str:
     return str(TABLES[name]())
 
 
-def results(name: str, step: str) -> list[Result]:
-    """Return the results of a step of a record, one for each model."""
+def steps_of(name: str) -> dict[str, Any]:
+    """Return the results of a record by the names of its steps. Steps that could not be run have none."""
     record = recorded(name)
     if record is None:
         raise T2RError(f"{name} is not recorded: run t2r reproduce {name}")
-    found: list[Result] = next(part["result"] for part in record["steps"] if part["name"] == step)
-    return found
+    return {part["name"]: part["result"] for part in record["steps"] if "result" in part}
 
 
-def chosen(rows: Sequence[Result], model: str, variant: str | None = None) -> Result:
-    return next(row for row in rows if row["model"] == model and row.get("variant") == variant)
+def chosen(rows: Sequence[Result], model: str, variant: str | None = None) -> Result | None:
+    """Return the row of a model in an evaluation, or None if it was not measured there."""
+    return next((row for row in rows if row["model"] == model and row.get("variant") == variant), None)
 
 
 def mebibytes(count: float) -> str:
@@ -66,24 +66,19 @@ def conversion() -> str:
     """Return what conversions of SmolLM2-135M lose, beside windows of as many bytes."""
     rows = []
     for title, name, model, variant in CONVERTED:
-        full = recorded(name) or {"steps": ()}
-        texts: Sequence[Result] = next((row["measured"] for row in _step(full, "texts", model, variant)), [{}] * 3)
-        control = next(_step(full, "controls", model, variant), None)
-        cells = [title, "", *(against(part) if part else "" for part in texts), "", *[""] * len(DISTANCES)]
+        done = steps_of(name)
+        whole = chosen(done["texts"], model, variant)
+        control = chosen(done.get("controls", ()), model, variant)
+        texts = [""] * 3 if whole is None else [against(part) for part in whole["measured"]]
+        memory, far, recall = "", "", [""] * len(DISTANCES)
         if control is not None:
             (longest,) = [part for part in control["measured"] if part["window"] == LONG]
             accuracy = {row["distance"]: f"{100 * row['accuracy']:.0f} %" for row in control["recall"]}
-            cells[1] = mebibytes(longest["kept_bytes"])
-            cells[-1 - len(DISTANCES) :] = [against(longest), *(accuracy[distance] for distance in DISTANCES)]
-        rows.append(cells)
+            memory, far = mebibytes(longest["kept_bytes"]), against(longest)
+            recall = [accuracy[distance] for distance in DISTANCES]
+        rows.append([title, memory, *texts, far, *recall])
     header = ["", f"memory, {LONG:,} tokens", "WikiText", "novels", "speeches", f"WikiText, {LONG:,} tokens"]
     return markdown([*header, *(f"recall after {distance:,}" for distance in DISTANCES)], rows)
-
-
-def _step(record: Mapping[str, Any], step: str, model: str, variant: str | None) -> Any:
-    for part in record["steps"]:
-        if part["name"] == step and "result" in part:
-            yield from (row for row in part["result"] if row["model"] == model and row.get("variant") == variant)
 
 
 # --- Translation ------------------------------------------------------------------------------------------
@@ -100,16 +95,12 @@ TESTS = {"newstest2017": "newstest2017", "newstest2018": "newstest2018", "tatoeb
 
 def translation() -> str:
     """Return BLEU of OPUS-MT and its conversions."""
-    record = recorded("opus-zh-en")
-    if record is None:
-        raise T2RError("opus-zh-en is not recorded: run t2r reproduce opus-zh-en")
-    done = {part["name"]: part["result"] for part in record["steps"] if "result" in part}
+    done = steps_of("opus-zh-en")
     rows = []
     for model, title in TRANSLATED.items():
         cells, copied, memory = [title], "", ""
         for test in TESTS:
-            found = done.get(f"{test}-{'best' if model == 'opus' else model}")
-            row = chosen(found, model) if found else None
+            row = chosen(done.get(f"{test}-{'best' if model == 'opus' else model}", ()), model)
             cells.append("" if row is None else _bleu(row))
             if row is not None and test == "newstest2017":
                 copied = f"{100 * row['copied']['names']['accuracy']:.0f} %"
@@ -136,7 +127,7 @@ LENGTHS = (512, 8192)
 
 def performance() -> str:
     """Return the time of decoding steps, in the engine and in `generate()`, and memory."""
-    reports = results("smollm2-decode-gpu", "decode")
+    reports = steps_of("smollm2-decode-gpu")["decode"]
     report = next(each for each in reports if each["settings"]["batch"] == BATCH)
     points = {(point["model"], point["length"]): point for point in report["points"]}
     rows = []

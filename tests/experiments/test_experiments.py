@@ -459,6 +459,14 @@ def test_a_change_of_a_record_changes_the_page(tmp_path, monkeypatch):
     assert page(made) == made
 
 
+def test_a_table_without_its_record_is_an_error(monkeypatch):
+    with pytest.raises(T2RError, match="no summary 'nothing'; there are conversion, translation"):
+        page("<!-- summary: nothing -->\n<!-- end -->\n")
+    monkeypatch.setattr("summaries.recorded", lambda name: None)
+    with pytest.raises(T2RError, match="smollm2-decode-gpu is not recorded: run t2r reproduce"):
+        page("<!-- summary: performance -->\n<!-- end -->\n")
+
+
 def test_evaluations_as_tables():
     recall = [{"distance": 16, "accuracy": 0.5, "chance": 0.125, "trials": 256, "interval": [0.44, 0.56]}]
     one = {"model": "teacher", "text": "w", "window": 512, "tokens": 10, "perplexity": 20.0, "recall": recall}
