@@ -195,6 +195,12 @@ class Recurrence(nn.Module):
         if heads is not None:
             q, left = of_heads(q, heads, total), Left(*(of_heads(x, heads, total) for x in left))
         feature_map, rule = self.feature_map, self.feature_map.rule(inputs.hidden_states)
+        if (features := self.fused(q, left.v, rows.mask, layer, inputs.scaling)) is not None:
+            valid = left.valid if rows.mask is None else left.valid & rows.mask[:, None]
+            how: dict[str, Any] = {"mask": valid, "features": features, "normalized": False}
+            sums = layer.recurrence.advance(q, left.k, left.v, rule, **how)
+            sums = sums._replace(peak=feature_map.query_logs(q * inputs.scaling))
+            return sums if heads is None else all_heads(sums, heads, total)
         phi_q, phi_k = feature_map(q * inputs.scaling, left.k)
         phi_k = phi_k.masked_fill(~repeat_heads(left.valid, feature_map.key_heads)[..., None], 0)
         v = self.spread(left.v)

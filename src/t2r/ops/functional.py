@@ -208,7 +208,8 @@ def step(
     every token.
 
     With `features`, q, k and v are the inputs of a feature map, and the kernel of the step also computes the features.
-    A head of k and v may then serve several key heads. `computes_features` says where this is supported.
+    A head of k and v may then serve several key heads, and the mask may be one of each head of k, `[batch, heads, 1]`.
+    `computes_features` says where this is supported.
 
     With `normalized=False`, the first result are `Sums`, and features must not be signed.
     """

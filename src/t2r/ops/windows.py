@@ -78,6 +78,14 @@ def window_attention(
     return Sums(out, torch.ones_like(lse), peak=lse)
 
 
+def steps_at_once(q: Tensor, v: Tensor, softcap: float | None) -> bool:
+    """Return whether one kernel computes a step of all windows of a layer."""
+    triton = BACKENDS["triton"]
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not q.is_cuda or triton.missing() is not None:
+        return False
+    return softcap is None and q.dtype in triton.abilities.dtypes and max(q.shape[3], v.shape[3]) <= 256
+
+
 def in_blocks(
     q: Tensor, k: Tensor, v: Tensor, windows: Windows, scaling: float, origin: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:

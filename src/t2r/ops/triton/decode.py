@@ -44,8 +44,9 @@ def _launch(
             s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1),
             0 if z_abs is None else z_abs.stride(0), 0 if z_abs is None else z_abs.stride(1),
             out.stride(0), out.stride(1),
-            0 if flags is None else flags.stride(0), 0 if rates is None else rates.stride(0),
+            *((0, 0) if flags is None else (flags.stride(0), flags.stride(1))), 0 if rates is None else rates.stride(0),
             key_heads, group, key_heads // k.shape[1], key_heads // v.shape[1],
+            key_heads if flags is None or flags.dim() == 2 else key_heads // flags.shape[1],
         )  # fmt: skip
         constants = dict(
             FEATURE=feature, VALUE=value, DIM=dim,

@@ -66,11 +66,11 @@ def read_block(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr, NORMALIZED: 
     return num, den
 
 
-@triton.jit(do_not_specialize=["key_heads", "group", "k_share", "v_share"])
+@triton.jit(do_not_specialize=["key_heads", "group", "k_share", "v_share", "mask_share"])
 def decode(
     q, k, v, s, z, z_abs, mask, decay, out, dens, q_weight, q_bias, k_weight, k_bias,
-    q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, decay_h,
-    key_heads, group, k_share, v_share,
+    q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, mask_h, decay_h,
+    key_heads, group, k_share, v_share, mask_share,
     FEATURE: tl.constexpr, VALUE: tl.constexpr, DIM: tl.constexpr,
     HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr, GROUPED: tl.constexpr,
     NORMALIZED: tl.constexpr,
@@ -79,8 +79,8 @@ def decode(
 ):  # fmt: skip
     """Run one program per sequence and key head. It alone accesses the state.
 
-    With an ACTIVATION, q and k are not features yet: `features` computes them. `k_share` and `v_share` are the numbers
-    of key heads that share a head of k and of v. A state in half precision is computed in float32 and rounded when it
+    With an ACTIVATION, q and k are not features yet: `features` computes them. `k_share`, `v_share` and
+    `mask_share` are the numbers of key heads that share a head of k, of v and of the mask. A state in half precision is computed in float32 and rounded when it
     is stored. There are few programs, and each waits for memory most of the time: so everything is loaded before
     anything is computed, and stored at the end, because a load does not move before a store or a reduction."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
@@ -104,7 +104,7 @@ def decode(
         w_given, w_map, w_add = operands(k_here, k_rows, k_shift, last, last < key_rows, DIM, MAPPED, HAS_BIAS, BD)
     live = tl.full([1], 1, tl.int1)  # whether the token is unmasked
     if HAS_MASK:
-        live = tl.load(mask + b * mask_b + one) != 0
+        live = tl.load(mask + b * mask_b + (h // mask_share) * mask_h + one) != 0
     if HAS_DECAY:
         rate = tl.load(decay + h * decay_h + f, mask=f_ok, other=0.0).to(tl.float32)
     sum_k = tl.load(z_here, mask=f_ok, other=0.0).to(tl.float32)
