@@ -151,6 +151,17 @@ def normalize(sums: Sums, dtype: torch.dtype) -> Tensor:
     return cast_output((sums.numerator / safe[..., None]).masked_fill(empty[..., None], 0), dtype)
 
 
+class Windows(NamedTuple):
+    """The window of each key head of a layer, and the sinks of all that have one."""
+
+    sizes: Tensor
+    """`[key_heads]`: tokens that a token attends to exactly, including itself. 0: none, not even sinks. Floating-point
+    sizes have soft edges and a gradient (`soft_windows`)."""
+    sinks: int = 0
+    bound: int | None = None
+    """With soft edges: tokens at this distance or beyond are not seen."""
+
+
 def combine(parts: Sequence[Sums], dtype: torch.dtype) -> Tensor:
     """Add the sums that several memories have for the same queries, divide once, and cast to `dtype`.
 

@@ -14,23 +14,12 @@ import torch
 from torch import Tensor
 
 from t2r.errors import T2RError
-from t2r.ops.common import Sums, accumulator_dtype, fold_groups
+from t2r.ops.common import Sums, Windows, accumulator_dtype, fold_groups
 from t2r.ops.registry import BACKENDS
 from t2r.ops.soft_windows import soft_window_attention
 
 BLOCK = 256
 """Queries that are computed at once. Their keys are those of a block and of the largest window before it."""
-
-
-class Windows(NamedTuple):
-    """The window of each key head of a layer, and the sinks of all that have one."""
-
-    sizes: Tensor
-    """`[key_heads]`: tokens that a token attends to exactly, including itself. 0: none, not even sinks. Floating-point
-    sizes have soft edges and a gradient (`soft_windows`)."""
-    sinks: int = 0
-    bound: int | None = None
-    """With soft edges: tokens at this distance or beyond are not seen."""
 
 
 def window_attention(
