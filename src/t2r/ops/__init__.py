@@ -11,6 +11,7 @@ selects a backend.
 from t2r.ops.common import (
     FASTEST_DECAY,
     LARGEST_LOG_WEIGHT,
+    Beside,
     Features,
     State,
     Sums,
@@ -27,6 +28,7 @@ from t2r.ops.windows import window_attention
 __all__ = [
     "FASTEST_DECAY",
     "LARGEST_LOG_WEIGHT",
+    "Beside",
     "Features",
     "Rule",
     "State",

@@ -45,12 +45,27 @@ class Features(NamedTuple):
     """`relu` or `softmax`."""
     weighs_keys: bool = False
     """Whether the last row of the key map is the logarithm of a factor of the key's features."""
+    weighs_queries: bool = False
+    """Whether the last row of the query map is the logarithm of a factor of the query's sums (`Beside`)."""
     q_weight: Tensor | None = None
-    """`[heads, size, dim]`"""
+    """`[heads, size, dim]`, or `size + 1` rows with `weighs_queries`."""
     q_bias: Tensor | None = None
     k_weight: Tensor | None = None
     """`[key_heads, size, dim]`, or `size + 1` rows with `weighs_keys`."""
     k_bias: Tensor | None = None
+
+
+class Beside(NamedTuple):
+    """What another memory, such as a window, has for the same queries. A step adds it to what the state has.
+
+    The heads of keys and values are then those of the other memory, and the state has all or some of them."""
+
+    means: Tensor
+    """The averages of values, `[batch, heads, 1, value]`, contiguous. They become the output of the step."""
+    logs: Tensor
+    """The logarithms of the sums of weights, `[batch, heads, 1]` in float32. Minus infinity: none."""
+    places: Tensor | None = None
+    """The heads of keys and values that have a state. None: all."""
 
 
 class State(NamedTuple):

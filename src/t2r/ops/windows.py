@@ -15,7 +15,7 @@ from torch import Tensor
 
 from t2r.errors import T2RError
 from t2r.ops.common import Sums, Windows, accumulator_dtype, fold_groups
-from t2r.ops.registry import BACKENDS
+from t2r.ops.registry import BACKENDS, PREFERENCE
 from t2r.ops.soft_windows import soft_window_attention
 
 BLOCK = 256
@@ -69,10 +69,11 @@ def window_attention(
 
 def steps_at_once(q: Tensor, v: Tensor, softcap: float | None) -> bool:
     """Return whether one kernel computes a step of all windows of a layer."""
-    triton = BACKENDS["triton"]
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not q.is_cuda or triton.missing() is not None:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or softcap is not None:
         return False
-    return softcap is None and q.dtype in triton.abilities.dtypes and max(q.shape[3], v.shape[3]) <= 256
+    triton = BACKENDS["triton"]
+    preferred = triton.name in PREFERENCE.get(q.device.type, ()) and triton.missing() is None
+    return preferred and q.dtype in triton.abilities.dtypes and max(q.shape[3], v.shape[3]) <= 256
 
 
 def in_blocks(

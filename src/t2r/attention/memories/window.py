@@ -61,6 +61,8 @@ class WindowMemory(Memory):
         self.fixed = keys is not None
         # Made now, because captured calls cannot make tensors of numbers.
         self.layout = None if keys is None else shape.layout(keys.device)
+        self.ones: Tensor | None = None
+        """The denominators of a step in one kernel, kept because to make them is a kernel, too."""
         self.before: dict[str, Tensor] | None = None
         self.added: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
@@ -126,7 +128,9 @@ class WindowMemory(Memory):
             self.layout = self.shape.layout(self.keys.device)
         sinks, scaling = self.shape.sinks, how.scaling
         out, logs, *left = window_step(q, k, v, self.keys, self.values, self.seen, self.layout, sinks, scaling)
-        return Sums(out, torch.ones_like(logs), peak=logs), Left(*left)
+        if self.ones is None or self.ones.shape != logs.shape or self.ones.device != logs.device:
+            self.ones = torch.ones_like(logs)
+        return Sums(out, self.ones, peak=logs), Left(*left)
 
     def past(self, q: Tensor, how: How) -> Sums:
         assert self.seen is not None
