@@ -27,6 +27,7 @@ from t2r.tasks import Task
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, within
 from t2r.training.recipes.recipe import Recipe, default_recipe, load_recipe
+from t2r.training.sessions.run import run_folder
 from t2r.training.steps.job import Settings
 
 
@@ -38,14 +39,15 @@ class Asked:
         self.swap: dict[str, Any] = given.swap(without=("seed", "softmax_layers"))
         """The options of the swap that were given, which override the recipe's."""
         check_report_to(given.report_to)
-        check_destination(Path(given.out), given.overwrite)
+        check_destination(given.out, given.overwrite)
         for source in (given.model, given.teacher):
             refuse_replacing(source, given.out)
+            refuse_replacing(source, run_folder(given.out))
         self.texts = Texts(**given.part(Texts))
-        refuse_deleting([*self.texts.names(), given.recipe, given.tokenizer], given.out)
+        refuse_deleting([*self.texts.names(), given.recipe, given.tokenizer], given.out, run_folder(given.out))
         self.budget = None if given.memory is None else MemoryBudget(given.memory, given.context)
-        recipe = given.recipe or default_recipe(self.texts.translates, memory=self.budget is not None)
-        self.recipe = load_recipe(recipe, given.overrides)
+        default = default_recipe(self.texts.translates, memory=self.budget is not None)
+        self.recipe = load_recipe(default if given.recipe is None else given.recipe, given.overrides)
         trains = bool(self.recipe.stages)
         if self.budget is None and (given.context is not None or not trains):
             wrong = "context belongs to a memory budget" if trains else f"recipe {self.recipe.name} trains nothing"
