@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import budgets
 from t2r.errors import T2RError
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 COLUMNS = ("", "memory", "perplexity", "KL to the teacher")
-LABELS = {
-    "one window for all heads": "one window for all heads",
-    "a window for each head, not trained": "a window for each head, not trained",
-    "**a window and a state for each head, trained**": "a window and a state for each head, trained",
+LABELS = {title: title.strip("*") for title in budgets.MODELS.values()} | {
     "the RNN: a state for each head, trained": "the RNN",
     "7 of 30 layers kept, the others an RNN": "7 of 30 layers kept",
 }
@@ -62,7 +60,8 @@ def draw(path: Path) -> None:
         for model, label in LABELS.items():
             points = sorted((row.mebibytes, row.kl) for row in table if row.model == model and row.kl is not None)
             mark, line = ("o", "-") if len(points) > 1 else ("D", "")
-            axes.plot(*zip(*points, strict=True), label=label, marker=mark, linestyle=line)
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, marker=mark, linestyle=line)
         axes.plot(table[0].mebibytes, 0, marker="*", linestyle="", color="black", label="the teacher", clip_on=False)
         axes.set(xlabel="MiB for 2,048 tokens", ylabel="KL to the teacher", xscale="log", ylim=(0, None))
         axes.set_xticks([1, 2, 4, 8, 16, 32], labels=["1", "2", "4", "8", "16", "32"])

@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from t2r.errors import T2RError
 from t2r.options import SwapOptions, check, options_of
 from t2r.plans import MemoryPlan
-from t2r.storage import write_text
+from t2r.storage import shortened, write_text
 
 OPTIONS = tuple(options_of(SwapOptions))
 """Names of the swap options, the same in `swap`, on the command line and in the saved file."""
@@ -182,10 +182,15 @@ def read_base_config(fields: Any, dtype: Any) -> PreTrainedConfig:
     fields = dict(fields)
     if fields.get("dtype") == GUARD:
         fields["dtype"] = dtype
+    if (kind := fields.pop("model_type")) not in CONFIG_MAPPING:  # transformers would list all that it knows
+        raise T2RError(
+            f"the configuration's base_config is damaged, or newer: this version of transformers has no model type "
+            f"{shortened(kind)!r}"
+        )
     try:
-        config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **fields)
     except Exception as error:  # configuration classes raise different exceptions for invalid fields
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = shortened(" ".join(str(error).split()) or type(error).__name__)
         raise T2RError(f"the configuration's base_config is damaged: {reason}") from error
     return config
 

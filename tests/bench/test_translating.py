@@ -207,5 +207,5 @@ def test_one_thread_is_singular():
 
 
 def test_values_that_are_no_yaml_are_refused():
-    with pytest.raises(T2RError, match="is not a value of feature_size"):
+    with pytest.raises(T2RError, match="the value of feature_size is not valid YAML"):
         built("random:tiny-lm,feature_size=[")

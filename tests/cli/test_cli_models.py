@@ -522,7 +522,7 @@ def broken(folders, tmp_path) -> Path:
         ("inspect {b}/code", "--trust-remote-code"),
         ("inspect {b}/bert", "models of type 'bert' cannot be swapped"),
         ("inspect {b}/vit", "models of type 'vit' cannot be swapped"),
-        ("inspect {b}/new", "type 'new', which this version of transformers does not support; t2r supports"),
+        ("inspect {b}/new", "type 'new', which this version of transformers does not support: upgrade"),
         ("inspect some/name", "some/name is not a local folder, and from the Hub it cannot be loaded"),
         ("inspect {f}/gpt2-t2r --seed 1", "already swapped"),
         ("inspect {f}/gpt2 --dtype int3", "dtype must be one of auto, float32, bfloat16, float16; got 'int3'"),

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 from t2r.attention.layers import SiteLayer
 from t2r.attention.masks import Padding
 from t2r.attention.memories import KeyValueMemory
-from t2r.attention.state_file import FORMAT, fingerprint, read_header
+from t2r.attention.state_file import FORMAT, STATE, fingerprint, read_header
 from t2r.errors import T2RError
 from t2r.storage import whole_file
 
@@ -180,6 +180,7 @@ class StateMixin:
     def save(self, path: str | Path) -> None:
         """Save to a safetensors file, with the fingerprint of the model. Raises T2RError if it cannot be written."""
         self.refuse_static("saved")
+        STATE.check(path)
         model = self.model()
         if model is None:
             raise T2RError(

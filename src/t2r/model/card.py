@@ -9,6 +9,8 @@ import yaml
 
 from t2r._version import __version__
 from t2r.config import OPTIONS, T2RConfig
+from t2r.errors import T2RError
+from t2r.storage import LARGEST_YAML, parse_yaml, read_text
 
 
 def model_card(model: Any) -> str:
@@ -84,11 +86,9 @@ def origin(source: str) -> tuple[str, str | None]:
 
 def front_matter(card: Path) -> dict[str, Any]:
     """Return the metadata of a model card; empty if there is none."""
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    if not text.startswith("---"):
-        return {}
     try:
-        metadata = yaml.safe_load(text.split("---")[1])
-    except yaml.YAMLError:
+        text = read_text(card, LARGEST_YAML) if card.is_file() else ""
+        metadata = parse_yaml(text.split("---")[1], str(card)) if text.startswith("---") else None
+    except T2RError:  # a card may be written in any way
         return {}
     return metadata if isinstance(metadata, dict) else {}

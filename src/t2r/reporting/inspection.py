@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,9 @@ from t2r.hub import auto_class, choose_dtype, load_config
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import parse_auto
-from t2r.surgery.adapters import FAMILIES, Shape, Site, family_of
+from t2r.storage import shortened
+from t2r.surgery.adapters import Shape, Site, family_of
+from t2r.surgery.adapters.names import refusal
 from t2r.training.planning.plan import over
 from t2r.training.recipes.recipe import Recipe, default_recipe, load_recipe
 
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LENGTHS = (512, 4096, 32768)
+OF_SIZES = (ArithmeticError, RuntimeError)
+"""Errors of calculations and of tensors."""
 DEFAULT = "default"
 """Stands for the recipe that `convert` uses by default."""
 
@@ -132,10 +137,16 @@ def inspect_model(
             the name of a shipped recipe, or a YAML file. None: the defaults of `swap`.
         options: options of `swap`. `softmax_layers` may also be `auto:N`, as in `convert`.
     """
-    if isinstance(source, PreTrainedModel):
-        model: Any = source
-    else:
-        model = empty_model(fspath(source), dtype, revision=revision, trust_remote_code=trust_remote_code)
+    if not isinstance(source, PreTrainedModel):
+        name = fspath(source)
+        model: Any = empty_model(name, dtype, revision=revision, trust_remote_code=trust_remote_code)
+        with validly(name, *OF_SIZES):
+            return inspected(model, recipe, options)
+    return inspected(source, recipe, options)
+
+
+def inspected(model: Any, recipe: str | None, options: dict[str, Any]) -> Inspection:
+    """Report on a model, which may be without weights."""
     if isinstance(model, T2RModel):
         if given := sorted([*options, *(["recipe"] if recipe not in (None, DEFAULT) else [])]):
             raise T2RError(f"{name_of(model)} is already swapped: do not give {', '.join(given)}")
@@ -198,18 +209,25 @@ def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": saved if chosen == "auto" else chosen}
     if not isinstance(config, T2RConfig):
         options["trust_remote_code"] = hub["trust_remote_code"]
+    with validly(source, Exception):  # of any kind
+        try:
+            with torch.device("meta"):
+                return auto_class(config).from_config(config, **options)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise refusal(config.model_type, "transformers has no language model of that type") from error
+
+
+@contextmanager
+def validly(source: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Convert errors of these kinds, which inconsistent sizes in a configuration cause, to T2RError."""
     try:
-        with torch.device("meta"):
-            return auto_class(config).from_config(config, **options)
+        yield
     except T2RError:
         raise
-    except ValueError as error:  # the Auto classes have no language model of this type
-        raise T2RError(
-            f"models of type {config.model_type!r} cannot be swapped: transformers has no language model of that "
-            f"type; supported are {', '.join(FAMILIES)}"
-        ) from error
-    except Exception as error:  # inconsistent sizes raise many kinds of errors
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except kinds as error:
+        reason = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
         raise T2RError(f"the configuration of {source} is not valid ({reason})") from error
 
 

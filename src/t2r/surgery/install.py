@@ -130,7 +130,8 @@ def follow(module: nn.Module, plan: MemoryPlan, layer: int) -> None:
     heads = plan.stateful(layer)
     if any(plan.windows[layer]):
         site.give_window(Shape(plan.windows[layer], plan.sinks), device_of(module))
-    site.stateful = None if len(heads) == len(plan.windows[layer]) else heads
+    if len(heads) < len(plan.windows[layer]):
+        site.give_states(heads, device_of(module))
 
 
 def make_map(family: Family, site: Site, config: T2RConfig, index: int) -> FeatureMap | None:

@@ -395,7 +395,7 @@ STAGE = "{name: a, objective: task, steps: 3}"
         ("stages: [{name: a, objective: task, steps: 3, 4: 5, c: 6}]", "stage 'a': unknown option 4, c"),
         (f"stages: [{STAGE}]\nswap: {{1: 2}}", "swap: unknown option 1"),
         (f"stages: [{STAGE}]\nswap: {{seed: 2024-01-01}}", "swap: seed must be a whole number"),
-        ("[" * 100_000, "is not valid YAML"),
+        ("[" * 100_000, "more than 50 levels"),
         ("day: 2024-99-99", "is not valid YAML"),
         ("stages: [{name: a, objective: task, steps: 3, lr: 1}]", "stage 'a': unknown option lr; the options are"),
         ("stages: [{name: a, objective: task}]", "exactly one of steps, tokens, epochs, minutes; got none"),
