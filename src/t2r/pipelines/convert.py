@@ -24,7 +24,7 @@ from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.merge import merge, mergeable_sites
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import Conversion, parse_auto
+from t2r.options import Conversion, SwapOptions, parse_auto
 from t2r.options.calls import flat
 from t2r.pipelines import beside
 from t2r.pipelines.budget import MemoryBudget
@@ -36,7 +36,7 @@ from t2r.pipelines.continuation import (
     origin_of,
     remember_origin,
 )
-from t2r.reporting.inspection import state_lines
+from t2r.reporting.inspection import EXACT_CROSS, state_lines
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
 from t2r.surgery.adapters import family_of
 from t2r.surgery.frozen import unfreeze
@@ -117,7 +117,11 @@ def convert(given: Conversion) -> dict[str, Any]:
         longest = budget.context_of(base)
     task = texts.task(plan, tokens, given, teacher_tokens=given.teacher_tokens, hold_out=True, longest=longest)
     plan = texts.fitted(plan, base)
+    if texts.translates and reference is None:
+        swap_options = {"recurrent": SwapOptions.recurrent} | swap_options
     config = T2RConfig(**swap_options)
+    if texts.translates and config.keeps(cross=True):
+        logger.info(EXACT_CROSS)
     check_auto(auto, plan, config, base)
     task.check(base, [stage.block_size for stage in plan.stages])
     planned = None
