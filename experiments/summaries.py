@@ -85,8 +85,8 @@ def conversion() -> str:
 
 TRANSLATED = {
     "opus": "OPUS-MT zh-en",
-    "causal": "**recurrent causal attention** (`causal`)",
-    "best": "**both recurrent**, the paper's 32 and 4 features (`best`)",
+    "causal": "**recurrent causal attention**, the default (`causal`)",
+    "best": "**both recurrent**, as in the paper, 32 and 4 features (`best`)",
     "joined-larger": "both recurrent, 64 and 16 features (`joined-larger`)",
     "finetuned": "OPUS-MT zh-en, finetuned on the text of `best` (`finetuned`)",
 }

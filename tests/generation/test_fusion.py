@@ -204,7 +204,9 @@ def paper_lm(layers: int, options: str = ",feature_size=4,merged"):
 def paper_mt(layers: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.SHAPES, "tiny-mt", models.marian(64, layers, 2, 200, 128))
-        return models.random_model("random:tiny-mt,feature_size=4,cross_feature_size=8,merged", {}, DEVICE)[1]
+        return models.random_model(
+            "random:tiny-mt,recurrent=both,feature_size=4,cross_feature_size=8,merged", {}, DEVICE
+        )[1]
 
 
 def llama(layers: int, **options):

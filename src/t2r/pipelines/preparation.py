@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import Conversion, parse_auto
+from t2r.options import Conversion, SwapOptions, parse_auto
 from t2r.pipelines.budget import MemoryBudget
 from t2r.pipelines.common import Texts, frozen_copy
 from t2r.pipelines.continuation import check_continued, continued_plan, load_teacher, origin_of
+from t2r.reporting.inspection import EXACT_CROSS
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
 from t2r.surgery.adapters import family_of
 from t2r.tasks import Task
@@ -29,6 +31,8 @@ from t2r.training.planning.plan import check_report_to, over, within
 from t2r.training.recipes.recipe import Recipe, default_recipe, load_recipe
 from t2r.training.sessions.run import run_folder
 from t2r.training.steps.job import Settings
+
+logger = logging.getLogger(__name__)
 
 
 class Asked:
@@ -81,7 +85,7 @@ class Asked:
         options = over(self.plan.swap, self.swap) | {"seed": self.given.seed}
         if self.auto is None and self.given.softmax_layers is not None:
             options["softmax_layers"] = self.given.softmax_layers
-        return options
+        return {"recurrent": SwapOptions.recurrent} | options if self.texts.translates else options
 
     def teacher(self, base: PreTrainedModel) -> PreTrainedModel | None:
         """Return the teacher of a conversion that is continued, in float32. None: the model is its own teacher."""
@@ -159,6 +163,8 @@ def prepare(given: Conversion) -> Start:
     task = texts.task(plan, tokenizer, given, teacher_tokens=given.teacher_tokens, hold_out=True, longest=longest)
     plan = texts.fitted(plan, base)
     config, planned = T2RConfig(**options), None
+    if texts.translates and config.keeps(cross=True):
+        logger.info(EXACT_CROSS)
     check_auto(asked.auto, plan, config, base)
     task.check(base, [stage.block_size for stage in plan.stages])
     if budget is not None:

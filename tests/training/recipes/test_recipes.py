@@ -110,7 +110,13 @@ PAPER_MT = {
     "dropout": True,
 }
 SCRATCH_MT = PAPER_MT | {"steps": 30_000, "learning_rate": 5e-4}
-PAPER_MT_SWAP = {"feature_map": "t2r", "feature_size": 4, "cross_feature_size": 32, "init": "paper"}
+PAPER_MT_SWAP = {
+    "feature_map": "t2r",
+    "feature_size": 4,
+    "cross_feature_size": 32,
+    "init": "paper",
+    "recurrent": "both",
+}
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,8 @@ class WindowMemory(Memory):
         self.added = [tuple(None if x is None else function(x) for x in added) for added in self.added]  # type: ignore[misc]
 
     def kind(self) -> tuple[Any, ...]:
-        return "window", self.shape, {name: tuple(x.shape[1:]) for name, x in self.tensors().items()}
+        shapes = {name: tuple(x.shape[1:]) for name, x in self.tensors().items() if name != "seen"}
+        return "window", self.shape, shapes
 
     def row_bytes(self, tokens: int) -> int:
         sinks = self.shape.sinks
