@@ -66,7 +66,7 @@ def rebuild_target_pieces(folder: str | Path) -> int:
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
-        raise T2RError("target pieces require sentencepiece and protobuf: pip install t2r[translation]") from error
+        raise T2RError("target pieces require sentencepiece and protobuf: pip install '.[translation]' in a clone of t2r") from error
     proto: Any = sentencepiece_model_pb2
     folder = Path(folder)
     source, target, vocabulary = (folder / name for name in ("source.spm", "target.spm", "vocab.json"))

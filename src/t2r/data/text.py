@@ -229,7 +229,7 @@ class DatasetSource:
         try:
             import datasets
         except ImportError as error:
-            raise T2RError(f"{self.name} requires the datasets extra: pip install 't2r[datasets]'") from error
+            raise T2RError(f"{self.name} requires the datasets extra: pip install '.[datasets]' in a clone of t2r") from error
         # The split comes last, because a slice such as train[:1%] contains a colon.
         _, name, config, split = (*self.name.split(":", 3), "", "")[:4]
         try:

@@ -13,7 +13,7 @@ from t2r.options import RunOptions
 
 BLEU_TOKENIZE = RunOptions.bleu_tokenize
 """sacrebleu's default."""
-NEEDS = "BLEU needs the translation extra: pip install 't2r[translation]'"
+NEEDS = "BLEU needs the translation extra: pip install '.[translation]' in a clone of t2r"
 OWN_TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
 """Languages without spaces between words, which sacrebleu tokenizes itself."""
 TWO_LETTERS = {

@@ -54,7 +54,7 @@ def find_tasks(tasks: Sequence[str], task_folder: str | Path | None = None) -> A
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise T2RError("lm-eval is not installed: pip install 't2r[lm-eval]'") from error
+        raise T2RError("lm-eval is not installed: pip install '.[lm-eval]' in a clone of t2r") from error
     if task_folder is not None and not Path(task_folder).is_dir():
         raise T2RError(f"there is no folder {task_folder}")
     path = None if task_folder is None else str(task_folder)

@@ -177,7 +177,7 @@ class Page:
         except OSError as error:
             raise T2RError(f"{path} cannot be written: {error}") from error
         if not self.complete:
-            logger.warning("the page has no figures: they require the plots extra, pip install 't2r[plots]'")
+            logger.warning("the page has no figures: they require the plots extra, pip install '.[plots]' in a clone of t2r")
 
 
 def _row(cells: Sequence[str], kind: str) -> str:
@@ -309,7 +309,7 @@ def plain_ticks(axis: Any, values: Sequence[float]) -> None:
 def check_plots() -> None:
     """Raise T2RError if figures cannot be drawn."""
     if not can_draw():
-        raise T2RError("figures require the plots extra: pip install 't2r[plots]'")
+        raise T2RError("figures require the plots extra: pip install '.[plots]' in a clone of t2r")
 
 
 def can_draw() -> bool:

@@ -119,7 +119,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> tuple[bytes, l
     try:
         import sentencepiece
     except ImportError as error:
-        raise T2RError("separate vocabularies require sentencepiece: pip install t2r[translation]") from error
+        raise T2RError("separate vocabularies require sentencepiece: pip install '.[translation]' in a clone of t2r") from error
     made = io.BytesIO()
     options: dict[str, Any] = {
         "model_type": "bpe",

@@ -147,7 +147,7 @@ def with_lora(model: PreTrainedModel, stage: Stage, seed: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise T2RError("train: lora requires the peft extra: pip install 't2r[peft]'") from error
+        raise T2RError("train: lora requires the peft extra: pip install '.[peft]' in a clone of t2r") from error
     how: dict[str, Any] = {"target_modules": "all-linear", "exclude_modules": shared_layers(model)}
     config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, **how)
     with torch.random.fork_rng():
