@@ -166,6 +166,21 @@ def test_padding_is_worth_nothing():
         torch.testing.assert_close(worth[i], mean, rtol=1e-4, atol=1e-9)
 
 
+def test_blocks_of_a_step_count_by_their_tokens():
+    """Blocks of pairs are read one by one, because they differ in width."""
+    made = [batch(rows=2), batch(rows=3, source=7, target=24, seed=5)]
+    own, sizes = limited()[3], [torch.tensor([18.0, 22.0, 17.0, 20.0])] * 3
+    text = Text(made, 64, lambda blocks: blocks[0], together=False)
+    assert list(text.batches(10**6)) == text.batches_of([0, 1]) == made
+    divergence, worth = Descent(own, text, lambda step: None, "a model", progress=False).worth(made, sizes)
+    counts, each = [x.where.sum() for x in made], [own.worth(x, sizes) for x in made]
+    mean = sum(count * found for count, (found, _) in zip(counts, each, strict=True)) / sum(counts)
+    assert divergence == pytest.approx(float(mean))
+    for i in range(3):
+        mean = sum(count * found[i] for count, (_, found) in zip(counts, each, strict=True)) / sum(counts)
+        torch.testing.assert_close(worth[i], mean.to(worth[i].dtype))
+
+
 # --- Plans and conversions ------------------------------------------------------------------------------------
 
 
@@ -276,6 +291,7 @@ def test_states_of_a_plan_are_saved_and_continued(tmp_path, recurrent):
         ({"memory": "20KiB", "recurrent": "both", "recipe": "none"}, "states of cross attention must be trained"),
         ({"memory": "20KiB", "target": "teacher"}, "give targets"),
         ({"source_tokens": 64}, "source_tokens belongs to a memory budget"),
+        ({"cross_feature_size": 8}, "changes nothing: cross attention stays exact"),
         (
             {"memory": "20KiB", "source": None, "target": None, "train": "x.txt"},
             "is an encoder-decoder: give it parallel",

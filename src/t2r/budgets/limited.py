@@ -36,7 +36,7 @@ class Limited:
             (m for m in self.model.modules() if isinstance(m, Recurrence) and m.window is not None),
             key=lambda site: site.layer_idx,
         )
-        self.readout = Readout(self.model, Text.of(text).batch([0]).to(self.model.device).inputs)
+        self.readout = Readout(self.model, Text.of(text).batches_of([0])[0].to(self.model.device).inputs)
 
     @contextmanager
     def within(self, windows: Sequence[Tensor]) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,12 @@ class Batch(NamedTuple):
         """Return the batch itself, or that of token ids."""
         return given if isinstance(given, Batch) else cls({"input_ids": given}, where)
 
+    @property
+    def positions(self) -> int:
+        """The number of positions that count."""
+        ids = self.inputs["input_ids"]
+        return ids.numel() if self.where is None else int(self.where.sum())
+
     def to(self, device: torch.device) -> Batch:
         where = None if self.where is None else self.where.to(device)
         return Batch({name: x.to(device) for name, x in self.inputs.items()}, where)
@@ -36,6 +42,8 @@ class Text:
     tokens: int
     """The tokens of a block."""
     make: Callable[[list[Any]], Batch]
+    together: bool = True
+    """Whether a batch may have several blocks. Blocks of pairs differ in width, and would be padded to the longest."""
 
     @classmethod
     def of(cls, given: Tensor | Text) -> Text:
@@ -52,13 +60,15 @@ class Text:
             batch = task.collate(items)
             return Batch(task.inputs(batch), task.real_positions(batch))
 
-        return cls(evenly(task.dataset(block_size), count), block_size, make)
+        return cls(evenly(task.dataset(block_size), count), block_size, make, together=False)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def batch(self, chosen: Iterable[int]) -> Batch:
-        return self.make([self.blocks[i] for i in chosen])
+    def batches_of(self, chosen: Sequence[int]) -> list[Batch]:
+        """Return these blocks, in one batch if they may be together."""
+        groups = [chosen] if self.together else [[i] for i in chosen]
+        return [self.make([self.blocks[i] for i in group]) for group in groups]
 
     def some(self, count: int) -> Text:
         """Return about this many blocks, or all if there are fewer."""
@@ -68,7 +78,7 @@ class Text:
         """Yield all blocks, as many at a time as have this number of tokens."""
         rows = max(1, tokens // self.tokens)
         for start in range(0, len(self), rows):
-            yield self.batch(range(start, min(start + rows, len(self))))
+            yield from self.batches_of(range(start, min(start + rows, len(self))))
 
 
 def evenly(dataset: Any, count: int) -> list[Any]:

@@ -63,7 +63,9 @@ class Asked:
         """Raise T2RError for options of a memory budget without one."""
         wrong = next((name for name in ("context", "source_tokens") if getattr(self.given, name) is not None), None)
         if wrong is not None or not self.recipe.stages:
-            told = f"recipe {self.recipe.name} trains nothing" if wrong is None else f"{wrong} belongs to a memory budget"
+            told = (
+                f"recipe {self.recipe.name} trains nothing" if wrong is None else f"{wrong} belongs to a memory budget"
+            )
             raise T2RError(f"{told}: give memory, for example --memory 8MiB")
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
