@@ -185,6 +185,15 @@ class StateMixin:
             raise T2RError(
                 "this cache has no model: create it with model.make_cache(), or pass it to model.generate() first"
             )
+        tensors, header = self.contents(fingerprint(model))
+        try:
+            with whole_file(path) as temporary:
+                save_file(tensors, temporary, metadata={"t2r_state": json.dumps(header)})
+        except (OSError, SafetensorError) as error:
+            raise T2RError(f"{path} cannot be written: {error}") from error
+
+    def contents(self, identity: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and the header of a saved state. `identity` is the fingerprint of the model."""
         tensors, lengths = {}, {}
         for name, layers in self.parts().items():
             for i, layer in enumerate(layers):
@@ -194,14 +203,10 @@ class StateMixin:
         if self.padding is not None:
             self.padding.check()
             tensors |= {"padding": self.padding.tokens.cpu(), "padding_start": self.padding.start.cpu()}
-        header = {"format": FORMAT, "fingerprint": fingerprint(model), "lengths": lengths, "rows": self.rows}
+        header = {"format": FORMAT, "fingerprint": identity, "lengths": lengths, "rows": self.rows}
         if self.chat is not None:
             header["chat"] = self.chat
-        try:
-            with whole_file(path) as temporary:
-                save_file(tensors, temporary, metadata={"t2r_state": json.dumps(header)})
-        except (OSError, SafetensorError) as error:
-            raise T2RError(f"{path} cannot be written: {error}") from error
+        return tensors, header
 
 
 class T2RCache(DynamicCache, StateMixin):
@@ -298,12 +303,12 @@ def same_chat(caches: Sequence[StateMixin], length: int) -> dict[str, Any] | Non
     return chats[0] if len(chats) == len(caches) and all(chat == chats[0] for chat in chats) else None
 
 
-def load_state(path: str | Path, model: Any) -> Any:
-    """Load a saved cache for this model, on its device.
+def load_state(path: str | Path, model: Any, identity: str | None = None) -> Any:
+    """Load a saved cache for this model, on its device. `identity` is the model's fingerprint, if it is known.
 
     Raises T2RError if the file is damaged, or was saved by another model or a newer format."""
     header = read_header(path)
-    if header["fingerprint"] != fingerprint(model, header["format"]):
+    if header["fingerprint"] != identity and header["fingerprint"] != fingerprint(model, header["format"]):
         raise T2RError(f"{path} is the state of another model (or of this model with other weights)")
     cache, rows = model.make_cache(), header["rows"]
     with safe_open(path, framework="pt", device=str(model.device)) as file:

@@ -256,9 +256,9 @@ class Engine:
         """Add one prompt `[1, tokens]` or `[tokens]` to the running batch. It waits until a row is free.
 
         The options are those of `generate`. With `keep_state`, the finished sequence has its state. With `logprobs`, it
-        has the logarithm of the probability of each token, and of this many of the most likely tokens. The last event of
-        the sequence has a `reason`, and so has the sequence: `stop`, `length`, `cancelled` or `error`. A sequence that
-        fails, for example in a logits processor, has an `error`; others go on."""
+        has the logarithm of the probability of each token, and of this many of the most likely tokens. The last event
+        of the sequence has a `reason`, and so has the sequence: `stop`, `length`, `cancelled` or `error`. A sequence
+        that fails, for example in a logits processor, has an `error`; others go on."""
         if isinstance(input_ids, Tensor) and input_ids.dim() == 1:
             input_ids = input_ids[None]
         check_tokens(self.model, input_ids)
