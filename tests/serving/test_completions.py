@@ -155,7 +155,7 @@ def test_a_chat():
     """The template renders messages. A later call finds the state of what was said before."""
 
     async def main():
-        async with running(served(stop=STOP)) as (client, service):
+        async with running(served(stop=STOP)) as (client, _):
             messages = [{"role": "system", "content": "xyz"}, {"role": "user", "content": "Hello"}]
             body = {"messages": messages, "max_completion_tokens": 8}
             answer = (await client.post("/v1/chat/completions", json=body)).json()

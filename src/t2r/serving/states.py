@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from t2r.errors import T2RError
+from t2r.options.serving import MIB
 from t2r.serving import state_files
 from t2r.serving.errors import ApiError, unknown_state
 from t2r.serving.prefixes import Prefixes
@@ -27,8 +28,9 @@ from t2r.serving.stored import Stored
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2
-"""If states are made faster than they are written, they take at most this many times the memory of the budget."""
+BACKLOG = 256 * MIB
+"""If states are made faster than they are written, they may take this much more memory than the budget, or twice the
+budget if that is more."""
 TOGETHER = 64
 """The number of characters of a fingerprint in the name of a folder."""
 
@@ -189,7 +191,7 @@ class States:
             if stored.file is not None:
                 self.in_memory -= stored.nbytes
                 stored.cache = None
-            elif not stored.writing or self.in_memory > BACKLOG * self.memory:
+            elif not stored.writing or self.in_memory > self.memory + max(self.memory, BACKLOG):
                 self.dropped += 1
                 self.forget(stored)
         for stored in list(self.by_id.values()) if self.on_disk > self.disk else ():
@@ -211,7 +213,7 @@ class States:
 
     def note_written(self, stored: Stored, path: Path, done: asyncio.Future[int]) -> None:
         stored.writing = False
-        if done.cancelled():
+        if done.cancelled() or (stored.removed and done.exception() is not None):
             return
         if (error := done.exception()) is not None:
             self.failures += 1
