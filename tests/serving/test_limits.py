@@ -2,8 +2,7 @@
 
 import asyncio
 import gc
-
-import pytest
+from contextlib import suppress
 
 from serving_models import running, served
 from t2r.serving.worker import Job
@@ -216,7 +215,7 @@ def test_the_end_of_the_server():
 
     async def main():
         async with running(served(), rows=1) as (client, service):
-            running_one = asyncio.create_task(client.post("/v1/completions", json=TEXT | {"max_tokens": 300}))
+            running_one = asyncio.create_task(client.post("/v1/completions", json=TEXT | {"max_tokens": 2500}))
             await until(lambda: service.worker.load["rnn"].running == 1)
             waiting = asyncio.create_task(client.post("/v1/completions", json=TEXT))
             await until(lambda: service.worker.load["rnn"].waiting == 1)
@@ -226,7 +225,7 @@ def test_the_end_of_the_server():
                 assert answer.json()["error"]["code"] == "shutting_down"
             answer = await running_one
             assert answer.status_code == 200
-            assert answer.json()["usage"]["completion_tokens"] == 300
+            assert answer.json()["usage"]["completion_tokens"] == 2500
 
     asyncio.run(main())
 
@@ -259,11 +258,8 @@ def test_nothing_leaks():
         if number % 3 == 0:
             await asyncio.sleep(0.001 * (number % 20))
             task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-                raise asyncio.CancelledError  # it was faster
-            return
-        assert (await task).status_code == 200
+        with suppress(asyncio.CancelledError):
+            assert (await task).status_code == 200
 
     async def main():
         async with running(served(), rows=8, max_queue=400, state_memory=0) as (client, service):

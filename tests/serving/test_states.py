@@ -296,7 +296,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         async with running(served(), states=str(tmp_path / "file" / "states")):
             pass
 
-    with pytest.raises(T2RError, match="states cannot be kept in .*: Not a directory"):
+    with pytest.raises(T2RError, match=r"states cannot be kept in .*: Not a directory"):
         asyncio.run(main())
 
 

@@ -25,7 +25,7 @@ class Gate:
     Args:
         app: the application.
         key: the key that clients must send. None: none.
-        most: the maximum size of a body, in bytes. Paths in `larger` have their own.
+        most: the maximum size of a body, in bytes. Paths in `larger` have their own, and take the body in parts.
         seconds: the time in which a body must arrive.
         local: whether only requests to this machine are allowed. A page of another site whose name leads here cannot
             use the server then.
@@ -65,7 +65,8 @@ class Gate:
 
         try:
             self.check(path, headers)
-            await self.app(scope, self.limited(path, headers, receive), counted)
+            limited = self.limited(path, receive)
+            await self.app(scope, limited if path in self.larger else await at_once(limited), counted)
         except ApiError as error:
             if begun:
                 raise
@@ -101,9 +102,9 @@ class Gate:
         most = self.largest(path)
         return ApiError(f"the request has more than the {most >> 20} MiB that are allowed here", 413, code="too_large")
 
-    def limited(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+    def limited(self, path: str, receive: Receive) -> Receive:
         """Return `receive` with limits for the size of the body and the time in which it arrives."""
-        most, read, done = self.largest(path), 0, False
+        read, done = 0, False
         until = asyncio.get_running_loop().time() + self.seconds
 
         async def checked() -> Message:
@@ -117,11 +118,28 @@ class Gate:
                 raise ApiError("the request did not arrive in time", 408, code="timeout") from None
             read += len(message.get("body", b""))
             done = not message.get("more_body", False)
-            if read > most:
+            if read > self.largest(path):
                 raise self.too_large(path)
             return message
 
         return checked
+
+
+async def at_once(receive: Receive) -> Receive:
+    """Read a whole body, and return a `receive` that has it in one part."""
+    parts: list[bytes] = []
+    message: Message = {"type": "http.request", "more_body": True}
+    while message["type"] == "http.request" and message.get("more_body", False):
+        message = await receive()
+        parts.append(message.get("body", b""))
+    left: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+    if message["type"] != "http.request":
+        left = [message]
+
+    async def replayed() -> Message:
+        return left.pop() if left else await receive()
+
+    return replayed
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
