@@ -41,8 +41,8 @@ def tokenizer() -> Any:
     return made
 
 
-def served(case: str = "llama", stop: int | None = None, name: str = "rnn") -> ServedModel:
-    return ServedModel(name, model(case, stop), tokenizer())
+def served(case: str = "llama", stop: int | None = None, name: str = "rnn", rows: int | None = None) -> ServedModel:
+    return ServedModel(name, model(case, stop), tokenizer(), rows)
 
 
 @asynccontextmanager

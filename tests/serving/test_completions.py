@@ -69,7 +69,7 @@ def test_any_mix_of_requests_is_that_of_generate():
         return choice["text"]
 
     async def main():
-        async with running(served(), rows=3) as (client, service):
+        async with running(served(rows=3)) as (client, service):
             calls = [one(client, i, text, fields, n) for i, (text, fields, _, n) in enumerate(kinds)]
             texts = await asyncio.gather(*calls)
             assert not service.running

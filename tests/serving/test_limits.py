@@ -159,7 +159,7 @@ def test_a_full_queue_and_a_client_that_leaves():
     """Who leaves frees its row, waiting or running, and nobody else notices."""
 
     async def main():
-        async with running(served(), rows=1, max_queue=1) as (client, service):
+        async with running(served(rows=1), max_queue=1) as (client, service):
             engine = service.models["rnn"].engine
             long = {"prompt": "abc", "max_tokens": 4000}
             first = asyncio.create_task(client.post("/v1/completions", json=long))
@@ -214,8 +214,8 @@ def test_the_end_of_the_server():
     """What runs is finished, what waits and what comes is refused."""
 
     async def main():
-        async with running(served(), rows=1) as (client, service):
-            running_one = asyncio.create_task(client.post("/v1/completions", json=TEXT | {"max_tokens": 2500}))
+        async with running(served(rows=1)) as (client, service):
+            running_one = asyncio.create_task(client.post("/v1/completions", json=TEXT | {"max_tokens": 800}))
             await until(lambda: service.worker.load["rnn"].running == 1)
             waiting = asyncio.create_task(client.post("/v1/completions", json=TEXT))
             await until(lambda: service.worker.load["rnn"].waiting == 1)
@@ -225,7 +225,7 @@ def test_the_end_of_the_server():
                 assert answer.json()["error"]["code"] == "shutting_down"
             answer = await running_one
             assert answer.status_code == 200
-            assert answer.json()["usage"]["completion_tokens"] == 2500
+            assert answer.json()["usage"]["completion_tokens"] == 800
 
     asyncio.run(main())
 
@@ -262,7 +262,7 @@ def test_nothing_leaks():
             assert (await task).status_code == 200
 
     async def main():
-        async with running(served(), rows=8, max_queue=400, state_memory=0) as (client, service):
+        async with running(served(rows=8), max_queue=400, state_memory=0) as (client, service):
             for start in range(0, 300, 50):
                 await asyncio.gather(*(one(client, start + i) for i in range(50)))
             engine = service.models["rnn"].engine

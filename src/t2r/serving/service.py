@@ -210,7 +210,7 @@ class Service:
 
     def free_rows(self, model: ServedModel) -> int:
         """Return the number of sequences that could run beside those that do."""
-        most = self.options.rows or MOST
+        most = model.engine.rows.limit or MOST
         return max(0, most - self.worker.load[model.name].running)
 
     def default_tokens(self, model: ServedModel, prompt: int) -> int:
