@@ -1,8 +1,10 @@
 """The real server in its own process, with the real client of OpenAI: faults, restarts, and what is not HTTP."""
 
+import functools
 import json
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -20,6 +22,8 @@ import torch
 from engines import alone
 from processes import same_threads
 from serving_models import STOP, model, tokenizer
+from t2r import T2RError
+from t2r.cli.remote import Remote, RemoteConversation
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,13 @@ class Server:
         self.reader.start()
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0, timeout=120)
         self.http = httpx.Client(base_url=self.url, headers={"authorization": "Bearer secret"}, timeout=120)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.wait()
 
     def end(self, how):
         self.process.send_signal(how)
@@ -135,6 +146,60 @@ def converse(client):
     return first.id, again.output_text
 
 
+def in_the_terminal(server, tmp_path):
+    """`t2r generate URL` completes prompts, and chats."""
+
+    def generate(*arguments, given=None):
+        command = [sys.executable, "-m", "t2r.cli", "generate", server.url, *arguments]
+        how = {"env": same_threads(T2R_API_KEY="secret"), "text": True, "capture_output": True, "timeout": 30}
+        return subprocess.run(command, input=given, **how)
+
+    done = generate("--max-new-tokens", "5", given="abc\n\nxyz\n")
+    assert done.stdout.splitlines() == [wanted("abc", 5), "", wanted("xyz", 5)], done.stderr
+    assert generate("--chat", "Hello", "--max-new-tokens", "5").stdout == wanted("u~Hello|a~", 5) + "\n"
+    for arguments, words in ((["abc", "--num-beams", "3"], "num_beams is not possible"), (["abc", "--json"], "--json")):
+        done = generate(*arguments)
+        assert done.returncode == 2
+        assert words in done.stderr
+    conversation = RemoteConversation(Remote(server.url), {"max_tokens": 6})
+    with pytest.raises(T2RError, match="a valid key is required"):
+        conversation.say("Hello")
+    conversation.remote.send = functools.partial(with_key, conversation.remote.send)
+    first = conversation.say("Hello")
+    assert first == wanted("u~Hello|a~", 6)
+    conversation.save(tmp_path / "chat.state")
+    second = conversation.say("one")
+    assert second == wanted(f"u~Hello|a~{first}|u~one|a~", 6)
+    resumed = RemoteConversation(conversation.remote, {"max_tokens": 6}, tmp_path / "chat.state")
+    assert resumed.say("one") == second
+    conversation.reset()
+    assert conversation.say("Hello") == first
+    (tmp_path / "chat.state").unlink()
+
+
+def with_key(send, *args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("T2R_API_KEY", "secret")
+        return send(*args)
+
+
+def the_page(server):
+    """The examples of docs/serving.md run."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = code.replace("http://127.0.0.1:8000", server.url).replace('"none"', '"secret"').replace('"out"', '"tiny"')
+    names = {"print": lambda *args: None}
+    exec(compile(code, "docs/serving.md", "exec"), names)
+    assert names["second"].usage.input_tokens_details.cached_tokens == names["first"].usage.total_tokens - 1
+    (line,) = re.findall(r"^    curl \S*/v1/states .* -d '(.*)'$", page, re.MULTILINE)
+    id = server.http.post("/v1/states", json=json.loads(line)).json()["id"]
+    (line,) = re.findall(r"^        -d '(.*)'$", page, re.MULTILINE)
+    answer = server.http.post(
+        "/v1/responses", json=json.loads(line.replace("state_...", id)) | {"max_output_tokens": 3}
+    )
+    assert answer.json()["usage"]["input_tokens_details"]["cached_tokens"] > 20
+
+
 def malformed():
     """Return 200 requests that are wrong in different ways: as bytes, and the statuses that they may have."""
     generator = random.Random(0)
@@ -185,59 +250,63 @@ def malformed():
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="requires Linux")
 def test_a_server_that_is_misused_and_killed(folder, tmp_path):
     """Nothing that a client sends ends the server, or changes what others get. States survive a kill."""
-    server = Server(folder, "--states", str(tmp_path / "states"))
-    use(server.client)
-    text, made = wanted("abc", 700), []
+    with Server(folder, "--states", str(tmp_path / "states")) as server:
+        use(server.client)
+        the_page(server)
+        in_the_terminal(server, tmp_path)
+        text, made = wanted("abc", 700), []
 
-    def beside():
-        for chunk in server.client.completions.create(model="tiny", prompt="abc", max_tokens=700, stream=True):
-            made.append(chunk.choices[0].text)
+        def beside():
+            for chunk in server.client.completions.create(model="tiny", prompt="abc", max_tokens=700, stream=True):
+                made.append(chunk.choices[0].text)
 
-    other = threading.Thread(target=beside)
-    other.start()
-    before = server.files()
-    refused = 0
-    for request in malformed():
-        answer = server.raw(request)
-        if not answer:
-            continue  # a request that was cut off
-        status = int(answer.split(b" ")[1])
-        assert status < 500, (request[:300], answer)
-        if status >= 400:
-            refused += 1
-            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-            assert set(error) == {"message", "type", "param", "code"}, (request[:300], answer)
-            assert error["message"]
-    assert refused >= 200
-    other.join()
-    assert "".join(made) == text
-    assert server.files() <= before + 2
-    id, second = converse(server.client)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["states"]
-    # a client that goes in the middle of a stream
-    stream = server.client.completions.create(model="tiny", prompt="abc", max_tokens=4000, stream=True)
-    next(iter(stream))
-    stream.close()
-    until(lambda: not server.http.get("/health").json()["models"]["tiny"]["running"])
-    until(lambda: all(state["saved"] for state in server.http.get("/v1/states").json()["data"]))
-    states = len(server.http.get("/v1/states").json()["data"])
-    assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        other = threading.Thread(target=beside)
+        other.start()
+        before = server.files()
+        refused = 0
+        for request in malformed():
+            answer = server.raw(request)
+            if not answer:
+                continue  # a request that was cut off
+            status = int(answer.split(b" ")[1])
+            assert status < 500, (request[:300], answer)
+            if status >= 400:
+                refused += 1
+                error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+                assert set(error) == {"message", "type", "param", "code"}, (request[:300], answer)
+                assert error["message"]
+        assert refused >= 200
+        other.join()
+        assert "".join(made) == text
+        assert server.files() <= before + 2
+        id, second = converse(server.client)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["states"]
+        # a client that goes in the middle of a stream
+        stream = server.client.completions.create(model="tiny", prompt="abc", max_tokens=4000, stream=True)
+        next(iter(stream))
+        stream.close()
+        until(lambda: not server.http.get("/health").json()["models"]["tiny"]["running"])
+        until(lambda: all(state["saved"] for state in server.http.get("/v1/states").json()["data"]))
+        states = len(server.http.get("/v1/states").json()["data"])
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
 
     # Files of this process have at most 100 bytes, as on a full disk.
-    server = Server(folder, "--states", str(tmp_path / "states"), limit=100)
-    assert len(server.http.get("/v1/states").json()["data"]) == states
-    again = server.client.responses.create(model="tiny", input="one", previous_response_id=id, max_output_tokens=6)
-    assert again.output_text == second
-    after = server.client.responses.create(model="tiny", input="a", previous_response_id=again.id, max_output_tokens=6)
-    assert after.usage.input_tokens_details.cached_tokens == again.usage.total_tokens - 1
-    until(lambda: "t2r_state_failures 2.0" in server.http.get("/metrics").text)
-    # What runs is finished.
-    stream = iter(server.client.completions.create(model="tiny", prompt="abc", max_tokens=700, stream=True))
-    first = next(stream).choices[0].text
-    server.process.send_signal(signal.SIGTERM)
-    assert first + "".join(chunk.choices[0].text for chunk in stream) == text
-    assert server.process.wait(60) == 0
-    server.reader.join(60)
-    assert sum("states cannot be written to" in line for line in server.lines) == 1
-    assert not any("Traceback" in line for line in server.lines)
-    assert not list((tmp_path / "states").glob("*/.*"))
+    with Server(folder, "--states", str(tmp_path / "states"), limit=100) as server:
+        assert len(server.http.get("/v1/states").json()["data"]) == states
+        again = server.client.responses.create(model="tiny", input="one", previous_response_id=id, max_output_tokens=6)
+        assert again.output_text == second
+        after = server.client.responses.create(
+            model="tiny", input="a", previous_response_id=again.id, max_output_tokens=6
+        )
+        assert after.usage.input_tokens_details.cached_tokens == again.usage.total_tokens - 1
+        until(lambda: "t2r_state_failures 2.0" in server.http.get("/metrics").text)
+        # What runs is finished.
+        stream = iter(server.client.completions.create(model="tiny", prompt="abc", max_tokens=700, stream=True))
+        first = next(stream).choices[0].text
+        server.process.send_signal(signal.SIGTERM)
+        assert first + "".join(chunk.choices[0].text for chunk in stream) == text
+        assert server.process.wait(300) == 0
+        server.reader.join(60)
+        assert sum("states cannot be written to" in line for line in server.lines) == 1
+        assert not any("Traceback" in line for line in server.lines)
+        assert not list((tmp_path / "states").glob("*/.*"))
