@@ -1,6 +1,7 @@
 """The real server in its own process, with the real client of OpenAI: faults, restarts, and what is not HTTP."""
 
 import functools
+import io
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import httpx
@@ -22,7 +24,7 @@ import torch
 from engines import alone
 from processes import same_threads
 from serving_models import STOP, model, tokenizer
-from t2r import T2RError
+from t2r import T2RError, cli
 from t2r.cli.remote import Remote, RemoteConversation
 
 
@@ -149,18 +151,23 @@ def converse(client):
 def in_the_terminal(server, tmp_path):
     """`t2r generate URL` completes prompts, and chats."""
 
-    def generate(*arguments, given=None):
-        command = [sys.executable, "-m", "t2r.cli", "generate", server.url, *arguments]
-        how = {"env": same_threads(T2R_API_KEY="secret"), "text": True, "capture_output": True, "timeout": 30}
-        return subprocess.run(command, input=given, **how)
+    def generate(*arguments, given=""):
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setenv("T2R_API_KEY", "secret")
+            patch.setattr(sys, "argv", ["t2r", "generate", server.url, *arguments])
+            patch.setattr(sys, "stdin", io.StringIO(given))
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+        return ended.value.code, out.getvalue(), err.getvalue()
 
-    done = generate("--max-new-tokens", "5", given="abc\n\nxyz\n")
-    assert done.stdout.splitlines() == [wanted("abc", 5), "", wanted("xyz", 5)], done.stderr
-    assert generate("--chat", "Hello", "--max-new-tokens", "5").stdout == wanted("u~Hello|a~", 5) + "\n"
+    answers = f"{wanted('abc', 5)}\n\n{wanted('xyz', 5)}\n"
+    assert generate("--max-new-tokens", "5", given="abc\n\nxyz\n") == (None, answers, "")
+    assert generate("--chat", "Hello", "--max-new-tokens", "5") == (None, wanted("u~Hello|a~", 5) + "\n", "")
     for arguments, words in ((["abc", "--num-beams", "3"], "num_beams is not possible"), (["abc", "--json"], "--json")):
-        done = generate(*arguments)
-        assert done.returncode == 2
-        assert words in done.stderr
+        code, _, told = generate(*arguments)
+        assert code == 2
+        assert words in told
     conversation = RemoteConversation(Remote(server.url), {"max_tokens": 6})
     with pytest.raises(T2RError, match="a valid key is required"):
         conversation.say("Hello")
