@@ -37,9 +37,11 @@ def test_a_record_of_memory_budgets_has_a_table_and_a_figure(tmp_path):
         row("trained-2", 0.1, 0.5, ratio=1.01),
     ]
     steps = [{"name": "plans", "result": {}}, *({"name": f"budget-{i}", "result": [teacher, *others]} for i in "21")]
+    steps.append({"name": "alone-2", "result": [teacher, row("state-2", 0.2, 0.125, ratio=1.2)]})
     lines = budgets.table({"steps": steps}).splitlines()
-    assert len(lines) == 2 + 1 + 2 * 2
+    assert len(lines) == 2 + 1 + 3 + 2
+    assert lines[4] == "| a state for each head, trained | 1.00 MiB | 20.00 (+20.0 %) | 0.200 | 12 % |"
     assert lines[2] == "| the model itself, 64 tokens | 4.00 MiB | 20.00 |  | 100 % |"
-    assert lines[4] == "| **windows and states, trained** | 1.00 MiB | 20.00 (+1.0 %) | 0.100 | 50 % |"
+    assert lines[5] == "| **windows and states, trained** | 1.00 MiB | 20.00 (+1.0 %) | 0.100 | 50 % |"
     budgets.draw({"steps": steps}, tmp_path / "budgets.svg")
     assert "windows and states" in (tmp_path / "budgets.svg").read_text(encoding="utf-8")

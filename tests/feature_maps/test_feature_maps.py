@@ -581,7 +581,7 @@ def test_gradients_of_rfa_are_as_large_as_those_of_softmax() -> None:
         return torch.stack(norms).median().item()
 
     expected = median_norm(model.train())
-    recurrent = swap(model, feature_map="rfa", feature_size=4, cross_feature_size=32)
+    recurrent = swap(model, feature_map="rfa", feature_size=4, recurrent="both", cross_feature_size=32)
     assert median_norm(recurrent.train()) == pytest.approx(expected, rel=0.2)
 
 

@@ -96,7 +96,7 @@ def generate(
         _on_server(model, given, chat, fields_of(options, seed), load_state, save_state, refused, quiet)
         return
     if save_state is not None:
-        _check_place(save_state)
+        _check_place(save_state, file)
         if given is None and not chat:
             raise T2RError(
                 "no document: give one as an argument, with --file, or on standard input, or --chat to save a chat"
@@ -212,11 +212,13 @@ def _progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _check_place(path: Path) -> None:
-    """Raise T2RError if a state cannot be saved here. The state is saved last, so this is checked first."""
-    kind = kind_of(path)
-    if kind in ("folder", "other"):
-        raise T2RError(f"{path} is a folder or a device: give a file to save the state in")
+def _check_place(path: Path, file: Path | None) -> None:
+    """Raise T2RError if a state cannot be saved here. The state is saved last, so this is checked first.
+
+    It may replace the state that it continues."""
+    from t2r.attention.state_file import STATE
+
+    STATE.check(path, inputs=[file])
     if kind_of(path.absolute().parent) != "folder":
         raise T2RError(f"cannot save the state: the folder {path.absolute().parent} does not exist")
 

@@ -58,7 +58,7 @@ class Conversation:
             raise T2RError("a conversation requires a language model: give texts to translate as arguments or on stdin")
         if state is not None:
             refuse_stateless(model)
-            state.check_prompts(1)
+            state.check_prompts(1, model)
         self.model, self.tokenizer = model, tokenizer
         # An answer is streamed, which beam search does not allow: the model's own defaults are not used.
         ways = {name: options.get(name) or 1 for name in ("num_beams", "num_return_sequences")}

@@ -28,7 +28,7 @@ from t2r.errors import T2RError
 from t2r.hub import auto_class, choose_device, explained, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import Pretraining
+from t2r.options import Pretraining, SwapOptions
 from t2r.options.calls import flat
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
@@ -38,6 +38,7 @@ from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, within
 from t2r.training.recipes.preset import Preset, load_preset, of_folder, shipped_presets
 from t2r.training.recipes.recipe import Recipe
+from t2r.training.sessions.run import run_folder
 from t2r.training.sessions.session import Session, as_table, as_yaml, caching, table_of
 from t2r.training.steps.arithmetic import without_denormals
 from t2r.training.steps.job import Settings
@@ -68,10 +69,11 @@ def pretrain(given: Pretraining) -> dict[str, Any]:
     config, out, minutes, seed = given.config, given.out, given.minutes, given.seed
     continued, tokenizer, options = given.continued, given.tokenizer, given.swap()
     check_report_to(given.report_to)
-    check_destination(Path(out), given.overwrite)
-    refuse_replacing(config if continued else None, out)
+    check_destination(out, given.overwrite)
+    for folder in (out, run_folder(out)):
+        refuse_replacing(config if continued else None, folder)
     texts = Texts(**given.part(Texts))
-    refuse_deleting([*texts.names(), given.recipe, tokenizer, config], out)
+    refuse_deleting([*texts.names(), given.recipe, tokenizer, config], out, run_folder(out))
     if (given.source_language or given.target_language) and not texts.translates:
         raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
     if continued and (options or given.model_overrides or tokenizer is not None):
@@ -86,6 +88,8 @@ def pretrain(given: Pretraining) -> dict[str, Any]:
     if not plan.stages:
         raise T2RError(f"recipe {plan.name} trains nothing: choose another one")
     chosen = attention(preset.swap | plan.swap, options, seed)
+    if chosen and preset.translates:
+        chosen = {"recurrent": SwapOptions.recurrent} | chosen
     place = processes.join(choose_device(given.device))
     settings = Settings.on(place, **given.part(Settings))
     sources, targets = files_of(texts, plan)

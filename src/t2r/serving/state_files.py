@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,6 @@ from t2r.errors import T2RError
 from t2r.serving.stored import Stored
 from t2r.storage import whole_file
 
-logger = logging.getLogger(__name__)
-
-TOKENS = "tokens"
 FIELDS: dict[str, type | tuple[type, ...]] = {
     "id": str,
     "model": str,
@@ -30,6 +28,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "created": int,
     "unread": list,
     "digest": str,
+    "tokens": (str, type(None)),
     "told": (dict, type(None)),
 }
 
@@ -38,11 +37,11 @@ def write(path: Path, stored: Stored) -> int:
     """Write a state that is in memory, and return the size of the file. Raises OSError or T2RError if it cannot."""
     cache = stored.cache
     assert cache is not None
-    tensors, header = cache.contents(stored.fingerprint)
-    tensors[TOKENS] = torch.from_numpy(np.array(stored.tokens, dtype=np.int64))
+    tensors, header = cache.as_saved(stored.fingerprint)
     header |= {"chat": stored.chat} if stored.chat is not None else {}
-    about = {name: getattr(stored, name) for name in FIELDS if name != "digest"}
-    about["digest"] = digest(tensors)
+    about = {name: getattr(stored, name) for name in FIELDS if name not in ("digest", "tokens")}
+    about["tokens"] = None if stored.tokens is None else packed(stored.tokens)
+    about["digest"] = digest(tensors, about["tokens"])
     metadata = {"t2r_state": json.dumps(header), "t2r_serving": json.dumps(about)}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -53,9 +52,20 @@ def write(path: Path, stored: Stored) -> int:
     return path.stat().st_size
 
 
-def digest(tensors: dict[str, Tensor]) -> str:
-    """Return a hash of tensors, to find a file whose data is damaged."""
-    hashed = hashlib.blake2b(digest_size=16)
+def packed(tokens: Sequence[int]) -> str:
+    """Return tokens as text, four bytes each."""
+    return base64.b64encode(np.array(tokens, dtype="<i4").tobytes()).decode()
+
+
+def unpacked(text: str) -> list[int]:
+    """Return the tokens of `packed`. Raises ValueError if it is something else."""
+    tokens: list[int] = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4").tolist()
+    return tokens
+
+
+def digest(tensors: dict[str, Tensor], tokens: str | None) -> str:
+    """Return a hash of the data of a file, to find out if it is damaged."""
+    hashed = hashlib.blake2b((tokens or "").encode(), digest_size=16)
     for name in sorted(tensors):
         hashed.update(name.encode())
         hashed.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
@@ -70,7 +80,6 @@ def read_about(path: Path) -> Stored:
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
-            tokens = file.get_tensor(TOKENS).tolist() if TOKENS in file.keys() else None  # noqa: SIM118
         about = json.loads(metadata["t2r_serving"]) if "t2r_serving" in metadata else None
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise T2RError(f"{path.name} is damaged ({error})") from error
@@ -78,18 +87,22 @@ def read_about(path: Path) -> Stored:
     known = {"fingerprint": header["fingerprint"], "chat": header.get("chat"), "length": length}
     if about is None:
         return Stored(id="", model="", kind="upload", tokens=None, **known)
-    check_about(path, about, tokens, length)
-    return Stored(tokens=tokens, **known, **about)
+    try:
+        check_about(about)
+        tokens = None if about["tokens"] is None else unpacked(about["tokens"])
+        if tokens is not None and (len(tokens) != length or min(tokens, default=0) < 0):
+            raise ValueError
+    except ValueError as error:
+        raise T2RError(f"{path.name} is not a state of a server: its header is damaged") from error
+    return Stored(**known, **(about | {"tokens": tokens}))
 
 
-def check_about(path: Path, about: Any, tokens: Any, length: int) -> None:
-    """Raise T2RError unless this is what `write` writes."""
+def check_about(about: Any) -> None:
+    """Raise ValueError unless this is what `write` writes."""
     right = isinstance(about, dict) and about.keys() == FIELDS.keys()
     right = right and all(isinstance(about[name], kind) for name, kind in FIELDS.items())
-    numbers = [*about["unread"], *(tokens or [])] if right else []
-    right = right and all(type(token) is int and token >= 0 for token in numbers)
-    if not right or not (tokens is None or (isinstance(tokens, list) and len(tokens) == length)):
-        raise T2RError(f"{path.name} is not a state of a server: its header is damaged")
+    if not right or not all(type(token) is int and 0 <= token < 1 << 31 for token in about["unread"]):
+        raise ValueError
 
 
 def load(path: Path, model: Any, stored: Stored) -> Any:
@@ -99,10 +112,9 @@ def load(path: Path, model: Any, stored: Stored) -> Any:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
             tensors[name] = file.get_tensor(name)
-    if stored.digest is not None and digest(tensors) != stored.digest:
+    tokens = None if stored.tokens is None else packed(stored.tokens)
+    if stored.digest is not None and digest(tensors, tokens) != stored.digest:
         raise T2RError(f"{path.name} is damaged: its data has changed")
-    if not all(bool(x.isfinite().all()) for x in tensors.values()):
-        raise T2RError(f"{path.name} is damaged: it has numbers that are not finite")
     if cache.padding is not None:
         raise T2RError(f"{path.name} has padding: a state of the server has none")
     return cache

@@ -110,7 +110,13 @@ PAPER_MT = {
     "dropout": True,
 }
 SCRATCH_MT = PAPER_MT | {"steps": 30_000, "learning_rate": 5e-4}
-PAPER_MT_SWAP = {"feature_map": "t2r", "feature_size": 4, "cross_feature_size": 32, "init": "paper"}
+PAPER_MT_SWAP = {
+    "feature_map": "t2r",
+    "feature_size": 4,
+    "cross_feature_size": 32,
+    "init": "paper",
+    "recurrent": "both",
+}
 
 
 @pytest.mark.parametrize(
@@ -395,7 +401,7 @@ STAGE = "{name: a, objective: task, steps: 3}"
         ("stages: [{name: a, objective: task, steps: 3, 4: 5, c: 6}]", "stage 'a': unknown option 4, c"),
         (f"stages: [{STAGE}]\nswap: {{1: 2}}", "swap: unknown option 1"),
         (f"stages: [{STAGE}]\nswap: {{seed: 2024-01-01}}", "swap: seed must be a whole number"),
-        ("[" * 100_000, "is not valid YAML"),
+        ("[" * 100_000, "more than 50 levels"),
         ("day: 2024-99-99", "is not valid YAML"),
         ("stages: [{name: a, objective: task, steps: 3, lr: 1}]", "stage 'a': unknown option lr; the options are"),
         ("stages: [{name: a, objective: task}]", "exactly one of steps, tokens, epochs, minutes; got none"),

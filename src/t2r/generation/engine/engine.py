@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from t2r import compat
 from t2r.attention.cache import T2RCache
 from t2r.attention.masks import Padding, new_token_mask
 from t2r.errors import T2RError
@@ -35,6 +36,7 @@ from t2r.generation.engine.request import (
     Request,
     check_padding,
     check_tokens,
+    counts_tokens,
     no_static_cache,
     not_now,
     prepare,
@@ -120,6 +122,9 @@ class Engine:
         self.model: Any = decoded_model(model)
         self.generation_config = generation_config
         self.obstacle = no_static_cache(self.model)
+        rotates = self.model.t2r_config.rotary or bool(self.model.kept_layers())
+        self.longest = compat.constant_rotation(self.model) if rotates else None
+        """Beyond this number of tokens, a row would depend on those beside it."""
         self.rows = Rows(
             self.model,
             limit=rows,
@@ -369,7 +374,7 @@ class Engine:
             if not isinstance(state, T2RCache):
                 raise T2RError(f"state must be a T2RCache; got {type(state).__name__}")
             assert input_ids is not None
-            state.check_prompts(input_ids.shape[0])
+            state.check_prompts(input_ids.shape[0], self.model)
             read = state.get_seq_length()
         ids = None if input_ids is None else input_ids.to(self.model.device)
         # As in `continue_from`, tokens after a state are not padding unless a mask is given.
@@ -380,10 +385,15 @@ class Engine:
         with torch.no_grad():
             request = prepare(self.model, ids, options, self.generation_config)
         check_padding(request)
-        if self.model.grows() and not self.model.config.is_encoder_decoder:
-            mask = whole_mask(request, state)
-            if mask is not None and not Padding.of(mask).is_known:  # a row holds real tokens only
+        if not self.model.config.is_encoder_decoder and (mask := whole_mask(request, state)) is not None:
+            if self.model.grows() and not Padding.of(mask).is_known:  # a row holds real tokens only
                 raise ForGenerate("a row has padding in several places, and the model has softmax layers")
+            if counts_tokens(self.model):
+                raise ForGenerate("prompts have padding, which this model counts as positions")
+        if self.longest is not None and total_length(request, state) > self.longest:
+            raise ForGenerate(
+                f"beyond {self.longest} tokens, the rotation of this model depends on the longest sequence of a batch"
+            )
         return request
 
     def _admitted(
