@@ -16,6 +16,7 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     M2M100Tokenizer,
     MarianConfig,
     MarianTokenizer,
@@ -23,7 +24,7 @@ from transformers import (
 )
 
 import t2r
-from families import batch, tiny
+from families import DECODER, POSITIONS, batch, tiny
 from t2r import compat
 
 PACKAGE = Path(t2r.__file__).parent
@@ -50,6 +51,8 @@ PRIVATE = (
     "_encode_plus",
     "_convert_token_to_id",
     "tokens_trie",
+    "rope_type",
+    "original_max_seq_len",
 )
 DEFINES = {"architectures/adaptive_lm/modeling.py"}
 """Models defined by t2r use the same private names as the models of transformers."""
@@ -82,6 +85,14 @@ def test_the_attention_implementation_that_loading_asks_for(tmp_path):
 def test_models_on_the_attention_interface():
     assert compat.on_attention_interface(tiny("llama"))
     assert not compat.on_attention_interface(tiny("fsmt"))
+
+
+def test_up_to_which_length_a_rotation_is_constant():
+    assert compat.constant_rotation(tiny("llama")) is None
+    assert compat.constant_rotation(tiny("gpt2")) is None
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    model = LlamaForCausalLM(LlamaConfig(**(DECODER | {"rope_parameters": rope})))
+    assert compat.constant_rotation(model) == POSITIONS
 
 
 def test_generate_requests_a_cache_and_checks_the_length(monkeypatch):

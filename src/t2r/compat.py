@@ -371,3 +371,20 @@ class TrainerHooks:
 def use_one_gpu(arguments: Any) -> None:
     """Train on one GPU if there is no launcher: DataParallel on all GPUs would multiply the batch size."""
     arguments._n_gpu = min(1, arguments.n_gpu)
+
+
+def constant_rotation(model: Any) -> int | None:
+    """Return up to how many tokens the frequencies of rotary positions are constant. None: always.
+
+    With the types `dynamic` and `longrope`, they depend on the longest sequence of a batch beyond this length."""
+    limits = []
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        for layer_type, kind in types.items() if isinstance(types, dict) else [(None, types)]:
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                own = parameters if layer_type is None else parameters[layer_type]
+                limits.append(own["original_max_position_embeddings"])
+            elif isinstance(kind, str) and "dynamic" in kind:
+                limits.append(module.original_max_seq_len)
+    return min(limits, default=None)

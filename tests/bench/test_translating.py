@@ -133,8 +133,9 @@ def test_the_search_for_the_largest_batch():
         ("gpt2", None),
         ("gpt2", {"feature_size": 4, "decay": True}),
         ("llama", {"rotary": False, "feature_size": 8, "grouped": False, "key_weights": True, "softmax_layers": [1]}),
-        ("marian", {"feature_size": 4, "cross_feature_size": 8, "merged": True}),
-        ("marian", {"feature_size": 4, "softmax_layers": [0]}),
+        ("marian", {"feature_size": 4, "cross_feature_size": 8, "recurrent": "both", "merged": True}),
+        ("marian", {"feature_size": 4, "recurrent": "both", "softmax_layers": [0]}),
+        ("marian", {"feature_size": 4}),
     ],
 )
 def test_the_analytic_model_counts_operations_and_bytes(family, options):

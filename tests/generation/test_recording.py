@@ -1,7 +1,9 @@
 """A recording replays the tensor operations of a function and nothing else."""
 
+import copy
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,10 +51,62 @@ def test_a_recurrence_is_replayed_in_place():
     assert not [name for name in names if "exp" in name], "unused operations are omitted"
 
 
-def test_functions_that_cannot_be_recorded():
-    x = torch.ones(2)
+X, COUNTS, MASK = torch.ones(3), torch.tensor([1, 2, 1]), torch.tensor([True, False, True])
+READS = {
+    "bool": lambda: X.sum() > 3 and None,
+    "item": lambda: X[0].item(),
+    "float": lambda: float(X[0]),
+    "index": lambda: range(COUNTS[0]),
+    "slice": lambda: X[: COUNTS[0]],
+    "max": lambda: max(X),
+    "in": lambda: 1 in X,
+    "equal": lambda: torch.equal(X, X),
+    "allclose": lambda: torch.allclose(X, X),
+    "nonzero": lambda: MASK.nonzero(),
+    "where": lambda: torch.where(MASK),
+    "masked": lambda: X[MASK],
+    "masked_select": lambda: X.masked_select(MASK),
+    "unique": lambda: COUNTS.unique(),
+    "bincount": lambda: COUNTS.bincount(),
+    "repeat": lambda: X.repeat_interleave(COUNTS),
+    "tolist": lambda: X.tolist(),
+    "numpy": lambda: X.detach().numpy(),
+    "array": lambda: np.asarray(X),
+    "dlpack": lambda: np.from_dlpack(X),
+    "address": lambda: X.data_ptr(),
+    "copy": lambda: copy.deepcopy(X),
+    "tensor": lambda: torch.tensor(X),
+    "tensor of tensors": lambda: torch.tensor([X[0], X[1]]),
+    "as_tensor": lambda: torch.as_tensor([X[0], X[1]]),
+    "new_tensor": lambda: X.new_tensor([X[0]]),
+}
+DOES_NOT_READ = {
+    "index": lambda: X[COUNTS],
+    "masked assignment": lambda: X.clone().masked_fill_(MASK, 0).index_put_((MASK,), torch.zeros(())),
+    "where": lambda: torch.where(MASK, X, 0),
+    "repeat": lambda: X.repeat_interleave(2),
+    "repeat to a size": lambda: X.repeat_interleave(COUNTS, output_size=4),
+    "length": lambda: len(X) + X.shape[0],
+    "tensor of numbers": lambda: torch.tensor([1.0, 2.0, 3.0]) + torch.as_tensor(X),
+    "top": lambda: X.topk(2),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch advises against some of these calls
+@pytest.mark.parametrize("name", READS)
+def test_functions_that_read_values_cannot_be_recorded(name):
     with pytest.raises(CannotRecord, match="value"):
-        recorded(lambda: x.add_(1 if x.sum() > 3 else 2), [x], [x])
+        recorded(READS[name], [X, COUNTS], [X])
+    READS[name]()  # and nothing is left behind
+
+
+@pytest.mark.parametrize("name", DOES_NOT_READ)
+def test_functions_that_read_no_values_can_be_recorded(name):
+    recorded(DOES_NOT_READ[name], [X], [X])
+
+
+def test_random_numbers_cannot_be_recorded():
+    x = torch.ones(2)
     with pytest.raises(CannotRecord, match="random"):
         recorded(lambda: x.add_(torch.rand(2)), [x], [x])
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from t2r.attention.contents import Contents, Damaged, OfAnotherModel
 from t2r.attention.layers import SiteLayer
 from t2r.attention.masks import Padding
 from t2r.attention.memories import KeyValueMemory
@@ -100,8 +101,26 @@ class StateMixin:
         length = self.get_seq_length() + new_tokens
         return torch.ones(self.rows, length, dtype=torch.long) if self.padding is None else self.padding.mask(length)
 
-    def check_prompts(self, prompts: int) -> None:
-        """Raise T2RError if this many prompts cannot continue from this state: one for each row, or any for one row."""
+    def checked(self, model: Any) -> Contents:
+        """Return the contents. Raises T2RError if this model cannot continue from them."""
+        self.refuse_static("continued from")
+        try:
+            contents, own = Contents.of(self), self.model()
+            contents.into(model)
+            if own is not None and own is not model and fingerprint(own) != fingerprint(model):
+                raise OfAnotherModel("the weights differ")
+        except OfAnotherModel as error:
+            raise T2RError(f"the state is of another model: {error}. Read the text again with this model") from error
+        except Damaged as error:
+            raise T2RError(f"the state is damaged: {error}. Read the text again") from error
+        return contents
+
+    def check_prompts(self, prompts: int, model: Any = None) -> None:
+        """Raise T2RError if this many prompts cannot continue from this state: one for each row, or any for one row.
+
+        With a model, the state is checked too."""
+        if model is not None:
+            self.checked(model)
         if not self.rows:
             raise T2RError("the state is empty: the model must read at least one token first")
         if self.rows not in (1, prompts):
@@ -186,23 +205,24 @@ class StateMixin:
             raise T2RError(
                 "this cache has no model: create it with model.make_cache(), or pass it to model.generate() first"
             )
-        tensors, lengths = {}, {}
-        for name, layers in self.parts().items():
-            for i, layer in enumerate(layers):
-                lengths[f"{name}.{i}"] = int(layer.get_seq_length())
-                for key, tensor in layer.tensors().items():
-                    tensors[f"{name}.{i}.{key}"] = tensor.detach().cpu().contiguous()
-        if self.padding is not None:
-            self.padding.check()
-            tensors |= {"padding": self.padding.tokens.cpu(), "padding_start": self.padding.start.cpu()}
-        header = {"format": FORMAT, "fingerprint": fingerprint(model), "lengths": lengths, "rows": self.rows}
-        if self.chat is not None:
-            header["chat"] = self.chat
+        self.checked(model)
+        tensors, header = self.as_saved(fingerprint(model))
         try:
             with whole_file(path) as temporary:
                 save_file(tensors, temporary, metadata={"t2r_state": json.dumps(header)})
         except (OSError, SafetensorError) as error:
             raise T2RError(f"{path} cannot be written: {error}") from error
+
+    def as_saved(self, identity: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and the header of a saved state. `identity` is the fingerprint of its model."""
+        if self.padding is not None:
+            self.padding.check()
+        rows, lengths, tensors = Contents.of(self)
+        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        header = {"format": FORMAT, "fingerprint": identity, "lengths": lengths, "rows": rows}
+        if self.chat is not None:
+            header["chat"] = self.chat
+        return tensors, header
 
 
 class T2RCache(DynamicCache, StateMixin):
@@ -299,35 +319,19 @@ def same_chat(caches: Sequence[StateMixin], length: int) -> dict[str, Any] | Non
     return chats[0] if len(chats) == len(caches) and all(chat == chats[0] for chat in chats) else None
 
 
-def load_state(path: str | Path, model: Any) -> Any:
-    """Load a saved cache for this model, on its device.
+def load_state(path: str | Path, model: Any, identity: str | None = None) -> Any:
+    """Load a saved cache for this model, on its device. `identity` is the model's fingerprint, if it is known.
 
     Raises T2RError if the file is damaged, or was saved by another model or a newer format."""
     header = read_header(path)
-    if header["fingerprint"] != fingerprint(model, header["format"]):
+    if header["fingerprint"] != identity and header["fingerprint"] != fingerprint(model, header["format"]):
         raise T2RError(f"{path} is the state of another model (or of this model with other weights)")
-    cache, rows = model.make_cache(), header["rows"]
     with safe_open(path, framework="pt", device=str(model.device)) as file:
-        names = set(file.keys())
-        for part, layers in cache.parts().items():
-            for i, layer in enumerate(layers):
-                prefix = f"{part}.{i}."
-                held = {n.removeprefix(prefix): file.get_tensor(n) for n in names if n.startswith(prefix)}
-                length = header["lengths"].get(f"{part}.{i}")
-                try:
-                    layer.check(held, length, rows)
-                    layer.load(held, length)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise T2RError(f"{path} is damaged: layer {i} of its {part} attention is invalid") from error
-        if "padding" in names:
-            count = file.get_tensor("padding")
-            start = file.get_tensor("padding_start") if "padding_start" in names else torch.zeros_like(count)
-            cache.padding = Padding(start, count)
-            length = cache.get_seq_length()
-            if not all(x.shape == (rows,) and not x.is_floating_point() for x in cache.padding) or bool(
-                ((count < 0) | (start < 0) | (start + count > length)).any()
-            ):
-                raise T2RError(f"{path} is damaged: its padding does not match {rows} sequences of {length} tokens")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+    try:
+        cache = Contents(header["rows"], header["lengths"], tensors).into(model)
+    except (Damaged, OfAnotherModel) as error:
+        raise T2RError(f"{path} is damaged: {error}") from error
     cache.chat = header.get("chat")
     if isinstance(cache, T2REncoderDecoderCache):
         cache.is_updated = {i: layer.get_seq_length() > 0 for i, layer in enumerate(cache.parts()["cross"])}

@@ -265,6 +265,8 @@ class SiteLayer(CacheLayerMixin):
             raise ValueError("tensors of another dtype")
         for memory in self.memories:
             memory.check({name: x for name, x in held.items() if name in memory.names})
+            if isinstance(memory, KeyValueMemory) and held["keys"].shape[2] != length:
+                raise ValueError("not the keys and values of all tokens")
         if set(held) - {name for memory in self.memories for name in memory.names}:
             raise ValueError("tensors of other memories")
 

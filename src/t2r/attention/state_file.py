@@ -47,7 +47,9 @@ def read_header(path: str | Path) -> dict[str, Any]:
     try:
         header: dict[str, Any] = json.loads(metadata["t2r_state"])
         numbers = [header["format"], header["rows"], *header["lengths"].values()]
-        if not all(type(number) is int and number >= 0 for number in numbers) or type(header["fingerprint"]) is not str:
+        if not all(type(number) is int and number >= 0 for number in numbers) or header["format"] < 1:
+            raise ValueError
+        if type(header["fingerprint"]) is not str:
             raise ValueError
         check_chat(header.get("chat"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

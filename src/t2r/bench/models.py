@@ -2,9 +2,9 @@
 
 Time and memory do not depend on the values of weights, so models of the paper's sizes need no training:
 
-    random:paper-mt                                                       the paper's transformer-large
-    T2R 32-4=random:paper-mt,feature_size=4,cross_feature_size=32,merged  with a label, swapped and merged
-    RNN=runs/smollm2-rnn                                                  a folder with a label
+    random:paper-mt                                         the paper's transformer-large
+    T2R=random:paper-mt,recurrent=both,feature_size=4,merged  with a label, swapped and merged
+    RNN=runs/smollm2-rnn                                    a folder with a label
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from t2r.cli.chat import banner, converse, tell
+from t2r.cli.chat import ENDS, banner, converse, tell
 from t2r.cli.common import (
     RUN,
     Device,
@@ -26,6 +26,7 @@ from t2r.cli.common import (
     shows_progress,
     takes,
 )
+from t2r.cli.remote import Remote, RemoteConversation, complete, fields_of, is_remote
 from t2r.errors import T2RError
 from t2r.options import GenerationOptions, options_of
 from t2r.storage import kind_of
@@ -80,13 +81,20 @@ def generate(
 ) -> None:
     """Complete or translate prompts.
 
-    The model may be swapped or not. Only generated text is printed: streamed for one prompt, one line each for several.
+    The model may be swapped or not, or the address of a server (t2r serve). Only generated text is printed: streamed
+    for one prompt, one line each for several.
     In a terminal, without a prompt, it starts a chat.
 
     To read a long document once and query it many times, save its state with --save-state and use --load-state. With a
     chat model, use --chat both times. A chat that was saved is resumed by --load-state.
     """
     given = _given(prompts, file)
+    if is_remote(model):
+        refused: dict[str, Any] = {"--json": as_json, "--load-state": given and load_state}
+        refused |= {"--save-state": given and save_state}
+        refused |= {"--source-language": source_language, "--target-language": target_language}
+        _on_server(model, given, chat, fields_of(options, seed), load_state, save_state, refused, quiet)
+        return
     if save_state is not None:
         _check_place(save_state, file)
         if given is None and not chat:
@@ -148,6 +156,38 @@ def generate(
             target_language=target_language,
             **options,
         )
+
+
+def _on_server(
+    url: str,
+    given: Given | None,
+    chat: bool,
+    fields: dict[str, Any],
+    load_state: Path | None,
+    save_state: Path | None,
+    refused: dict[str, Any],
+    quiet: bool,
+) -> None:
+    """Complete prompts, or chat, on a server."""
+    for flag_, value in refused.items():
+        if value:
+            raise T2RError(f"{flag_} is not possible with the address of a server: omit it, or give a model")
+    remote = Remote(url)
+    if given is None:
+        (name, *_) = [each["id"] for each in remote.json("/v1/models")["data"]]
+        conversation = RemoteConversation(remote, fields, load_state)
+        if not quiet:
+            tell(f"{name} at {remote.url}.\n{ENDS}, /help lists commands.")
+        converse(conversation, save_state, _write)
+        return
+    for prompt in given.prompts:
+        pieces = complete(remote, prompt, chat, fields) if prompt.strip() else iter(())
+        if len(given.prompts) == 1:
+            for piece in pieces:
+                _write(piece)
+            print()
+        else:
+            print(" ".join("".join(pieces).splitlines()), flush=True)
 
 
 def _write(text: str) -> None:

@@ -48,6 +48,8 @@ def read_document(
             first question then completes this message. After a state inside such a message, the text goes on in it.
     """
     refuse_stateless(model)
+    if state is not None:
+        state.checked(model)
     said = None
     if chat or is_inside(tokenizer, state):
         said, text = in_message(tokenizer, text, state)

@@ -53,9 +53,13 @@ The license of the base model applies to this one: {metadata.get("license", "see
 
 def growth(model: Any) -> str:
     """Return how time and memory of generation grow with the length."""
-    kept = model.kept_layers()
-    if not kept:
+    if not model.kept_layers():
         return "it generates in time linear in the length and with a state of fixed size."
+    if not (kept := model.kept_sites(cross=False)):
+        return (
+            "it generates in time linear in the length of the target, with a state of fixed size.\n"
+            "Cross attention stays exact: it keeps the keys and values of the source."
+        )
     return (
         "its recurrent attention takes time linear in the length and has a state of fixed size.\n"
         f"Softmax attention remains in {len(kept)} of {model.count_layers()} layers: keys and values, and the time per "

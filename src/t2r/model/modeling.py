@@ -138,6 +138,30 @@ class T2RModel(SavedModel, compat.ModelHooks):
             return own
         return T2REncoderDecoderCache(own, T2RCache(made[True], model), model)
 
+    def memory_kinds(self) -> dict[str, list[Any]]:
+        """Return the memories of each layer, and the shapes of their tensors without rows and tokens."""
+        model: Any = self
+        device = torch.device("meta")
+        room = Room(1, model.dtype, device, None, torch.zeros(1, dtype=torch.long, device=device))
+        made = self.by_layer(lambda site: self.allocate(site, room, tokens=1))
+        parts = {"self": made[False]} | ({"cross": made[True]} if self.config.is_encoder_decoder else {})
+        return {part: [layer.kind() for layer in layers] for part, layers in parts.items()}
+
+    def allocate(self, site: Site, room: Room, tokens: int | None) -> SiteLayer:
+        """Return the layer of a site with memories at fixed addresses. Keys and values have room for `tokens`; None:
+        they grow."""
+        shape = self.t2r_family.shape(site.module)
+        if not keeps_everything(site.module):
+            memories = fixed_memories(cast(Recurrence, site.module), shape.head_dim, room)
+        elif tokens is not None:
+            size = (room.rows, shape.num_key_value_heads, tokens, shape.head_dim)
+            keys, values = (torch.zeros(size, dtype=room.dtype, device=room.device) for _ in range(2))
+            memories = (KeyValueMemory(keys, values, fixed=True),)
+        else:
+            return SiteLayer(KeyValueMemory())
+        counts = site.layer == self.count_layers() - 1
+        return SiteLayer(*memories, lengths=None if site.cross else room.lengths, counts=counts)
+
     def make_static_cache(
         self,
         rows: int,
@@ -163,21 +187,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
             raise T2RError("a static cache does not support softmax layers with a relative bias: use the default cache")
         lengths = torch.zeros(rows, dtype=torch.long, device=model.device)
         room = Room(rows, model.dtype, model.device, state_dtype, lengths)
-        last = self.count_layers() - 1
-
-        def allocate(site: Site) -> SiteLayer:
-            shape = self.t2r_family.shape(site.module)
-            if not keeps_everything(site.module):
-                memories = fixed_memories(cast(Recurrence, site.module), shape.head_dim, room)
-            elif (tokens := source_length if site.cross else max_length) is not None:
-                size = (rows, shape.num_key_value_heads, tokens, shape.head_dim)
-                keys, values = (torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(2))
-                memories = (KeyValueMemory(keys, values, fixed=True),)
-            else:
-                return SiteLayer(KeyValueMemory())
-            return SiteLayer(*memories, lengths=None if site.cross else lengths, counts=site.layer == last)
-
-        made = self.by_layer(allocate)
+        made = self.by_layer(lambda site: self.allocate(site, room, source_length if site.cross else max_length))
         cache = StaticT2RCache(made[False], lengths, model)
         if not self.config.is_encoder_decoder:
             return cache
@@ -222,7 +232,7 @@ class T2RModel(SavedModel, compat.ModelHooks):
                 f"a state is a T2RCache, from model.make_cache() or a forward call; got {type(cache).__name__}"
             )
         rows, model = input_ids.shape[0], cast(Any, self)
-        cache.check_prompts(rows)
+        cache.check_prompts(rows, model)
         if input_ids.shape[1] == 0:
             raise T2RError("continue_from requires at least one new token")
         ways = max(
@@ -265,6 +275,8 @@ class T2RModel(SavedModel, compat.ModelHooks):
         if type(given) is T2RCache and given.unseen:
             self.check_generated_length(given.unseen + (generation_config.max_length or 0))
         elif isinstance(given, Cache) and not isinstance(given, EncoderDecoderCache):
+            if type(given) is T2RCache and given.rows and not compat.is_assistant(generation_config):
+                given.checked(self)  # an assistant may stop before the last layers
             read, prompt = int(given.get_seq_length()), compat.prompt_length(generation_config, model_kwargs)
             if prompt is not None and 0 < read >= prompt:
                 static = isinstance(given, StaticT2RCache)

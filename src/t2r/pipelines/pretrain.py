@@ -28,7 +28,7 @@ from t2r.errors import T2RError
 from t2r.hub import auto_class, choose_device, explained, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.options import Pretraining
+from t2r.options import Pretraining, SwapOptions
 from t2r.options.calls import flat
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
@@ -88,6 +88,8 @@ def pretrain(given: Pretraining) -> dict[str, Any]:
     if not plan.stages:
         raise T2RError(f"recipe {plan.name} trains nothing: choose another one")
     chosen = attention(preset.swap | plan.swap, options, seed)
+    if chosen and preset.translates:
+        chosen = {"recurrent": SwapOptions.recurrent} | chosen
     place = processes.join(choose_device(given.device))
     settings = Settings.on(place, **given.part(Settings))
     sources, targets = files_of(texts, plan)

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 LENGTHS = (512, 4096, 32768)
 OF_SIZES = (ArithmeticError, RuntimeError)
 """Errors of calculations and of tensors."""
+EXACT_CROSS = (
+    "cross attention stays exact, which loses nothing, and its keys and values do not grow with the target; "
+    "--recurrent both replaces them by a state, as in the paper"
+)
 DEFAULT = "default"
 """Stands for the recipe that `convert` uses by default."""
 
@@ -113,6 +117,12 @@ class Inspection:
     layer; totals are those with N softmax layers."""
     positions: int | None = None
     """The size of a learned table of positions, which limits a conversion too. None: there is no limit."""
+
+    @property
+    def exact_cross(self) -> list[SiteReport]:
+        """Cross attention, if all of it stays exact."""
+        cross = [site for site in self.sites if site.cross]
+        return [] if any(site.recurrent for site in cross) else cross
 
     @property
     def alike(self) -> bool:
@@ -443,6 +453,8 @@ def summary(inspection: Inspection) -> list[str]:
     )
     if inspection.positions is not None and inspection.positions < max(LENGTHS):
         lines.append(f"positions are learned: {inspection.positions:,} tokens at most, also after a conversion")
+    if inspection.exact_cross:
+        lines.append(cross_line(inspection.exact_cross))
     if inspection.cross_saves_from is not None:
         lines.append(
             f"cross attention: its state takes less memory than keys and values for sources of "
@@ -454,6 +466,12 @@ def summary(inspection: Inspection) -> list[str]:
             f"{inspection.ungrouped.parameters_added:,} parameters added"
         )
     return lines
+
+
+def cross_line(sites: Sequence[SiteReport]) -> str:
+    """Say why cross attention stays exact, and what it costs."""
+    length = next(iter(sites[0].kv_bytes))
+    return f"{EXACT_CROSS} ({human(sum(site.kv_bytes[length] for site in sites) // length)} for each source token)"
 
 
 def state_lines(model: PreTrainedModel) -> list[str]:

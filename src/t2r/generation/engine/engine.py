@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from t2r import compat
 from t2r.attention.cache import T2RCache
 from t2r.attention.masks import Padding, new_token_mask
 from t2r.errors import T2RError
@@ -35,6 +36,7 @@ from t2r.generation.engine.request import (
     Request,
     check_padding,
     check_tokens,
+    counts_tokens,
     no_static_cache,
     not_now,
     prepare,
@@ -120,6 +122,9 @@ class Engine:
         self.model: Any = decoded_model(model)
         self.generation_config = generation_config
         self.obstacle = no_static_cache(self.model)
+        rotates = self.model.t2r_config.rotary or bool(self.model.kept_layers())
+        self.longest = compat.constant_rotation(self.model) if rotates else None
+        """Beyond this number of tokens, a row would depend on those beside it."""
         self.rows = Rows(
             self.model,
             limit=rows,
@@ -250,20 +255,23 @@ class Engine:
         state: T2RCache | None = None,
         seed: int | None = None,
         keep_state: bool = False,
+        logprobs: int | None = None,
         **options: Any,
     ) -> Sequence:
         """Add one prompt `[1, tokens]` or `[tokens]` to the running batch. It waits until a row is free.
 
-        The options are those of `generate`. With `keep_state`, the finished sequence has its state. The last event of
-        the sequence has a `reason`, and so has the sequence: `stop`, `length`, `cancelled` or `error`. A sequence that
-        fails, for example in a logits processor, has an `error`; others go on."""
+        The options are those of `generate`. With `keep_state`, the finished sequence has its state. With `logprobs`, it
+        has the logarithm of the probability of each token, and of this many of the most likely tokens. The last event
+        of the sequence has a `reason`, and so has the sequence: `stop`, `length`, `cancelled` or `error`. A sequence
+        that fails, for example in a logits processor, has an `error`; others go on."""
         if isinstance(input_ids, Tensor) and input_ids.dim() == 1:
             input_ids = input_ids[None]
         check_tokens(self.model, input_ids)
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         with self.lock:
             try:
-                group = self._admitted(self._prepared(input_ids, state, keep_state, options), state, seed, keep_state)
+                request = self._prepared(input_ids, state, keep_state, options)
+                group = self._admitted(request, state, seed, keep_state, logprobs)
             except ForGenerate as reason:
                 raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
             if len(group.sequences) != 1:
@@ -321,6 +329,11 @@ class Engine:
         with self.lock:
             self.scheduler.cancel(sequence)
 
+    def stop(self, sequence: Sequence) -> None:
+        """End a sequence after its last token, as a stopping criterion does. With `keep_state`, it has its state."""
+        with self.lock:
+            self.scheduler.stop(sequence)
+
     def run(self) -> Iterator[Event]:
         """Yield every event of submitted sequences until no sequence is running or waiting."""
         while self.busy or self.scheduler.events:
@@ -361,7 +374,7 @@ class Engine:
             if not isinstance(state, T2RCache):
                 raise T2RError(f"state must be a T2RCache; got {type(state).__name__}")
             assert input_ids is not None
-            state.check_prompts(input_ids.shape[0])
+            state.check_prompts(input_ids.shape[0], self.model)
             read = state.get_seq_length()
         ids = None if input_ids is None else input_ids.to(self.model.device)
         # As in `continue_from`, tokens after a state are not padding unless a mask is given.
@@ -372,18 +385,25 @@ class Engine:
         with torch.no_grad():
             request = prepare(self.model, ids, options, self.generation_config)
         check_padding(request)
-        if self.model.grows() and not self.model.config.is_encoder_decoder:
-            mask = whole_mask(request, state)
-            if mask is not None and not Padding.of(mask).is_known:  # a row holds real tokens only
+        if not self.model.config.is_encoder_decoder and (mask := whole_mask(request, state)) is not None:
+            if self.model.grows() and not Padding.of(mask).is_known:  # a row holds real tokens only
                 raise ForGenerate("a row has padding in several places, and the model has softmax layers")
+            if counts_tokens(self.model):
+                raise ForGenerate("prompts have padding, which this model counts as positions")
+        if self.longest is not None and total_length(request, state) > self.longest:
+            raise ForGenerate(
+                f"beyond {self.longest} tokens, the rotation of this model depends on the longest sequence of a batch"
+            )
         return request
 
-    def _admitted(self, request: Request, state: Any, seed: int | None, keep_state: bool) -> Group:
+    def _admitted(
+        self, request: Request, state: Any, seed: int | None, keep_state: bool, logprobs: int | None = None
+    ) -> Group:
         """Make a group of sequences and add it to the queue."""
         if uses_beams(request):
             raise ForGenerate("beam search is requested")
         self._check_positions(request, state)
-        group = Group(request, state, seeded(seed, self.model.device), keep_state)
+        group = Group(request, state, seeded(seed, self.model.device), keep_state, logprobs)
         self.scheduler.add(group)
         return group
 

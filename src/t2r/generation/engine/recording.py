@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,7 +46,15 @@ SERIAL = 1 << 15
 """Operations on tensors of at most this many numbers run in one thread, as in PyTorch's elementwise operations."""
 TRIAL = 0.5
 """Seconds of a trial with one number of threads. If a replay takes longer, two replays are a trial."""
-READS_VALUES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::item")
+BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operations whose result is a number of Python, or has a shape that depends on values."""
+TO_PYTHON = {
+    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.__deepcopy__,
+    Tensor.__reduce_ex__,
+}  # fmt: skip
+"""Methods that read the memory of a tensor on a CPU without an operation."""
+FROM_PYTHON = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
+"""Functions that make a tensor of numbers of Python, and read the values of tensors among them."""
 
 
 class CannotRecord(Exception):
@@ -63,13 +72,54 @@ class Operation(NamedTuple):
     """Identifiers of the storages that it writes."""
 
 
+class NoLists(TorchFunctionMode):
+    """Raises `CannotRecord` if a method of a tensor gives its values to Python without an operation."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in TO_PYTHON or (function in FROM_PYTHON and reads_tensors(function, args, kwargs)):
+            raise CannotRecord(f"{function.__name__} reads the values of a tensor")
+        return function(*args, **(kwargs or {}))
+
+
 class NoValues(TorchDispatchMode):
-    """Raises `CannotRecord` if an operation reads the value of a tensor, as recordings and CUDA graphs cannot do."""
+    """Raises `CannotRecord` if the values of a tensor are read, as recordings and CUDA graphs cannot do."""
+
+    def __enter__(self) -> Any:
+        self.lists = NoLists()
+        self.lists.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.lists.__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function._schema.name in READS_VALUES:
+        if reads_values(function, args, kwargs or {}):
             raise CannotRecord(f"{function._schema.name} reads the value of a tensor")
         return function(*args, **(kwargs or {}))
+
+
+def reads_tensors(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Return whether a function of `FROM_PYTHON` is given tensors. A tensor alone may be returned as it is."""
+    data = args[1:] if function is Tensor.new_tensor else args
+    if function in (torch.as_tensor, torch.asarray) and data and isinstance(data[0], Tensor):
+        return False
+    return any(isinstance(x, Tensor) for x in tree_leaves((data, kwargs or {})))
+
+
+def reads_values(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation gives values of a tensor to Python, or has a result whose shape depends on them."""
+    match function._schema.name:
+        case "aten::index":  # a mask selects as many values as it has
+            return any(x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]) if isinstance(x, Tensor))
+        case "aten::repeat_interleave":
+            counts = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
+            return isinstance(counts, Tensor) and kwargs.get("output_size") is None
+        case "aten::where":
+            return len(args) + len(kwargs) == 1
+        case "aten::is_nonzero":  # without a tag
+            return True
+    return not BY_VALUE.isdisjoint(function.tags)
 
 
 class Tape(NoValues):

@@ -229,6 +229,11 @@ def accepts(model: Any, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
+def counts_tokens(model: Any) -> bool:
+    """Return whether positions are not an input of the model: it counts the tokens of its cache, padding too."""
+    return bool(model.config.is_encoder_decoder) or not accepts(model, "position_ids")
+
+
 def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
     return None if seed is None else torch.Generator(device).manual_seed(seed)
 

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from t2r.generation.engine.fusion import available, fused, shortened
 from t2r.generation.engine.recording import CannotRecord, NoValues, Recording
-from t2r.generation.engine.request import accepts
+from t2r.generation.engine.request import accepts, counts_tokens
 from t2r.graphs import CannotCapture, CudaGraph
 from t2r.ops.constants import constant_weights
 
@@ -81,8 +81,9 @@ class DecodeStep:
         if source_length is not None:
             self.source_mask = torch.zeros(rows, source_length, dtype=torch.long, device=device)
         self.takes_positions = accepts(model, "position_ids")
-        self.by_row = not seq2seq or model.t2r_family.positions_by_row
-        self.own.only_steps(by_row=seq2seq and self.by_row)
+        counts = counts_tokens(model)
+        self.by_row = not counts or model.t2r_family.positions_by_row
+        self.own.only_steps(by_row=counts and self.by_row)
         self.positions: Tensor | None = model.t2r_family.position_table(model)
         """The table of positions that a captured step reads. It stays allocated if the model's table is replaced."""
         self.captured_as: str | None = None
