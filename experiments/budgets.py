@@ -12,7 +12,7 @@ MODELS = {
     "variant": "one window for all heads",
     "windows": "a window for each head, not trained",
     "state": "a state for each head, trained",
-    "trained": "**windows and states, trained**",
+    "trained": "**a window and a state for each head, trained**",
 }
 """The rows of a budget, by the beginnings of the names of steps."""
 STEPS = ("budget-", "alone-")

@@ -243,7 +243,11 @@ def test_a_single_recurrent_layer_is_that_of_a_model_with_the_others_kept(model_
     inputs = batch(model_type)
     for layer in range(3):
         kept = t2r.swap(
-            tiny(model_type), feature_size=8, init="identity", softmax_layers=[i for i in range(3) if i != layer]
+            tiny(model_type),
+            feature_size=8,
+            recurrent="both",
+            init="identity",
+            softmax_layers=[i for i in range(3) if i != layer],
         )
         kept.load_state_dict(model.state_dict(), strict=False)
         with torch.no_grad(), t2r.exact_attention(model, recurrent_layers=[layer]):

@@ -15,7 +15,7 @@ DENOMINATOR_FLOOR = 1e-6
 SIGNED_FLOOR = 0.1
 """Lower bound of the denominator's magnitude for signed features, as a fraction of the sum of absolute weights.
 Outputs are then at most `max|v| / SIGNED_FLOOR`. With a bound of 0.01, weights that nearly cancel make the gradients of
-RFA a hundred times as large, and it does not learn to translate (docs/log.md)."""
+RFA a hundred times as large, and it does not learn to translate (docs/log/2026-11.md)."""
 
 
 FASTEST_DECAY = 1.0

@@ -19,7 +19,7 @@ from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import Conversion, SwapOptions, parse_auto
-from t2r.pipelines.budget import MemoryBudget
+from t2r.pipelines.budget import MemoryBudget, check_kind
 from t2r.pipelines.common import Texts, frozen_copy
 from t2r.pipelines.continuation import check_continued, continued_plan, load_teacher, origin_of
 from t2r.reporting.inspection import EXACT_CROSS
@@ -49,17 +49,24 @@ class Asked:
             refuse_replacing(source, run_folder(given.out))
         self.texts = Texts(**given.part(Texts))
         refuse_deleting([*self.texts.names(), given.recipe, given.tokenizer], given.out, run_folder(given.out))
-        self.budget = None if given.memory is None else MemoryBudget(given.memory, given.context)
+        self.budget = None if given.memory is None else MemoryBudget(given.memory, given.context, given.source_tokens)
         default = default_recipe(self.texts.translates, memory=self.budget is not None)
         self.recipe = load_recipe(default if given.recipe is None else given.recipe, given.overrides)
-        trains = bool(self.recipe.stages)
-        if self.budget is None and (given.context is not None or not trains):
-            wrong = "context belongs to a memory budget" if trains else f"recipe {self.recipe.name} trains nothing"
-            raise T2RError(f"{wrong}: give memory, for example --memory 8MiB")
+        if self.budget is None:
+            self.check_without_budget()
         self.plan = within(self.recipe, given.minutes)
         self.auto = parse_auto(given.softmax_layers)
         self.place = processes.join(choose_device(given.device))
         self.settings = Settings.on(self.place, **given.part(Settings))
+
+    def check_without_budget(self) -> None:
+        """Raise T2RError for options of a memory budget without one."""
+        wrong = next((name for name in ("context", "source_tokens") if getattr(self.given, name) is not None), None)
+        if wrong is not None or not self.recipe.stages:
+            told = (
+                f"recipe {self.recipe.name} trains nothing" if wrong is None else f"{wrong} belongs to a memory budget"
+            )
+            raise T2RError(f"{told}: give memory, for example --memory 8MiB")
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load the model in float32, for training, and its tokenizer."""
@@ -158,11 +165,14 @@ def prepare(given: Conversion) -> Start:
     asked.set_languages([base] if teacher is None else [base, teacher], tokenizer)
     longest = None
     if budget is not None:
-        budget.check(base, texts, given.softmax_layers)
+        check_kind(base, texts)
+        budget.check(base, texts, given.softmax_layers, options, trains=bool(plan.stages))
         longest = budget.context_of(base)
     task = texts.task(plan, tokenizer, given, teacher_tokens=given.teacher_tokens, hold_out=True, longest=longest)
     plan = texts.fitted(plan, base)
     config, planned = T2RConfig(**options), None
+    if texts.translates and teacher is None:
+        config.refuse_idle()
     if texts.translates and config.keeps(cross=True):
         logger.info(EXACT_CROSS)
     check_auto(asked.auto, plan, config, base)
@@ -170,6 +180,8 @@ def prepare(given: Conversion) -> Start:
     if budget is not None:
         planned = budget.plan(base, tokenizer, task, options, trains=bool(plan.stages), progress=given.progress)
         options["feature_size"] = planned.features or options.get("feature_size")
+        if planned.cross_features:
+            options["cross_feature_size"] = planned.cross_features
         config = T2RConfig(**options, plan=planned.plan.to_dict())
     origin = origin_of(base if teacher is None else teacher)
     facts = {

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from t2r.errors import T2RError
 from t2r.storage import Output, beginning
+from t2r.words import extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,7 +178,7 @@ class Page:
         except OSError as error:
             raise T2RError(f"{path} cannot be written: {error}") from error
         if not self.complete:
-            logger.warning("the page has no figures: they require the plots extra, pip install 't2r[plots]'")
+            logger.warning("the page has no figures: they require the plots extra, %s", extra("plots"))
 
 
 def _row(cells: Sequence[str], kind: str) -> str:
@@ -309,7 +310,7 @@ def plain_ticks(axis: Any, values: Sequence[float]) -> None:
 def check_plots() -> None:
     """Raise T2RError if figures cannot be drawn."""
     if not can_draw():
-        raise T2RError("figures require the plots extra: pip install 't2r[plots]'")
+        raise T2RError(f"figures require the plots extra: {extra('plots')}")
 
 
 def can_draw() -> bool:

@@ -285,7 +285,7 @@ def test_the_default_transfers_and_then_distills():
     assert [(s.objective, s.train) for s in recipe.stages] == [("transfer", "maps"), ("distill", "all")]
     assert (recipe.swap["feature_map"], recipe.swap["activation"]) == ("t2r", "softmax")
     assert shipped_recipes() == [
-        *("distill-lm", "distill-mt", "finetune-lm", "finetune-mt", "memory-lm", "none", "paper-lm"),
+        *("distill-lm", "distill-mt", "finetune-lm", "finetune-mt", "memory-lm", "memory-mt", "none", "paper-lm"),
         *("paper-lm-scratch", "paper-mt", "paper-mt-scratch", "scratch-lm", "scratch-mt"),
     ]
 

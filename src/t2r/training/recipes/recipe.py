@@ -112,7 +112,7 @@ def read_yaml(kind: str, name: str | Path) -> Any:
 
 def default_recipe(translates: bool, *, memory: bool = False) -> str:
     """Return the name of the recipe that converts a model, if no other is given. `memory`: to a memory budget."""
-    return "distill-mt" if translates else "memory-lm" if memory else "distill-lm"
+    return f"{'memory' if memory else 'distill'}-{'mt' if translates else 'lm'}"
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
