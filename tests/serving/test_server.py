@@ -78,6 +78,9 @@ class Server:
         self.process.send_signal(how)
         return self.process.wait(120)
 
+    def running(self):
+        return self.http.get("/health").json()["models"]["tiny"]["running"]
+
     def files(self):
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
@@ -207,15 +210,16 @@ def the_page(server):
     assert answer.json()["usage"]["input_tokens_details"]["cached_tokens"] > 20
 
 
+def post(path, body, *more, length=None):
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Authorization: Bearer secret", "Connection: close"]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(body) if length is None else length}", *more]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
 def malformed():
     """Return 200 requests that are wrong in different ways: as bytes, and the statuses that they may have."""
     generator = random.Random(0)
     head = "Host: 127.0.0.1\r\nAuthorization: Bearer secret\r\n"
-
-    def post(path, body, *more, length=None):
-        lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Authorization: Bearer secret", "Connection: close"]
-        lines += ["Content-Type: application/json", f"Content-Length: {len(body) if length is None else length}", *more]
-        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
     yield b"\r\n\r\n\x00\x01\x02\xff\r\n\r\n"
     yield b"GET\r\n\r\n"
@@ -292,7 +296,12 @@ def test_a_server_that_is_misused_and_killed(folder, tmp_path):
         stream = server.client.completions.create(model="tiny", prompt="abc", max_tokens=4000, stream=True)
         next(iter(stream))
         stream.close()
-        until(lambda: not server.http.get("/health").json()["models"]["tiny"]["running"])
+        until(lambda: not server.running())
+        # and one that goes while it waits for its answer
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(post("/v1/completions", b'{"prompt": "abc", "max_tokens": 4000}'))
+            until(server.running)
+        until(lambda: not server.running())
         until(lambda: all(state["saved"] for state in server.http.get("/v1/states").json()["data"]))
         states = len(server.http.get("/v1/states").json()["data"])
         assert server.end(signal.SIGKILL) == -signal.SIGKILL

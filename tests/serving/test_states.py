@@ -177,7 +177,10 @@ def test_the_list_of_states():
             assert [each["id"] for each in listed["data"]] == ids[::-1]
             sizes = {each["bytes"] for each in listed["data"]}
             assert sizes == {model().make_static_cache(1).nbytes}
-            assert listed["memory_bytes"] == 3 * sizes.pop()
+            assert listed["memory_bytes"] == 3 * max(sizes)
+            long = await say(client, "four", 300)  # a user costs the same after any number of tokens
+            assert (await client.get(f"/v1/states/{long['id']}")).json()["bytes"] == sizes.pop()
+            await client.delete(f"/v1/states/{long['id']}")
             assert (await client.get(f"/v1/states/{ids[0]}")).json()["tokens"] == len("u~one|a~") + 6
             for id in ids:
                 assert (await client.delete(f"/v1/states/{id}")).json() == {
@@ -298,6 +301,18 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
     with pytest.raises(T2RError, match=r"states cannot be kept in .*: Not a directory"):
         asyncio.run(main())
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path):
+    async def main():
+        async with running(served(), states=str(tmp_path)):
+            with pytest.raises(T2RError, match="another server keeps its states in"):
+                async with running(served(), states=str(tmp_path)):
+                    pass
+        async with running(served(), states=str(tmp_path)):
+            pass
+
+    asyncio.run(main())
 
 
 def test_the_longest_known_prefix():

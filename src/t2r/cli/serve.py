@@ -9,6 +9,7 @@ from t2r.cli.common import RUN, Device, Dtype, Model, Quiet, Revision, TrustRemo
 from t2r.errors import T2RError
 from t2r.options import options_of
 from t2r.options.serving import ServeOptions
+from t2r.words import extra
 
 EXTRA = ("fastapi", "prometheus_client", "pydantic", "uvicorn")
 """Modules of the extra `serve`."""
@@ -38,7 +39,7 @@ def serve(
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
-        raise T2RError(f'serving requires {error.name}: pip install "t2r[serve]"') from error
+        raise T2RError(f"serving requires {error.name}: {extra('serve')}") from error
 
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with calm(quiet):

@@ -115,7 +115,8 @@ class Service:
         """Refuse new requests and those that wait from now on. Those that run go on."""
         if not self.closing:
             self.closing = True
-            self.worker.cancel_waiting(closing())
+            if hasattr(self, "worker"):  # otherwise it is starting
+                self.worker.cancel_waiting(closing())
 
     async def close(self) -> None:
         """End the engine's thread, and write what is not yet on disk."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from t2r.errors import T2RError
 from t2r.options.serving import MIB
@@ -25,6 +25,7 @@ from t2r.serving.errors import ApiError, unknown_state
 from t2r.serving.prefixes import Prefixes
 from t2r.serving.served import ServedModel
 from t2r.serving.stored import Stored
+from t2r.storage import take_lock
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class States:
         """States that were forgotten for lack of space, and failed reads and writes."""
         self.said = 0.0
         self.thread = ThreadPoolExecutor(1, "t2r-states")
+        self.lock: IO[bytes] | None = None
+        """Held by the server that uses the folder."""
         if folder is not None:
             self.find()
 
@@ -77,6 +80,10 @@ class States:
         assert self.folder is not None
         found = []
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = take_lock(self.folder / "lock")
+            if self.lock is None:
+                raise T2RError(f"another server keeps its states in {self.folder}: choose another folder")
             for model in self.models.values():
                 place = self.place(model.fingerprint)
                 place.mkdir(parents=True, exist_ok=True)
@@ -233,6 +240,8 @@ class States:
         used = [(stored.file, stored.used) for stored in self.by_id.values() if stored.file is not None]
         await loop.run_in_executor(self.thread, note_use, used)
         self.thread.shutdown()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def written(path: Path, stored: Stored) -> int:

@@ -167,7 +167,7 @@ class Worker:
                     task = self.inbox.get_nowait()
                 break  # None: the end
             except queue.Empty:
-                pass
+                task = None  # it holds its job
             for model in self.models:
                 self.step(model)
             self.send()
