@@ -110,5 +110,5 @@ def test_where_translations_cannot_be_saved_is_known_first(world, monkeypatch, o
 def test_translations_that_cannot_be_saved(world, tmp_path):
     (tmp_path / "texts" / "1-teacher.txt").mkdir(parents=True)
     command = "evaluate {w}/teacher --src {w}/test.src --ref {w}/test.tgt --limit 1 --beams 1 --outputs {o}/texts"
-    with pytest.raises(T2RError, match="cannot be written: Is a directory"):
+    with pytest.raises(T2RError, match="is a folder: give the name of a file for a file of translations"):
         run(*command.format(w=world, o=tmp_path).split())

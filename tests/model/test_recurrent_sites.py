@@ -77,6 +77,16 @@ def test_token_by_token_is_all_at_once(name, recurrent):
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
 
 
+@families
+def test_the_engine_with_exact_cross_attention(name):
+    """A batch of sources of different lengths, greedy and with beams."""
+    model = t2r.swap(tiny(name, torch.float32), feature_size=4).eval()
+    given = {key: x for key, x in inputs().items() if key != "decoder_input_ids"}
+    for beams in (1, 3):
+        how = {"num_beams": beams, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+        assert torch.equal(t2r.Engine(model).generate(**given, **how), model.generate(**given, **how))
+
+
 @both
 def test_it_is_saved_merged_and_generates(tmp_path, recurrent):
     _, model = swapped("marian", recurrent)
