@@ -31,7 +31,7 @@ from t2r.model.swap import swap
 from t2r.options import Pretraining, SwapOptions
 from t2r.options.calls import flat
 from t2r.pipelines.common import Texts, complete, frozen_copy
-from t2r.reporting.inspection import state_lines
+from t2r.reporting.inspection_tables import state_lines
 from t2r.storage import check_destination, kind_of, refuse_deleting, refuse_replacing
 from t2r.tasks.translation import TEACHER
 from t2r.training.loop import processes
