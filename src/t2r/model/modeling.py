@@ -68,6 +68,8 @@ class T2RModel(SavedModel, compat.ModelHooks):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the base model's forward with a recurrent cache. Raises T2RError for unsupported inputs."""
+        if torch.jit.is_tracing():
+            raise T2RError("torch.jit.trace would fix the length of a text: use torch.export, with dynamic_shapes")
         if len(args) > len(self._forward_names):
             raise TypeError(f"forward() takes {len(self._forward_names)} positional arguments, got {len(args)}")
         inputs = dict(zip(self._forward_names, args, strict=False))
