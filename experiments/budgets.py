@@ -12,24 +12,26 @@ MODELS = {
     "variant": "one window for all heads",
     "windows": "a window for each head, not trained",
     "state": "a state for each head, trained",
-    "trained": "**windows and states, trained**",
+    "trained": "**a window and a state for each head, trained**",
 }
 """The rows of a budget, by the beginnings of the names of steps."""
-STEP = "budget-"
+STEPS = ("budget-", "alone-")
+"""The beginnings of the names of the evaluations. What follows is the budget."""
 
 
 def rows_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the rows of the evaluations of all budgets, from the largest, with their kind. The teacher comes once."""
-    first = True
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
     for part in record["steps"]:
-        if not part["name"].startswith(STEP) or "result" not in part:
+        if not part["name"].startswith(STEPS) or "result" not in part:
             continue
         teacher, *others = part["result"]
-        if first:
+        if not found:
             yield "teacher", teacher
-        first = False
-        found = {"variant" if "variant" in row else row["model"].partition("-")[0]: row for row in others}
-        yield from ((kind, found[kind]) for kind in MODELS if kind in found)
+        rows = found.setdefault(part["name"].partition("-")[2], {})
+        rows |= {"variant" if "variant" in row else row["model"].partition("-")[0]: row for row in others}
+    for rows in found.values():
+        yield from ((kind, rows[kind]) for kind in MODELS if kind in rows)
 
 
 def table(record: Mapping[str, Any]) -> str:

@@ -56,13 +56,21 @@ class Claim:
     """Other experiments whose records may have the same models, trained again."""
 
 
-def claims_list(scale: str) -> str:
-    """Return a Markdown list of all claims, and whether they hold in the published records of a scale."""
-    lines = []
+def verdicts(scale: str) -> list[tuple[Claim, Verdict | None]]:
+    """Return all claims with their verdicts in the published records of a scale. None: not measured yet."""
+    found = []
     for claim in CLAIMS:
         record = recorded(f"{claim.experiment}-{scale}")
         again = (recorded(f"{name}-{scale}") for name in claim.repeated)
-        verdict = None if record is None else judged(claim, record, [other for other in again if other is not None])
+        others = [other for other in again if other is not None]
+        found.append((claim, None if record is None else judged(claim, record, others)))
+    return found
+
+
+def claims_list(scale: str) -> str:
+    """Return a Markdown list of all claims, and whether they hold in the published records of a scale."""
+    lines = []
+    for claim, verdict in verdicts(scale):
         if verdict is None:
             call = f"t2r reproduce {claim.experiment} --scale {scale}"
             lines.append(f"- **not measured yet**: {claim.text} (`{call}`)\n")

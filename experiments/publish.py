@@ -1,28 +1,33 @@
-"""Generates the tables of docs/*.md and the figures in docs from the records: `python experiments/publish.py`.
+"""Generates docs/records, the tables of docs/*.md and the figures from the records: `python experiments/publish.py`.
 
-`<!-- record: NAME -->` starts the record of an experiment, `<!-- together: STEP NAME NAME -->` one table of the same
-step of several, `<!-- claims: SCALE -->` the claims of the paper, `<!-- budgets: NAME -->` the table and the figure of
-an experiment about memory budgets; `<!-- end -->` ends each. The text between such parts is written by hand.
+docs/records has a page for each record, with its commands and all its tables, and the claims of the paper for each
+scale. In the other pages, `<!-- summary: NAME -->` starts a table of summaries.py, `<!-- claims: SCALE -->` the claims
+of the paper, and `<!-- budgets: NAME -->` the table and the figure of an experiment about memory budgets. All end with
+`<!-- end -->`. The text between such parts is written by hand.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import budgets
+import quality
+import summaries
 from claims import claims_list
 from t2r.errors import T2RError
 from t2r.experiments.charts import plot
 from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
-from t2r.experiments.record import recorded
-from t2r.experiments.results import evaluation_tables
+from t2r.experiments.markup import markdown, wrapped
+from t2r.experiments.record import REPOSITORY, recorded
 from t2r.experiments.tables import commands, of_record, provenance, record_tables
 
 DOCS = Path(__file__).parents[1] / "docs"
-PART = re.compile(r"(<!-- (record|together|claims|budgets): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (summary|claims|budgets): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SCALE = "small"
+"""The scale of an experiment that is shown if it has none of its own and no record."""
 
 
 def page(text: str) -> str:
@@ -31,25 +36,8 @@ def page(text: str) -> str:
 
 
 def _part(kind: str, names: Sequence[str]) -> str:
-    if kind == "claims":
-        return "".join(map(claims_list, names))
-    if kind == "budgets":
-        return "".join(map(budgets_of, names))
-    if kind == "record":
-        (name,) = names
-        record, experiment = recorded(name), of_record(name)
-        if record is None:
-            return f"Not recorded yet: `{experiment.call if experiment else f't2r reproduce {name}'}`.\n"
-        if experiment is None or experiment.scale is None:
-            return "\n".join([provenance(record), commands(record), *record_tables(record)])
-        pictures = [f"![{figure['title']}]({figure_file(experiment, figure)})\n" for figure in experiment.figures]
-        return "\n".join([provenance(record), *record_tables(record), *pictures])
-    step, *experiments = names
-    found = [record for name in experiments if (record := recorded(name)) is not None]
-    results = [result for record in found for result in _results(record, step)]
-    if not results:
-        return f"Not recorded yet: {', '.join(f'`t2r reproduce {name}`' for name in experiments)}.\n"
-    return "\n".join(evaluation_tables(_once(results)))
+    make = {"summary": summaries.summary, "claims": summaries.claims, "budgets": budgets_of}[kind]
+    return "".join(map(make, names))
 
 
 def budgets_of(name: str) -> str:
@@ -59,26 +47,78 @@ def budgets_of(name: str) -> str:
     return f"{provenance(record)}\n{budgets.table(record)}\n![Quality against memory]({name}.svg)\n"
 
 
-def figure_file(experiment: Experiment, figure: Mapping[str, Any]) -> str:
-    """Return the name of the file of a figure, beside the page."""
-    return f"{figure.get('name', experiment.name)}-{experiment.scale}.svg"
+# --- Pages of records -------------------------------------------------------------------------------------
 
 
-def _results(record: Mapping[str, Any], step: str) -> list[dict[str, Any]]:
-    """Return the rows of an evaluation. A model made by the experiment gets the experiment's name."""
-    rows: list[dict[str, Any]] = next(
-        (part["result"] for part in record["steps"] if part["name"] == step and "result" in part), []
+def record_names() -> list[str]:
+    """Return the names of all records, and of the shipped experiments that have none yet."""
+    wanted = {f"{name}-{SCALE}" if SCALE in scales_of(name) else name for name in shipped_experiments()}
+    return sorted(wanted | {path.stem for path in (REPOSITORY / "records").glob("*.json")})
+
+
+def record_pages() -> dict[str, str]:
+    """Return the generated pages in docs/records, by the names of their files."""
+    names = record_names()
+    scales = sorted({record["scale"] for name in names if (record := recorded(name)) and "scale" in record})
+    pages = {f"{name}.md": record_page(name) for name in names}
+    pages |= {f"claims-{scale}.md": claims_page(scale) for scale in scales}
+    return pages | {"README.md": index(names, scales)}
+
+
+def record_page(name: str) -> str:
+    """Return the page of a record: what was asked, where and when, the commands, all tables, and figures."""
+    record, experiment = recorded(name), of_record(name)
+    head = f"# {experiment.title if experiment else name}\n\n{_source(name)}\n"
+    if experiment is not None and experiment.about:
+        head += f"{wrapped(experiment.about)}\n\n"
+    if record is None:
+        return f"{head}Not recorded yet: `{experiment.call if experiment else f't2r reproduce {name}'}`.\n"
+    figures = []
+    if experiment is not None and experiment.scale is not None:
+        places = [(figure["title"], figure_file(experiment, figure)) for figure in experiment.figures]
+        figures = [f"![{title}](../{place})\n" for title, place in places]
+    parts = [provenance(record), "## Results\n", *record_tables(record), *figures, "## Commands\n", commands(record)]
+    return head + "\n".join(parts)
+
+
+def _source(name: str) -> str:
+    return (
+        f"Generated from `experiments/records/{name}.json` by `python experiments/publish.py`.\n"
+        "[What the columns mean](../results.md#what-the-columns-mean) · [all records](README.md)\n"
     )
-    made = {part["name"] for part in record["steps"]}
-    return [row | {"model": record["experiment"]} if row["model"] in made else row for row in rows]
 
 
-def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each model once. The teacher is in every record."""
-    return list({(row["model"], row.get("variant")): row for row in reversed(list(rows))}.values())[::-1]
+def claims_page(scale: str) -> str:
+    """Return the page with all claims of the paper and the numbers that decide them."""
+    return (
+        f"# The claims of the paper, at the scale `{scale}`\n\nGenerated from `experiments/records` by "
+        "`python experiments/publish.py`; the rules are in `experiments/claims.py`. [The page](../paper.md)\n\n"
+        + claims_list(scale)
+    )
+
+
+def index(names: Sequence[str], scales: Sequence[str]) -> str:
+    """Return the page that lists all records."""
+    rows = []
+    for name in names:
+        record, experiment = recorded(name) or {}, of_record(name)
+        machine = record.get("machine", {})
+        device = ", ".join(machine.get("gpus") or []) or machine.get("cpu") or ""
+        rows.append([f"[{name}]({name}.md)", experiment.title if experiment else "", record.get("date", ""), device])
+    claimed = "".join(f"- [The claims of the paper, scale `{scale}`](claims-{scale}.md)\n" for scale in scales)
+    return (
+        "# Records\n\nThe commands and all tables of every experiment, generated from `experiments/records` by "
+        "`python experiments/publish.py`.\n`t2r reproduce NAME` runs one again.\n\n"
+        f"{markdown(('record', 'experiment', 'date', 'machine'), rows)}\n{claimed}"
+    )
 
 
 # --- Figures ----------------------------------------------------------------------------------------------
+
+
+def figure_file(experiment: Experiment, figure: Mapping[str, Any]) -> str:
+    """Return the name of the file of a figure, beside the page."""
+    return f"{figure.get('name', experiment.name)}-{experiment.scale}.svg"
 
 
 def draw(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str, Any], path: Path) -> None:
@@ -99,8 +139,10 @@ BUDGETS = ("smollm2-memory-full",)
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """Draw the figures of all shipped records. Returns their files."""
-    files = []
+    """Draw the figures of README.md, of the pages and of all shipped records. Returns their files."""
+    files = [folder / "quality.svg", folder / "decoding.svg"]
+    quality.draw(files[0])
+    draw_decoding(files[1])
     for name in shipped_experiments():
         for scale in scales_of(name):
             if (record := recorded(f"{name}-{scale}")) is not None:
@@ -122,7 +164,7 @@ ROWS = {
     "pure, engine": "converted: an RNN",
     "smollm2, window of 390, engine": "SmolLM2-135M, window of 390",
 }
-"""The models in the figure of README.md, all decoded by the engine, and their labels."""
+"""The models in the figure of docs/performance.md, all decoded by the engine, and their labels."""
 
 
 def draw_decoding(path: Path) -> None:
@@ -156,8 +198,19 @@ def decoding_report() -> Mapping[str, Any]:
     return next(report for report in reports if report["settings"]["batch"] == BATCH)
 
 
-if __name__ == "__main__":
-    for path in sorted(DOCS.glob("*.md")):
+def publish(folder: Path) -> None:
+    """Update the pages and figures in a folder. Pages of records that are gone are deleted."""
+    for path in sorted(folder.glob("*.md")):
         path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
-    draw_all(DOCS)
-    draw_decoding(DOCS / "decoding.svg")
+    records, pages = folder / "records", record_pages()
+    records.mkdir(exist_ok=True)
+    for path in records.glob("*.md"):
+        if path.name not in pages:
+            path.unlink()
+    for name, text in pages.items():
+        (records / name).write_text(text, encoding="utf-8")
+    draw_all(folder)
+
+
+if __name__ == "__main__":
+    publish(DOCS)

@@ -38,7 +38,7 @@ CASES = {
 
 def swapped(case, dtype=torch.float64, merged=False):
     model_type, options = CASES[case]
-    model = t2r.swap(tiny(model_type, dtype), **({"feature_size": 8} | options)).eval()
+    model = t2r.swap(tiny(model_type, dtype), **({"feature_size": 8, "recurrent": "both"} | options)).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD
     return t2r.merge(model, force=True) if merged else model

@@ -30,6 +30,7 @@ LAYERS = (
     ("tasks",),
     ("training",),
     ("reporting",),
+    ("serving",),
     ("bench", "analysis"),
     ("pipelines",),
     ("experiments",),

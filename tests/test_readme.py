@@ -5,36 +5,43 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
+import quality
 import t2r
-from families import tiny
 from repository import example
-from t2r.experiments.cells import cells_of_record
 from t2r.experiments.record import recorded
 
 README = Path(__file__).parent.parent / "README.md"
+DOCS = README.parent / "docs"
+TEXT = README.read_text(encoding="utf-8")
+WORDS = " ".join(TEXT.split())
 
 
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-DEMO = [code for code in BLOCKS if "examples/teacher" in code]
+def blocks(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("code", [code for code in BLOCKS if code not in DEMO])
-def test_examples_in_the_readme_run(code, tmp_path):
-    tiny("gpt2", torch.float32).save_pretrained(tmp_path)  # a folder, because the Hub may not be reachable
-    exec(compile(code.replace('"gpt2"', repr(str(tmp_path))), str(README), "exec"), {})
+(DEMO,) = blocks(README)
+
+
+@pytest.mark.parametrize("code", blocks(DOCS / "commands.md"))
+def test_examples_of_the_operation_run(code):
+    exec(compile(code, "docs/commands.md", "exec"), {})
+
+
+def test_the_readme_is_two_screens():
+    assert len(TEXT.splitlines()) <= 100
+    assert (len(re.findall(r"^\| ---", TEXT, re.MULTILINE)), TEXT.count("![")) == (1, 1)  # one table, one picture
 
 
 def test_every_extra_is_listed():
-    install = README.read_text().partition("## Install")[2].partition("##")[0]
+    install = WORDS.partition("## Install")[2].partition("##")[0]
     extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"`([\w-]+)` \(", install)) == set(extras)
 
 
 def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):
     """The example of the README with fewer steps, because the full example takes minutes."""
-    (code,) = DEMO
     example("teacher/model.safetensors")
     convert, given = t2r.convert, {}
 
@@ -47,7 +54,7 @@ def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(README.parent / "examples")
     monkeypatch.chdir(tmp_path)
     said = []
-    exec(compile(code, "README.md", "exec"), {"print": lambda *args: said.append(args)})
+    exec(compile(DEMO, "README.md", "exec"), {"print": lambda *args: said.append(args)})
     assert given["minutes"] == 5
     assert given["feature_size"] == 32
     ((text,),) = said
@@ -55,91 +62,58 @@ def test_the_demo_in_a_few_lines(tmp_path, monkeypatch):
     assert "recall of a word mentioned once:" in (tmp_path / "novelist-rnn" / "README.md").read_text()
 
 
-def test_the_numbers_of_the_first_table_are_recorded():
-    """Every figure of the table, and of recall below it, is in the records that the pages are generated from."""
-    pure, kept = (
-        next(step for step in recorded(f"smollm2-{name}")["steps"] if step["name"] == "controls")["result"]
-        for name in ("pure", "kept")
-    )
-    rows = {(row["model"], row.get("variant")): row for row in (*kept, *pure)}
-    models = [("smollm2", None), ("kept", None), ("pure", None), ("smollm2", "window 386 + 4 sinks")]
+def test_the_first_table_is_part_of_that_of_memory_budgets():
+    """Whose rows are those of the records, where there are any (tests/test_questions.py)."""
+    teacher, *models = quality.rows(TEXT)
+    page = quality.rows((DOCS / "memory.md").read_text(encoding="utf-8"))
+    assert teacher == page[0]
+    assert [row in page for row in models] == [True] * 4
+    assert {row.mebibytes for row in models} == {8.57}
+    assert max(row.kl for row in models) == models[-1].kl
+    by = dict(zip(("last 256", "last 1,024"), teacher.cells[2].split(" or "), strict=True))
+    assert f"scored on the last 1,024 tokens of a text (teacher: {by['last 1,024']})" in WORDS
+    assert f"on the last 256 (teacher: {by['last 256']})" in WORDS
+
+
+def test_the_minutes_of_the_trainings():
+    """Those of windows and states are not recorded, and the same as on their page."""
+    minutes = recorded("smollm2-pure")["steps"][0]["seconds"] / 60
+    own = re.search(r"700 of distillation of 16,384 tokens: ([\d.]+) minutes", (DOCS / "memory.md").read_text())
+    assert f"the two trained models took {own[1]} and {minutes:.1f} minutes" in WORDS
+
+
+def test_the_numbers_of_the_limits_are_recorded():
     reports = recorded("smollm2-decode-gpu")["steps"][0]["result"]
-    points = {(report["settings"]["batch"], p["model"], p["length"]): p for report in reports for p in report["points"]}
-    decoded = ["smollm2, engine", "kept, engine", "pure, engine", "smollm2, window of 390, engine"]
-    text = " ".join(README.read_text().split())
-    lines = [line for line in README.read_text().splitlines() if line.startswith("| ") and "MiB" in line]
-    *lines, wide = lines
-    assert len(lines) == len(models)
-    for line, model, how in zip(lines, models, decoded, strict=True):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        for cell, part in zip(cells[1:3], rows[model]["measured"], strict=True):
-            assert cell.split()[0] == f"{part['perplexity']:.2f}"
-            ratio = part.get("ratio")
-            digits = 0 if ratio and ratio > 1.1 else 1
-            assert cell.partition("(")[2] == ("" if ratio is None else f"{100 * (ratio - 1):+.{digits}f} %)")
-        held = points[1, how, 8192]["cache_bytes"] / 2**20
-        assert cells[3] == (f"{held:.1f} MiB" if held < 100 else f"{held:.0f} MiB")
-        assert cells[4] == " / ".join(f"{points[16, how, length]['milliseconds']:.2f}" for length in (512, 8192))
-    # A window of as many bytes as the hybrid at 8,192 tokens holds the whole texts that were measured.
-    hybrid, token = (
-        points[1, "kept, engine", 8192]["cache_bytes"],
-        points[1, "smollm2, engine", 8192]["cache_bytes"] / 8192,
+    times = {
+        (report["settings"]["batch"], point["model"], point["length"]): point["milliseconds"]
+        for report in reports
+        for point in report["points"]
+    }
+    faster = [times[b, "smollm2", n] / times[b, "pure", n] for b in (1, 16) for n in (512, 8192)]
+    assert f"In `generate()` the RNN is {min(faster):.1f} to {max(faster):.1f} times as fast" in WORDS
+    gains = [times[16, m, n] / times[16, f"{m}, engine", n] for m in ("smollm2", "pure") for n in (512, 8192)]
+    assert f"both are {min(gains):.0f} to {max(gains):.0f} times as fast as in `generate()`" in WORDS
+    (short, other), (long, longer) = (
+        [f"{times[16, f'{model}, engine', n]:.2f}" for model in ("pure", "smollm2")] for n in (512, 8192)
     )
-    assert f"window of {hybrid // token:,.0f} tokens" in wide
-    assert hybrid // token > max(part["window"] for part in rows["smollm2", None]["measured"])
-    whole = [f"{part['perplexity']:.2f} (+0.0 %)" for part in rows["smollm2", None]["measured"]]
-    assert [cell.strip() for cell in wide.strip("|").split("|")][1:] == [
-        *whole,
-        f"{hybrid / 2**20:.1f} MiB",
-        "not measured",
-    ]
-    small = points[1, "pure, engine", 512]["cache_bytes"] / 4 / 2**20
-    assert f"a quarter of this state ({small:.1f} MiB)" in text
-    for row in (*rows["pure", None]["recall"][:3], *rows["kept", None]["recall"][3:]):
-        assert f"{100 * row['accuracy']:.0f} %" in text
-    own = [points[16, "smollm2", length]["milliseconds"] for length in (512, 8192)]
-    assert f"{min(own):.0f} to {max(own):.0f} ms in `generate()`; a step of the RNN" in text
-    ours = [points[16, "pure", length]["milliseconds"] for length in (512, 8192)]
-    fastest, slowest = f"{min(ours):.0f}", f"{max(ours):.0f}"
-    span = fastest if fastest == slowest else f"{fastest} to {slowest}"
-    assert f"a step of the RNN takes {span} ms" in text
-    faster = [
-        points[b, "smollm2", n]["milliseconds"] / points[b, "pure", n]["milliseconds"]
-        for b in (1, 16)
-        for n in (512, 8192)
-    ]
-    assert f"only {min(faster):.1f} to {max(faster):.1f} times as fast as its teacher" in text
-    captured = [points[16, "smollm2, captured", length]["milliseconds"] for length in (512, 8192)]
-    assert f"takes {captured[0]:.1f} and {captured[1]:.1f} ms" in text
-    window, rnn = rows["smollm2", "window 386 + 4 sinks"], rows["pure", None]
-    kl = [f"{x['kl']:.3f} instead of {y['kl']:.3f}" for x, y in zip(window["measured"], rnn["measured"], strict=True)]
-    assert f"KL {kl[0]} at 512 tokens, {kl[1]} at 2,048" in text
-    assert [row["accuracy"] for row in window["recall"] if row["distance"] <= 256] == [1.0] * 3
-
-
-def test_the_minutes_of_the_conversions_are_recorded():
-    text = " ".join(README.read_text().split())
-    pure, kept = (recorded(f"smollm2-{name}")["steps"][0]["seconds"] / 60 for name in ("pure", "kept"))
-    assert f"as a pure RNN, in {pure:.0f} minutes beside other work" in text
-    assert f"(`--softmax-layers auto:7`), in {kept:.0f} minutes." in text
-
-
-LONGER = ("30_000_000", "60_000_000")
-"""Tokens of longer conversions: half of the teacher's, and all."""
-
-
-def test_the_numbers_of_the_text_below_are_recorded():
-    text = " ".join(README.read_text().split())
-    without, given = (
-        next(step for step in recorded(name)["steps"] if step["name"] == "texts")["result"][1]["measured"][0]["ratio"]
-        for name in ("smollm2-pure-no-wikitext", "smollm2-pure")
+    assert (
+        f"{long} ms per step instead of {longer} after 8,192 tokens, and {short} instead of {other} after 512" in WORDS
     )
-    assert f"is {100 * (without - 1):.1f} % above the teacher's instead of {100 * (given - 1):.1f} %" in text
-    cells = cells_of_record(recorded("table1-small")) | cells_of_record(recorded("ablations-small"))
-    names = ("teacher", "pretrained-t2r-32", "random-t2r-32", "pretrained-distill", *(f"tokens-{n}" for n in LONGER))
-    teacher, paper, scratch, ours, half, whole = (f"{cells[name]['test']:.1f}" for name in names)
-    assert f"(perplexity {paper} against {scratch}); our recipe reaches {ours}." in text
-    assert f"the paper's method reaches {half}, and with all of them {whole}, where the teacher has {teacher}." in text
+    steps = {step["name"]: step for step in recorded("smollm2-pure")["steps"]}
+    (rnn,) = [row for row in steps["controls"]["result"] if row["model"] == "pure"]
+    recall = {row["distance"]: row["accuracy"] for row in rnn["recall"]}
+    assert f"it recalls one in {100 * recall[64]:.0f} % of trials after 64 tokens" in WORDS
+    given, without = (
+        100
+        * (next(s for s in recorded(name)["steps"] if s["name"] == "texts")["result"][1]["measured"][0]["ratio"] - 1)
+        for name in ("smollm2-pure", "smollm2-pure-no-wikitext")
+    )
+    assert f"loses {given:.1f} % on the whole of WikiText-2 valid, and {without:.1f} % if" in WORDS
+    translated = {
+        step["name"]: step["result"][1] for step in recorded("opus-zh-en")["steps"] if "newst" in step["name"]
+    }
+    assert f"loses {-translated['newstest2017-best']['bleu_difference']:.1f} BLEU on newstest2017" in WORDS
+    assert translated["newstest2017-causal"]["bleu_p"] > 0.05
 
 
 def test_the_required_versions_are_those_of_the_package():
@@ -149,4 +123,4 @@ def test_the_required_versions_are_those_of_the_package():
     assert (
         f"With Python {python} or newer, torch {needed['torch']} or newer and transformers {needed['transformers']} or "
         "newer"
-    ) in README.read_text()
+    ) in TEXT

@@ -179,9 +179,9 @@ def test_an_empty_folder_is_replaced(tmp_path, overwrite):
 
 def test_only_a_saved_model_is_overwritten(tmp_path):
     out = tmp_path / "out"
-    for name in ("config.json", "old"):
-        out.mkdir(exist_ok=True)
-        (out / name).write_text("{}")
+    out.mkdir()
+    for name, text in {"config.json": '{"model_type": "gpt2"}', "old": "{}"}.items():
+        (out / name).write_text(text)
     with whole_folder(str(out), overwrite=True) as folder:
         (folder / "new").write_text("1")
         assert (out / "old").exists()
@@ -189,6 +189,12 @@ def test_only_a_saved_model_is_overwritten(tmp_path):
     with pytest.raises(T2RError, match="is not a saved model"), whole_folder(str(out), overwrite=True):
         pass
     assert files(tmp_path) == {"out/new": "1"}
+    (out / "config.json").write_text('{"theme": "dark"}')  # another program's
+    with pytest.raises(T2RError, match="is not a saved model"), whole_folder(str(out), overwrite=True):
+        pass
+    assert set(files(tmp_path)) == {"out/new", "out/config.json"}
+    with pytest.raises(T2RError, match="has no name"), whole_folder(""):
+        pass
 
 
 def test_a_failed_block_leaves_no_folder(tmp_path):
@@ -247,7 +253,7 @@ with whole_folder(sys.argv[1]) as folder:
 
 @pytest.mark.skipif(os.name != "posix", reason="there are no locks of folders here")
 def test_partial_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("t2r.storage.YOUNG", 0.0)
+    monkeypatch.setattr("t2r.storage.folders.YOUNG", 0.0)
     script = tmp_path / "scripts" / "t2r"  # a name by which the package knows the command line, and imports no torch
     script.parent.mkdir()
     script.write_text(WRITER)

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import t2r
+from t2r.budgets import descent
 from t2r.generation.text import complete
 from t2r.hub import load_model, load_tokenizer
+from t2r.pipelines import budget
+from t2r.pipelines.convert import convert
 from t2r.pipelines.swap import swap_folder
 
 pytestmark = pytest.mark.teachers
@@ -57,7 +60,7 @@ def test_swapped_checked_saved_loaded_and_generated_from(teachers, tmp_path, nam
     inputs = padded_batch(source, name)
     expected = logits(load_model(str(source), dtype="float32"), inputs)
     done = swap_folder(str(source), str(out), feature_map=feature_map)
-    assert all(site.recurrent for site in done.sites)
+    assert all(site.recurrent != site.cross for site in done.sites)  # cross attention stays exact
     assert torch.equal(padded_batch(out, name)["input_ids"], inputs["input_ids"])  # the tokenizer is saved too
 
     model = load_model(str(out), dtype="float32")
@@ -83,3 +86,44 @@ def test_the_swapped_translator_in_exact_mode_translates_as_its_teacher(teachers
     assert expected[0] == "Hello, world."
     with t2r.exact_attention(t2r.swap(model)):
         assert [done.text for done in complete(model, tokenizer, prompts, **options)] == expected
+
+
+ENGLISH = [
+    "Hello, world.",
+    "The weather is nice today, let's go for a walk in the park.",
+    "This book is a birthday present that my father gave me twenty years ago.",
+]
+
+
+@pytest.mark.parametrize(("recurrent", "memory"), [("causal", "1MiB"), ("both", "0.8MiB")])
+def test_a_translator_within_a_memory_budget(teachers, tmp_path, monkeypatch, recurrent, memory):
+    """Planned, trained for a step, saved and loaded. It translates a batch in the engine as in `generate`."""
+    monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(descent.STEPS, "cpu", 3)
+    monkeypatch.setattr(budget, "PAIRS", 64)
+    files = {}
+    for side, lines in (("source", PROMPTS["opus-mt-zh-en"]), ("target", ENGLISH)):
+        files[side] = str(tmp_path / side)
+        (tmp_path / side).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    results = convert(
+        str(teachers / "opus-mt-zh-en"),
+        str(tmp_path / "rnn"),
+        **files,
+        memory=memory,
+        context=48,
+        source_tokens=48,
+        recurrent=recurrent,
+        overrides=("block_size=64", "batch_tokens=64", "transfer.steps=1", "distill.steps=1"),
+        device="cpu",
+        progress=False,
+    )
+    planned = results["planned"]
+    assert planned["used"] <= planned["memory"]
+    # 8 heads of 64 in 6 layers: keys and values of the source in bfloat16, or float32 states with 32 features.
+    assert planned["cross"] == 6 * 8 * (2 * 2 * 64 * 48 if recurrent == "causal" else 4 * 32 * 65)
+    rnn = load_model(str(tmp_path / "rnn"), dtype="float32")
+    inputs = padded_batch(tmp_path / "rnn", "opus-mt-zh-en")
+    shutil.rmtree(tmp_path / "rnn")
+    for beams in (1, 3):
+        options = {"num_beams": beams, "do_sample": False, "max_new_tokens": 20}
+        assert torch.equal(t2r.Engine(rnn).generate(**inputs, **options), rnn.generate(**inputs, **options))

@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from t2r.errors import T2RError
-from t2r.options import SwapOptions, check, options_of
+from t2r.options import BOTH, SwapOptions, check, options_of
 from t2r.plans import MemoryPlan
-from t2r.storage import write_text
+from t2r.storage import shortened, write_text
 
 OPTIONS = tuple(options_of(SwapOptions))
 """Names of the swap options, the same in `swap`, on the command line and in the saved file."""
@@ -67,6 +67,7 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
                 f"this t2r reads up to format {FORMAT}: upgrade t2r"
             )
         check(SwapOptions, {name: getattr(self, name) for name in OPTIONS})
+        self.recurrent = options_of(SwapOptions)["recurrent"].named(self.recurrent)
         if self.plan is not None:
             self.plan = MemoryPlan.of(self.plan).to_dict()
             self.format = FORMAT
@@ -76,6 +77,12 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
         if self.base_config is not None:
             self.is_encoder_decoder = self.base_config.is_encoder_decoder
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read a saved configuration. Without the option `recurrent`, which is newer, it is that of a model with
+        recurrent causal and cross attention."""
+        return super().from_dict({"recurrent": BOTH} | config_dict, **kwargs)
 
     # Attributes such as `vocab_size`, `hidden_size` and `use_cache` are read from and set on the base configuration.
 
@@ -145,7 +152,15 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
 
     def keeps(self, cross: bool) -> bool:
         """Return whether cross attention, or causal attention, stays softmax in every layer."""
-        return ("cross" if cross else "causal") not in self.recurrent.split(",")
+        return self.recurrent not in (BOTH, "cross" if cross else "causal")
+
+    def refuse_idle(self) -> None:
+        """Raise T2RError for an option of an encoder-decoder that changes nothing."""
+        if self.cross_feature_size is not None and self.keeps(cross=True):
+            raise T2RError(
+                f"cross_feature_size={self.cross_feature_size} changes nothing: cross attention stays exact; make it "
+                "recurrent too, as in the paper (recurrent=both, --recurrent both), or leave the size out"
+            )
 
     def map_options(self, cross: bool = False) -> dict[str, Any]:
         """Return the feature map options of a site, except those that depend on the shape of the site."""
@@ -187,10 +202,15 @@ def read_base_config(fields: Any, dtype: Any) -> PreTrainedConfig:
     fields = dict(fields)
     if fields.get("dtype") == GUARD:
         fields["dtype"] = dtype
+    if (kind := fields.pop("model_type")) not in CONFIG_MAPPING:  # transformers would list all that it knows
+        raise T2RError(
+            f"the configuration's base_config is damaged, or newer: this version of transformers has no model type "
+            f"{shortened(kind)!r}"
+        )
     try:
-        config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **fields)
     except Exception as error:  # configuration classes raise different exceptions for invalid fields
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = shortened(" ".join(str(error).split()) or type(error).__name__)
         raise T2RError(f"the configuration's base_config is damaged: {reason}") from error
     return config
 

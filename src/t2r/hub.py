@@ -31,13 +31,16 @@ from transformers import (
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
 from t2r.errors import T2RError
+from t2r.model.saved_sizes import check_sizes
 from t2r.model.saving import refuse_incomplete
 from t2r.model.swapped import SwappedModel
 from t2r.options import RunOptions, options_of
-from t2r.storage import kind_of
+from t2r.storage import kind_of, shortened
 from t2r.surgery.adapters import FAMILIES
 
 INDEX = "model.safetensors.index.json"
+LONGEST_REASON = 400
+"""Characters of an error of transformers that are shown. Some list all models that it knows."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 
@@ -78,12 +81,14 @@ def load_config(source: str, *, revision: str | None = None, trust_remote_code: 
             raise T2RError(f"the config.json of {source} is damaged: it does not contain a JSON object")
         model_type = fields.get("model_type")
         if not isinstance(model_type, str | None):
-            raise T2RError(f"the config.json of {source} is damaged: model_type is {model_type!r}")
+            raise T2RError(f"the config.json of {source} is damaged: model_type is {shortened(repr(model_type))}")
         if model_type is not None and model_type not in CONFIG_MAPPING and "auto_map" not in fields:
             raise T2RError(
-                f"{source} has model type {model_type!r}, which this version of transformers does not support; "
-                f"t2r supports {', '.join(FAMILIES)}"
+                f"{source} has model type {shortened(model_type)!r}, which this version of transformers does not "
+                f"support: upgrade transformers, or give a model of another type; t2r has tested {len(FAMILIES)}, such "
+                "as gpt2, llama and marian"
             )
+        check_sizes(source, fields)
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     assert isinstance(config, PreTrainedConfig)
     return config
@@ -245,6 +250,7 @@ def explained(source: str, part: str = "") -> Iterator[None]:
         raise T2RError(f"{source} cannot be loaded: its weights are damaged or truncated ({error})") from error
     except Exception as error:  # damaged files can raise any exception
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
         if not isinstance(error, OSError | ValueError | RuntimeError | ImportError | StrictDataclassError):
             reason = f"its files are damaged ({type(error).__name__}: {reason})"
         if "trust_remote_code" in str(error):

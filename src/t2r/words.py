@@ -10,6 +10,11 @@ def counted(number: float, noun: str) -> str:
     return f"{shown} {noun}" if shown == "1" else f"{shown} {noun}s"
 
 
+def extra(name: str) -> str:
+    """Return how an extra is installed."""
+    return f"pip install '.[{name}]' in a clone of t2r"
+
+
 def in_minutes(seconds: float) -> str:
     number = f"{seconds / 60:.2g}" if seconds < 600 else f"{round(seconds / 60):,}"
     return f"{number} minute{'' if number == '1' else 's'}"

@@ -221,7 +221,7 @@ def test_encoder_decoders(tmp_path, tokenizer):
 @pytest.mark.parametrize("model_type", ["fsmt", "marian"])
 def test_the_decoder_reads_the_targets(model_type, tmp_path, tokenizer):
     """FSMT does not make its decoder inputs from the labels."""
-    model = t2r.swap(tiny(model_type, torch.float32), feature_size=8)
+    model = t2r.swap(tiny(model_type, torch.float32), feature_size=8, recurrent="both")
     source, *targets = (tmp_path / f"{i}.txt" for i in range(3))
     for path, line in zip((source, *targets), ("w3 w4 w5 w6", "w7 w8 w9 w10", "w11 w12 w13 w14"), strict=True):
         path.write_text(line + "\n")
@@ -239,11 +239,15 @@ def test_the_decoder_reads_the_targets(model_type, tmp_path, tokenizer):
 @pytest.mark.parametrize("model_type", ["t5", "mt5", "umt5", "marian"])
 def test_a_single_recurrent_layer_is_that_of_a_model_with_the_others_kept(model_type):
     """The first layer of a T5 computes the bias of all exact layers above, also if it is recurrent itself."""
-    model = t2r.swap(tiny(model_type), feature_size=8, init="identity")
+    model = t2r.swap(tiny(model_type), feature_size=8, recurrent="both", init="identity")
     inputs = batch(model_type)
     for layer in range(3):
         kept = t2r.swap(
-            tiny(model_type), feature_size=8, init="identity", softmax_layers=[i for i in range(3) if i != layer]
+            tiny(model_type),
+            feature_size=8,
+            recurrent="both",
+            init="identity",
+            softmax_layers=[i for i in range(3) if i != layer],
         )
         kept.load_state_dict(model.state_dict(), strict=False)
         with torch.no_grad(), t2r.exact_attention(model, recurrent_layers=[layer]):
@@ -260,7 +264,7 @@ def test_a_transformer_is_analyzed_without_notices_of_a_swap(tokenizer, text, ca
 def test_pairs_are_cut_at_the_positions_and_unknown_tokens_are_refused(tmp_path, tokenizer):
     path = tmp_path / "long.txt"
     path.write_text("w3 w4 " * POSITIONS + "\n")
-    model = t2r.swap(tiny("marian", torch.float32), feature_size=8)
+    model = t2r.swap(tiny("marian", torch.float32), feature_size=8, recurrent="both")
     found = analyze(model, source=path, target=path, tokenizer=tokenizer)
     assert found["tokens"] == POSITIONS
     larger = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": VOCABULARY}, unk_token="a")))
@@ -272,7 +276,7 @@ def test_pairs_are_cut_at_the_positions_and_unknown_tokens_are_refused(tmp_path,
 def test_sentences_that_are_shorter_than_the_first_measured_state(tmp_path, tokenizer):
     path = tmp_path / "short.txt"
     path.write_text("w3 w4 w5\n" + "w6 " * 12 + "\n")
-    model = t2r.swap(tiny("marian", torch.float32), feature_size=8)
+    model = t2r.swap(tiny("marian", torch.float32), feature_size=8, recurrent="both")
     found = analyze(model, source=path, target=path, tokenizer=tokenizer)
     assert [row["tokens"] for row in found["state"]] == [8, 12]
 

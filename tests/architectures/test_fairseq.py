@@ -449,7 +449,7 @@ def check_mt(path: Path, state: dict[str, Tensor], *dictionaries: str) -> Any:
         got = model(**inputs, use_cache=False).logits[real]
     torch.testing.assert_close(got, want[real].float(), rtol=1e-4, atol=1e-4)
     # The stock forward does not support float64. That of t2r, with the same attention, does.
-    model = t2r.swap(AutoModelForSeq2SeqLM.from_pretrained(out).eval())
+    model = t2r.swap(AutoModelForSeq2SeqLM.from_pretrained(out).eval(), recurrent="both")
     assert model.dtype == torch.float64
     with torch.no_grad(), t2r.exact_attention(model):
         got = model(**inputs, use_cache=False).logits[real]

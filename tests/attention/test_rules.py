@@ -86,7 +86,7 @@ class GatedMap(AffineMap):
 
 
 def gated(model_type, **options):
-    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, **options).eval()
+    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, recurrent="both", **options).eval()
     for site in recurrent_sites(model):
         site.feature_map.__class__ = type("Gated", (GatedMap, type(site.feature_map)), {})
     return model

@@ -16,7 +16,7 @@ PLAIN = ["gemma", "granite", "llama", "mistral", "phi", "qwen2", "stablelm"]
 @pytest.mark.parametrize("model_type", PLAIN)
 @torch.no_grad()
 def test_no_rotation_is_a_rotation_by_zero(model_type):
-    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, rotary=False).eval()
+    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, recurrent="both", rotary=False).eval()
     given = batch(model_type, padding="left")
     sites = recurrent_sites(model)
     assert all(site.direct for site in sites)
@@ -29,7 +29,7 @@ def test_no_rotation_is_a_rotation_by_zero(model_type):
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo"])
 def test_the_stock_forward_is_used_if_the_map_does_not_follow_the_projections(model_type):
     rotary = model_type == "llama"
-    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, rotary=rotary)
+    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, recurrent="both", rotary=rotary)
     assert not any(site.direct for site in recurrent_sites(model))
 
 

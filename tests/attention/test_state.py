@@ -25,7 +25,7 @@ GREEDY = {"do_sample": False, "eos_token_id": None}
 
 
 def swapped(model_type, dtype=torch.float64, **options):
-    return t2r.swap(tiny(model_type, dtype), **{"feature_size": 8, "init": "identity"} | options)
+    return t2r.swap(tiny(model_type, dtype), **{"feature_size": 8, "recurrent": "both", "init": "identity"} | options)
 
 
 def text(rows=1, length=12, seed=0):

@@ -15,7 +15,9 @@ KINDS = {"pure": {}, "decay": DECAY, "kept": {"softmax_layers": [1]}, "signed": 
 
 
 def swapped(model_type, dtype=torch.float64, layers=None, **options):
-    return t2r.swap(tiny(model_type, dtype, layers=layers), **({"feature_size": 8} | options)).eval()
+    return t2r.swap(
+        tiny(model_type, dtype, layers=layers), **({"feature_size": 8, "recurrent": "both"} | options)
+    ).eval()
 
 
 class NoWaiting(TorchDispatchMode):

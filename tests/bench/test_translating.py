@@ -133,8 +133,9 @@ def test_the_search_for_the_largest_batch():
         ("gpt2", None),
         ("gpt2", {"feature_size": 4, "decay": True}),
         ("llama", {"rotary": False, "feature_size": 8, "grouped": False, "key_weights": True, "softmax_layers": [1]}),
-        ("marian", {"feature_size": 4, "cross_feature_size": 8, "merged": True}),
-        ("marian", {"feature_size": 4, "softmax_layers": [0]}),
+        ("marian", {"feature_size": 4, "cross_feature_size": 8, "recurrent": "both", "merged": True}),
+        ("marian", {"feature_size": 4, "recurrent": "both", "softmax_layers": [0]}),
+        ("marian", {"feature_size": 4}),
     ],
 )
 def test_the_analytic_model_counts_operations_and_bytes(family, options):
@@ -207,5 +208,5 @@ def test_one_thread_is_singular():
 
 
 def test_values_that_are_no_yaml_are_refused():
-    with pytest.raises(T2RError, match="is not a value of feature_size"):
+    with pytest.raises(T2RError, match="the value of feature_size is not valid YAML"):
         built("random:tiny-lm,feature_size=[")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -14,24 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2ForSequenceClassification
 
 import t2r
+from commands import TEXT, is_one_line, runner, words
 from families import tiny
-from t2r import cli
 from t2r.storage import json_text
 
-TEXT = "the old man and the sea went out with a boat to catch fish but he came home with none . " * 40
 LONG = "x" * 5000
-
-
-def words(size: int = 97) -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    many = " ".join(f"w{i}" for i in range(size - 24)) if size > 97 else ""
-    core.train_from_iterator([TEXT * 9, many], trainers.WordLevelTrainer(special_tokens=["<pad>", "</s>", "<unk>"]))
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
 def edit(folder: Path, **fields: object) -> None:
@@ -87,6 +76,17 @@ def made(tmp_path_factory) -> Path:
     }.items():
         edit(copy(name, "rnn"), base_config=base)
     edit(copy("bad-option", "rnn"), feature_size=-3)
+    for name, source, fields in (
+        ("many-layers", "gpt2", {"n_layer": 10**9}),
+        ("many-layers-llama", "llama", {"num_hidden_layers": 10**9}),
+        ("many-layers-marian", "marian", {"encoder_layers": 1e300}),
+        ("many-experts", "llama", {"num_local_experts": 10**9, "model_type": "mixtral"}),
+        ("many-heads", "llama", {"num_key_value_heads": 10**9}),
+        ("huge-dropout", "gpt2", {"attn_pdrop": 10**9}),
+        ("unknown", "gpt2", {"model_type": "gpt99" * 100, "architectures": None}),
+    ):
+        edit(copy(name, source), **fields)
+    edit(copy("base-layers", "rnn"), base_config=t2r_config["base_config"] | {"n_layer": 10**9})
     for name, text in {"list": "[]", "number": "3", "deep": "[" * 100_000, "cut": '{"model_type": "gp'}.items():
         (copy(f"config-{name}") / "config.json").write_text(text)
     (copy("config-bytes") / "config.json").write_bytes(b"\xff\xfe\x00")
@@ -126,17 +126,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    def run(*arguments: object, stdin: str | bytes = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["t2r", *map(str, arguments)])
-        raw = stdin if isinstance(stdin, bytes) else stdin.encode()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        return exit.value.code or 0, *capsys.readouterr()
-
-    return run
+    return runner(monkeypatch, capsys)
 
 
 CONVERT = "convert {m}/gpt2 {o} --train {m}/text.txt"
@@ -189,7 +179,7 @@ CASES = [
     # Recipes.
     (f"{CONVERT} --recipe {{m}}/recipe-keys.yaml", "no field 3"),
     (f"{CONVERT} --recipe {{m}}/recipe-date.yaml", "steps must be a whole number"),
-    (f"{CONVERT} --recipe {{m}}/recipe-deep.yaml", "is not valid YAML"),
+    (f"{CONVERT} --recipe {{m}}/recipe-deep.yaml", "more than 50 levels"),
     # Texts.
     ("evaluate {m}/llama --text {m}/surrogate.jsonl", "surrogate.jsonl:2: the text is not valid Unicode (U+D83D"),
     ("evaluate {m}/llama --text {m}/deep.jsonl", "deep.jsonl:1: the JSON cannot be read"),
@@ -221,7 +211,18 @@ CASES = [
     ("inspect {m}/base-list", "base_config has no model_type"),
     ("inspect {m}/base-untyped", "base_config has no model_type"),
     ("inspect {m}/base-odd", "base_config is damaged"),
-    ("inspect {m}/base-unknown", "base_config is damaged"),
+    ("inspect {m}/base-unknown", "has no model type 'gpt99'"),
+    *(
+        (f"{command}", "1,000,000,000, but its weights have 4")
+        for name in ("many-layers", "base-layers")
+        for command in (f"inspect {{m}}/{name}", f"generate {{m}}/{name} the", f"swap {{m}}/{name} {{o}}")
+    ),
+    ("inspect {m}/many-layers-llama", "num_hidden_layers is 1,000,000,000, but its weights have 30 tensors"),
+    ("generate {m}/many-layers-marian the", "encoder_layers is 9,223,372,036,854,775,808, but its weights have"),
+    ("generate {m}/many-experts the", "num_local_experts is 1,000,000,000, but its weights have 30 tensors"),
+    ("inspect {m}/many-heads", "is not valid (ZeroDivisionError"),
+    ("inspect {m}/huge-dropout", "is not valid (ValueError: dropout probability"),
+    ("generate {m}/unknown the", "which this version of transformers does not support"),
     ("inspect {m}/bad-option", "feature_size must be a whole number, at least 1; got -3"),
     ("swap {m}/index-outside {o}", "refers to '../gpt2/model.safetensors', which is not a safetensors file in that"),
     ("swap {m}/index-absolute {o}", "which is not a safetensors file in that folder"),
@@ -262,9 +263,8 @@ def test_a_mistake_is_one_line(run, made, tmp_path, command, says):
     code, stdout, stderr = run(*(word.format(m=made, o=tmp_path / "out") for word in command.split()))
     assert code == 2, stderr
     assert says in stderr
-    lines = [line for line in stderr.splitlines() if not line.startswith("t2r: note: ")]
-    assert len(lines) == 1
-    assert lines[0].startswith("t2r: ")
+    assert is_one_line(stderr), stderr
+    assert len(stderr) < 1000, stderr
     assert stdout == ""
     assert os.listdir(tmp_path) == []
     assert sorted(os.listdir(made)) == before

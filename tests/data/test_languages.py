@@ -32,7 +32,7 @@ def test_a_translation_begins_with_its_language():
     model = model_for(tokenizer)
     with pytest.raises(T2RError, match="give --target-language"):
         t2r.generate(model, "abc", tokenizer=tokenizer)
-    swapped = t2r.swap(model, feature_size=4)
+    swapped = t2r.swap(model, feature_size=4, recurrent="both")
     found = []
     forward = swapped.forward
     swapped.forward = lambda *args, **given: found.append(given["decoder_input_ids"].clone()) or forward(*args, **given)

@@ -29,7 +29,7 @@ def ids_of(length=20, rows=2):
 
 def kept(name="llama", **options):
     """Return a swapped model of three layers, of which the second is a softmax layer."""
-    return t2r.swap(tiny(name, torch.float64), feature_size=6, softmax_layers=[1], **options).eval()
+    return t2r.swap(tiny(name, torch.float64), feature_size=6, recurrent="both", softmax_layers=[1], **options).eval()
 
 
 def one_layer(name):
@@ -161,10 +161,10 @@ def test_memory_of_causal_and_cross_attention():
     teacher = tiny("marian", torch.bfloat16)
     causal, cross = translation_memory(teacher)
     assert (causal.at(5), cross.at(9)) == held(teacher, source=9, target=5)
-    rnn = t2r.swap(tiny("marian", torch.float32), feature_size=4, cross_feature_size=8)
+    rnn = t2r.swap(tiny("marian", torch.float32), feature_size=4, recurrent="both", cross_feature_size=8)
     assert translation_memory(rnn) == tuple(Memory(size, 0) for size in held(rnn, source=9, target=5))
     assert memory_at(rnn, 9) == memory_at(rnn, 30)
-    kept = t2r.swap(tiny("marian", torch.float32), feature_size=4, softmax_layers=[0])
+    kept = t2r.swap(tiny("marian", torch.float32), feature_size=4, recurrent="both", softmax_layers=[0])
     assert memory_at(kept, 9)["kept_tokens"] == 9
     assert memory_at(rnn, 9)["cross_bytes"] < memory_at(kept, 30)["cross_bytes"]
     assert memory_of(rnn) is None  # of an encoder-decoder: see above

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from families import tiny
-from publish import page
+from publish import page, record_page, record_pages
 from t2r.cli import app
 from t2r.data.mixture import parse_sources
 from t2r.data.wikitext import detokenize, prepare
@@ -393,15 +393,17 @@ def test_command_line_errors():
 
 
 def test_the_pages_match_the_records():
-    shown = set()
-    for name in ("results.md", "performance.md"):
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        assert text == page(text), "run: python experiments/publish.py"
-        shown |= set(re.findall(r"<!-- record: ([\w-]+) -->", text))
-        for figure in re.findall(r"\]\(([\w-]+\.svg)\)", text):
-            assert (ROOT / "docs" / figure).is_file(), "run: python experiments/publish.py"
+    generated = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/records").iterdir()}
+    assert generated == record_pages(), "run: python experiments/publish.py"
     wanted = {f"{name}-small" if "small" in scales_of(name) else name for name in shipped_experiments()}
-    assert shown == wanted
+    wanted |= {path.stem for path in (ROOT / "experiments/records").glob("*.json")}
+    assert wanted <= {name.removesuffix(".md") for name in generated}
+    linked = set()
+    for path in (ROOT / "docs").glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        assert text == page(text), "run: python experiments/publish.py"
+        linked |= set(re.findall(r"\]\(records/([\w-]+)\.md", text))
+    assert wanted <= linked, "the page of a question links each record that it is about"
 
 
 @pytest.mark.parametrize(("name", "scale"), EVERY)
@@ -428,8 +430,7 @@ def test_records_name_their_commands(name, scale):
 
 
 def test_a_change_of_a_record_changes_the_page(tmp_path, monkeypatch):
-    text = "before\n<!-- record: x -->\nold\n<!-- end -->\nafter\n"
-    assert page(text) == text.replace("old\n", "Not recorded yet: `t2r reproduce x`.\n")
+    assert "Not recorded yet: `t2r reproduce x`." in record_page("x")
     record = {
         "experiment": "x",
         "date": "2026-11-16",
@@ -446,14 +447,24 @@ def test_a_change_of_a_record_changes_the_page(tmp_path, monkeypatch):
         ],
     }
     monkeypatch.setattr("publish.recorded", lambda name: record)
-    made = page(text)
+    made = record_page("x")
     assert "2026-11-16; NVIDIA H200; torch 2.11; 1.5 minutes over all steps" in made
     assert "    t2r convert a b    # 90 s" in made
     assert "| after distill | 22.00 (+10.0 %) | 0.100 |" in made
     assert "could not be run: no data" in made
-    assert made.startswith("before\n")
+    text = "before\n<!-- summary: performance -->\nold\n<!-- end -->\nafter\n"
+    made = page(text)
+    assert made.startswith("before\n<!-- summary: performance -->\n| ms per step")
     assert made.endswith("<!-- end -->\nafter\n")
     assert page(made) == made
+
+
+def test_a_table_without_its_record_is_an_error(monkeypatch):
+    with pytest.raises(T2RError, match="no summary 'nothing'; there are conversion, translation"):
+        page("<!-- summary: nothing -->\n<!-- end -->\n")
+    monkeypatch.setattr("summaries.recorded", lambda name: None)
+    with pytest.raises(T2RError, match="smollm2-decode-gpu is not recorded: run t2r reproduce"):
+        page("<!-- summary: performance -->\n<!-- end -->\n")
 
 
 def test_evaluations_as_tables():

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import summaries
 from claims import CLAIMS, claims_list, claims_of, judged
-from publish import draw, page
+from publish import draw, record_page
 from t2r.cli import app
 from t2r.experiments import load_experiment, reproduce, scales_of, shipped_experiments
 from t2r.experiments.cells import cells_of_record
@@ -298,14 +299,12 @@ def test_an_axis_without_labels_at_a_scale_has_no_cells():
 
 
 def test_pages_show_grids_by_their_scale(monkeypatch):
-    text = "<!-- record: figure-entropy-paper -->\nold\n<!-- end -->\n"
-    assert "Not recorded yet: `t2r reproduce figure-entropy --scale paper`." in page(text)
-    text = text.replace("paper", "small")
+    assert "Not recorded yet: `t2r reproduce figure-entropy --scale paper`." in record_page("figure-entropy-paper")
     record = record_of("figure-entropy", TEACHER, evaluated("teacher", 20.0, 21.0, 7))
     monkeypatch.setattr("publish.recorded", lambda name: record)
-    made_page = page(text)
+    made_page = record_page("figure-entropy-small")
     assert "`t2r reproduce figure-entropy --scale small`: 2026-11-16" in made_page
-    assert "![Perplexity by entropy of attention](figure-entropy-perplexity-small.svg)" in made_page
+    assert "![Perplexity by entropy of attention](../figure-entropy-perplexity-small.svg)" in made_page
 
 
 def test_the_figures_of_a_grid(tmp_path):
@@ -484,6 +483,8 @@ def test_claims_about_speed(monkeypatch):
     monkeypatch.setattr("claims.recorded", lambda name: record_of("x", part))
     assert claims_list("small").count("holds") == 2  # and those that other records would show
     assert "- **holds**: T2R has 70 % less memory for attention than ELU. 75 % less" in claims_list("small")
+    told = f"**Of the paper's {len(CLAIMS)} claims, at the scale `small`: 2 hold, 1 does not hold,"
+    assert told in summaries.claims("small")
 
 
 def test_the_claims_that_a_record_is_about():

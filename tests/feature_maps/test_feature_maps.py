@@ -541,7 +541,7 @@ def test_rfa_heads_draw_independently_in_training() -> None:
 def test_few_random_features_cannot_attend_to_one_key(scale: float) -> None:
     """The noise of the estimated kernel over many keys is larger than its value at the key that equals the query.
 
-    This is why RFA stays behind learned features of the same size in docs/results.md, whatever its scale is."""
+    This is why RFA stays behind learned features of the same size in docs/paper.md, whatever its scale is."""
     heads, keys = 32, 256
     generator = torch.Generator().manual_seed(0)
     k = torch.nn.functional.normalize(torch.randn(1, heads, keys, 64, generator=generator), dim=-1)
@@ -581,7 +581,7 @@ def test_gradients_of_rfa_are_as_large_as_those_of_softmax() -> None:
         return torch.stack(norms).median().item()
 
     expected = median_norm(model.train())
-    recurrent = swap(model, feature_map="rfa", feature_size=4, cross_feature_size=32)
+    recurrent = swap(model, feature_map="rfa", feature_size=4, recurrent="both", cross_feature_size=32)
     assert median_norm(recurrent.train()) == pytest.approx(expected, rel=0.2)
 
 

@@ -39,7 +39,7 @@ OPTIONS = {
     "stopping_criteria": [5, [None], lambda ids, scores: False],
     "attention_mask": [[[1, 1, 1]], 1, "mask", torch.ones(3), torch.ones(1, 9)],
     "streamer": [5, print],
-    "seed": [1.5, "1", -1, 2**64, True],
+    "seed": [1.5, "1", -(2**63) - 1, 2**64, True],
     "state": [5, "state", {}],
 }
 

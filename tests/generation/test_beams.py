@@ -24,7 +24,7 @@ OPTIONS = {
 
 def swapped(case, merged=False):
     model_type, options = CASES[case]
-    model = t2r.swap(tiny(model_type, torch.float64), **({"feature_size": 8} | options)).eval()
+    model = t2r.swap(tiny(model_type, torch.float64), **({"feature_size": 8, "recurrent": "both"} | options)).eval()
     model.generation_config.eos_token_id = list(range(EOS, VOCABULARY, 5))  # some beams end early
     model.generation_config.pad_token_id = PAD
     return t2r.merge(model) if merged else model

@@ -53,7 +53,7 @@ def test_an_engine_is_used_again_for_more_and_longer_prompts(case):
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 @pytest.mark.parametrize("model_type", ["marian", "pegasus"])
 def test_a_step_is_built_again_if_the_table_of_positions_was_extended(model_type, options):
-    model = t2r.swap(tiny(model_type, torch.float64, layers=1), feature_size=8).eval()
+    model = t2r.swap(tiny(model_type, torch.float64, layers=1), feature_size=8, recurrent="both").eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, PAD
     engine, (source,) = Engine(model), prompts([5])
     engine.generate(source, max_new_tokens=4, **options)
@@ -505,7 +505,7 @@ def test_padded_prompts_of_a_decoder_fall_back_to_generate(beams, caplog):
 
 @pytest.mark.parametrize(("model_type", "reason"), [("mistral", "sliding window"), ("t5", "relative bias")])
 def test_softmax_layers_without_a_static_cache_fall_back_to_generate(model_type, reason, caplog):
-    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, softmax_layers=[0]).eval()
+    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, recurrent="both", softmax_layers=[0]).eval()
     (prompt,) = prompts([5])
     with caplog.at_level(logging.WARNING, "t2r"):
         out = Engine(model).generate(prompt, max_new_tokens=4, pad_token_id=PAD)

@@ -144,7 +144,7 @@ def test_prompts_that_end_with_padding_are_refused():
 
 
 def test_a_source_beyond_the_positions_of_the_encoder_is_refused():
-    engine = Engine(t2r.swap(tiny("bart"), feature_size=4))
+    engine = Engine(t2r.swap(tiny("bart"), feature_size=4, recurrent="both"))
     with pytest.raises(T2RError, match=f"beyond the {POSITIONS} positions of the encoder"):
         engine.generate(torch.full((1, POSITIONS + 1), 5), max_new_tokens=2)
 
@@ -219,7 +219,7 @@ def test_a_mask_may_be_changed_after_it_was_read():
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "opt", "falcon"])
 def test_static_caches_of_generate(family):
     """For some families, transformers prepares a mask for each type of layers."""
-    model, ids = t2r.swap(tiny(family), feature_size=8), torch.cat(prompts([5, 5]))
+    model, ids = t2r.swap(tiny(family), feature_size=8, recurrent="both"), torch.cat(prompts([5, 5]))
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}

@@ -204,7 +204,9 @@ def paper_lm(layers: int, options: str = ",feature_size=4,merged"):
 def paper_mt(layers: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.SHAPES, "tiny-mt", models.marian(64, layers, 2, 200, 128))
-        return models.random_model("random:tiny-mt,feature_size=4,cross_feature_size=8,merged", {}, DEVICE)[1]
+        return models.random_model(
+            "random:tiny-mt,recurrent=both,feature_size=4,cross_feature_size=8,merged", {}, DEVICE
+        )[1]
 
 
 def llama(layers: int, **options):
@@ -214,11 +216,26 @@ def llama(layers: int, **options):
     return t2r.merge(model).requires_grad_(False)
 
 
+def planned(layers: int, **options):
+    """Windows that differ by head, and states of some heads, with grouped queries."""
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6, "num_key_value_heads": 3}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=layers, pad_token_id=0, **sizes)).eval()
+    plan = {"windows": [[2, 1, 3]] * layers, "sinks": 1, "states": [[True, False, True]] * layers}
+    model = t2r.swap(base, **(load_recipe("memory-lm").swap | {"feature_size": 4} | options), plan=plan)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "query_weight" in name:  # all are zero before a training
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return model.to(DEVICE).requires_grad_(False)
+
+
 MODELS = {
     "paper-lm": paper_lm,
     "llama": llama,
     "llama, softmax": lambda layers: llama(layers + 1, softmax_layers=list(range(layers))),  # the last is recurrent
     "paper-mt": paper_mt,
+    "windows and states": planned,
+    "windows and many states": lambda layers: planned(layers, grouped=False),
     "paper-lm, softmax": lambda layers: on_the_engine(paper_lm(layers, "")),
 }
 KERNELS = {
@@ -226,6 +243,8 @@ KERNELS = {
     "llama": (8, 11),
     "llama, softmax": (8, 26 + 8),
     "paper-mt": (13, 15),
+    "windows and states": (10, 21),
+    "windows and many states": (10, 21),
     "paper-lm, softmax": (7, 18),
 }
 """The numbers of kernels of a layer, and of everything else."""
@@ -245,6 +264,28 @@ def test_the_number_of_kernels(name, monkeypatch):
         counts.append(kernels.counts)
     layer = counts[1] - counts[0]
     assert (layer.total(), counts[0].total() - layer.total()) == KERNELS[name], (layer, counts[0])
+
+
+@pytest.mark.parametrize("name", ["windows and states", "windows and many states"])
+@torch.no_grad()
+def test_a_step_of_windows_and_states_in_kernels(name, monkeypatch):
+    """The kernels add the state to the window: until every window was filled, in rows that began at other times."""
+    model = MODELS[name](1)
+    results = []
+    for backends in ((), ("triton",)):
+        step, found = DecodeStep(model, 2, 16), []
+        with step.few_kernels(), monkeypatch.context() as patch:
+            patch.setitem(registry.PREFERENCE, DEVICE, backends)
+            step.reset()
+            for n in range(7):
+                step.active.copy_(torch.tensor([1, n > 1])[:, None].view_as(step.active))
+                step.tokens.copy_(torch.tensor([[3 + n], [5 + 2 * n]]))
+                step.forward()
+                found.append(step.logits.clone())
+        results.append([*found, *(x.clone() for x in step.own.tensors())])
+    assert any((x.abs() > 0).any() for x in results[0][7:])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_the_backend_of_a_prompt(model_type, options, abilities, used, monkeypat
     backend.parallel = parallel
     monkeypatch.setitem(registry.BACKENDS, "other", backend)
     monkeypatch.setitem(registry.PREFERENCE, "cpu", ("other",))
-    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, **options).eval()
+    model = t2r.swap(tiny(model_type, torch.float64), feature_size=8, recurrent="both", **options).eval()
     calls.clear()
     found = t2r.generate(model, ["abc", " "], tokenizer=letters(), max_new_tokens=2)
     assert ((not model.config.is_encoder_decoder) in calls) == used

@@ -131,7 +131,7 @@ def plain_config(tried: Tried) -> Any:
 @pytest.mark.parametrize("what", REFUSALS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_unsupported_features_raise_and_leave_the_model_unchanged(model_type, what, tmp_path):
-    model = t2r.swap(tiny(model_type, torch.float32), feature_size=8).eval()
+    model = t2r.swap(tiny(model_type, torch.float32), feature_size=8, recurrent="both").eval()
     tried = Tried(model, batch(model_type), tmp_path / "folder")
     with torch.no_grad():
         before = model(**tried.inputs).logits
@@ -145,7 +145,7 @@ def test_unsupported_features_raise_and_leave_the_model_unchanged(model_type, wh
 
 def test_a_prompt_in_chunks_is_refused_for_an_encoder_decoder():
     """transformers splits the attention mask, which for an encoder-decoder is the mask of the source."""
-    model, inputs = t2r.swap(tiny("marian", torch.float32), feature_size=8).eval(), batch("marian")
+    model, inputs = t2r.swap(tiny("marian", torch.float32), feature_size=8, recurrent="both").eval(), batch("marian")
     del inputs["decoder_input_ids"]
     with pytest.raises(T2RError, match="mask of the source"):
         model.generate(**inputs, **HOW, prefill_chunk_size=4)

@@ -42,7 +42,7 @@ options = pytest.mark.parametrize(
 
 def swapped(model_type, dtype=torch.float64, noise=True, **options):
     """Return a model with random weights and biases in every feature map, as if trained."""
-    model = t2r.swap(tiny(model_type, dtype), **{"feature_size": 8, "init": "identity"} | options)
+    model = t2r.swap(tiny(model_type, dtype), **{"feature_size": 8, "recurrent": "both", "init": "identity"} | options)
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if noise and ".feature_map." in name:
@@ -181,7 +181,7 @@ def test_the_states_are_the_same(model_type):
 def test_sources_and_targets_with_their_own_vocabularies():
     for sizes in ({"src_vocab_size": 40}, {"tgt_vocab_size": 40}):
         config = FSMTConfig(**FSMT | sizes | {"tie_word_embeddings": False})
-        model = t2r.swap(FSMTForConditionalGeneration(config).eval(), feature_size=4)
+        model = t2r.swap(FSMTForConditionalGeneration(config).eval(), feature_size=4, recurrent="both")
         assert t2r.merge(model).t2r_config.merged
 
 
@@ -291,7 +291,7 @@ def test_swapping_does_not_change_a_configuration_that_models_share(tmp_path):
     teacher = type(base)(base.config).to(torch.float64).eval()
     inputs = batch("gptj")
     expected = teacher(**inputs).logits
-    student = t2r.swap(type(base)(base.config), feature_size=4)
+    student = t2r.swap(type(base)(base.config), feature_size=4, recurrent="both")
     assert torch.equal(teacher(**inputs).logits, expected)
     assert student.config is not teacher.config
     assert {id(part.config) for part in student.modules() if hasattr(part, "config")} == {id(student.config)}
@@ -302,7 +302,7 @@ def test_swapping_does_not_change_a_configuration_that_models_share(tmp_path):
 @pytest.mark.parametrize(("model_type", "target"), [("gpt2", "c_attn"), ("bart", "v_proj"), ("opt", "q_proj")])
 def test_adapters_are_merged_first(model_type, target):
     peft = pytest.importorskip("peft")
-    model = t2r.swap(tiny(model_type, torch.bfloat16), feature_size=4)
+    model = t2r.swap(tiny(model_type, torch.bfloat16), feature_size=4, recurrent="both")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=[target], fan_in_fan_out=model_type == "gpt2"))
     with pytest.raises(t2r.T2RError, match=f"projection {target} has an adapter"):
         t2r.merge(model.eval(), force=True)

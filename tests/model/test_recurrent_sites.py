@@ -1,6 +1,7 @@
 """What becomes recurrent is a choice: causal attention, cross attention, or both."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from t2r.errors import T2RError
 from t2r.reporting.inspection import inspect_model
 
 both = pytest.mark.parametrize("recurrent", ["causal", "cross"])
+SIZES = {"feature_size": 4}
+OF_CROSS = SIZES | {"cross_feature_size": 6}
 families = pytest.mark.parametrize("name", ["marian", "bart", "t5", "fsmt"])
 
 
@@ -28,8 +31,8 @@ def inputs(rows=3, source=9, target=7):
 
 
 def swapped(name, recurrent):
-    base = tiny(name, torch.float32).eval()
-    return base, t2r.swap(copy.deepcopy(base), feature_size=4, cross_feature_size=6, recurrent=recurrent).eval()
+    base, sizes = tiny(name, torch.float32).eval(), SIZES if recurrent == "causal" else OF_CROSS
+    return base, t2r.swap(copy.deepcopy(base), **sizes, recurrent=recurrent).eval()
 
 
 @both
@@ -88,7 +91,30 @@ def test_it_is_saved_merged_and_generates(tmp_path, recurrent):
     assert torch.equal(again.generate(**given, **options), expected)
 
 
+def test_cross_attention_stays_exact_by_default():
+    model = t2r.swap(tiny("marian"), feature_size=4)
+    assert model.t2r_config.recurrent == "causal"
+    assert len(recurrent_sites(model)) == model.count_layers()
+
+
+def test_both_and_its_former_name(tmp_path):
+    """Until `both`, the option was a list; before that, there was none, and both became recurrent."""
+    models = [t2r.swap(tiny("marian"), **OF_CROSS, recurrent=word) for word in ("both", "causal,cross")]
+    assert [model.t2r_config.recurrent for model in models] == ["both", "both"]
+    models[0].save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["recurrent"] == "both"
+    for former in ({"recurrent": "causal,cross"}, {}):
+        rest = {name: value for name, value in saved.items() if name != "recurrent"}
+        (tmp_path / "config.json").write_text(json.dumps(rest | former))
+        again = t2r.load(str(tmp_path))
+        assert again.t2r_config.recurrent == "both"
+        assert len(recurrent_sites(again)) == 2 * again.count_layers()
+
+
 def test_mistakes():
+    with pytest.raises(T2RError, match="cross_feature_size=6 changes nothing: cross attention stays exact"):
+        t2r.swap(tiny("marian"), **OF_CROSS)
     with pytest.raises(T2RError, match="recurrent=cross: gpt2 has no such attention"):
         t2r.swap(tiny("gpt2"), recurrent="cross")
     with pytest.raises(T2RError, match="recurrent"):

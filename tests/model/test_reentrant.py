@@ -15,7 +15,7 @@ from families import FAMILIES, batch, is_seq2seq, some_slow, tiny
 from t2r.attention.recurrence import recurrent_sites
 
 family = pytest.mark.parametrize("model_type", sorted(FAMILIES))
-OPTIONS = {"feature_size": 8, "softmax_layers": [1]}
+OPTIONS = {"feature_size": 8, "recurrent": "both", "softmax_layers": [1]}
 FORGETS = {"decay": True, "rotary": False, "feature_map": "t2r", "activation": "softmax", "shared": False}
 
 

@@ -38,7 +38,7 @@ both = pytest.mark.parametrize("model_type", ["gpt2", "llama", "marian"])
 
 
 def swapped(model_type, dtype=torch.float64, **options):
-    return t2r.swap(tiny(model_type, dtype), **{"feature_size": 8, "init": "identity"} | options)
+    return t2r.swap(tiny(model_type, dtype), **{"feature_size": 8, "recurrent": "both", "init": "identity"} | options)
 
 
 def auto(model_type):
@@ -189,7 +189,7 @@ def test_longer_tables_of_positions_are_not_saved(model_type, tmp_path):
 def test_the_saved_configuration(model_type, tmp_path):
     base = tmp_path / "base"
     tiny(model_type).save_pretrained(base)
-    model = t2r.swap(auto(model_type).from_pretrained(base), feature_size=8)
+    model = t2r.swap(auto(model_type).from_pretrained(base), feature_size=8, recurrent="both")
     model.save_pretrained(tmp_path / "out")
     text = (tmp_path / "out" / "config.json").read_text()
     fields = json.loads(text)
@@ -243,11 +243,12 @@ def test_the_model_card(tmp_path):
         ("gpt2", {}, None),
         ("gpt2", {"softmax_layers": [2]}, "Softmax attention remains in 1 of 3 layers"),
         ("marian", {}, None),
-        ("marian", {"recurrent": "causal"}, "Softmax attention remains in 3 of 3 layers"),
+        ("marian", {"recurrent": "causal"}, "Cross attention stays exact: it keeps the keys and values of the source"),
+        ("marian", {"recurrent": "cross"}, "Softmax attention remains in 3 of 3 layers"),
     ],
 )
 def test_the_model_card_says_what_grows_with_the_length(model_type, options, softmax):
-    card = model_card(t2r.swap(tiny(model_type), feature_size=4, **options))
+    card = model_card(t2r.swap(tiny(model_type), **{"feature_size": 4, "recurrent": "both"} | options))
     assert ("it generates in time linear in the length and with a state of fixed size." in card) == (softmax is None)
     assert softmax is None or softmax in card
 
@@ -257,7 +258,7 @@ def test_the_model_card_has_the_tag_of_a_pipeline(model_type, tag, tmp_path):
     tiny(model_type, torch.float32).save_pretrained(tmp_path / "base")
     for named in (tag, "translation"):
         auto = AutoModelForSeq2SeqLM if model_type == "marian" else AutoModelForCausalLM
-        model = t2r.swap(auto.from_pretrained(tmp_path / "base"), feature_size=8)
+        model = t2r.swap(auto.from_pretrained(tmp_path / "base"), feature_size=8, recurrent="both")
         model.save_pretrained(tmp_path / named)
         assert f"pipeline_tag: {named}\n" in (tmp_path / named / "README.md").read_text()
         (tmp_path / "base" / "README.md").write_text("---\npipeline_tag: translation\n---\n")
@@ -509,7 +510,7 @@ def test_device_map(model_type, device_map, tmp_path):
     expected = swapped(model_type)
     options = {"feature_size": 8, "init": "identity"}
     mapped = auto(model_type).from_pretrained(tmp_path / "base", device_map=device_map)
-    model = t2r.swap(mapped, **options)
+    model = t2r.swap(mapped, **{"recurrent": "both"} | options)
     assert torch.equal(logits(model, model_type), logits(expected, model_type))
     model.save_pretrained(tmp_path / "out")
     again = auto(model_type).from_pretrained(tmp_path / "out", device_map=device_map)
@@ -523,7 +524,7 @@ def test_a_dispatched_model(tmp_path):
     places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{i}": "cpu" for i in range(3)}
     accelerate.dispatch_model(base, places, force_hooks=True)
-    model = t2r.swap(base, feature_size=8, init="identity")
+    model = t2r.swap(base, feature_size=8, recurrent="both", init="identity")
     assert torch.equal(logits(model, "llama"), logits(swapped("llama"), "llama"))
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})

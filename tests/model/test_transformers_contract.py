@@ -26,7 +26,9 @@ GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_tok
 
 
 def swapped(model_type, dtype=torch.float64, layers=None, **options):
-    return t2r.swap(tiny(model_type, dtype, layers=layers), **({"feature_size": 8} | options)).eval()
+    return t2r.swap(
+        tiny(model_type, dtype, layers=layers), **({"feature_size": 8, "recurrent": "both"} | options)
+    ).eval()
 
 
 def prompt(model_type, **options):
@@ -164,7 +166,7 @@ def test_an_early_exit_guesses_for_the_whole_model(model_type, kind):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_assisted_sampling_and_guesses_by_another_model(model_type):
-    model, assistant = swapped(model_type), t2r.swap(tiny(model_type, seed=1), feature_size=8).eval()
+    model, assistant = swapped(model_type), t2r.swap(tiny(model_type, seed=1), feature_size=8, recurrent="both").eval()
     inputs = {k: x[:1] for k, x in prompt(model_type).items()}
     out = model.generate(**inputs, **(GREEDY | {"do_sample": True}), assistant_model=assistant)
     assert bool((out[:, -1] < VOCABULARY).all())
@@ -215,7 +217,7 @@ def test_the_state_dict_is_the_model(model_type):
     torch.save(model.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    other = t2r.swap(tiny(model_type, torch.float32, seed=1), feature_size=8).eval()
+    other = t2r.swap(tiny(model_type, torch.float32, seed=1), feature_size=8, recurrent="both").eval()
     other.load_state_dict(state)
     assert torch.equal(other(**inputs).logits, expected)
     built = type(model).from_pretrained(None, config=model.config, state_dict=state)

@@ -17,7 +17,7 @@ FORGETS = {"decay": True, "rotary": False, "activation": "softmax", "shared": Fa
 
 
 def swapped(model_type, dtype=torch.float64, **options):
-    return t2r.swap(tiny(model_type, dtype), **({"feature_size": 8} | options)).eval()
+    return t2r.swap(tiny(model_type, dtype), **({"feature_size": 8, "recurrent": "both"} | options)).eval()
 
 
 def dispatched(model):

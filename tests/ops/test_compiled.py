@@ -26,7 +26,7 @@ def instructions(**constants):
     kinds = {"mask": "*u8", **{name: "*fp32" for name in ("s", "z", "z_abs", "decay")}}
     kinds |= {name: "*bf16" for name in ("q", "k", "v", "out", "q_weight", "q_bias", "k_weight", "k_bias")}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    loose = ("key_heads", "group", "k_share", "v_share")  # sizes that are any number
+    loose = ("key_heads", "group", "k_share", "v_share", "mask_share")  # sizes that are any number
     even = [i for i, name in enumerate(names) if name not in constants and name not in loose]
     source = ASTSource(
         decode, signature, constexprs={(names.index(name),): value for name, value in constants.items()},

@@ -127,7 +127,8 @@ def test_without_matplotlib(conversion, tmp_path, monkeypatch):
     out = tmp_path / "all.html"
     done = CliRunner().invoke(app, ["report", str(conversion), str(tmp_path / "evaluation.json"), "--out", str(out)])
     assert done.exit_code == 0
-    assert done.stderr == "t2r: note: the page has no figures: they require the plots extra, pip install 't2r[plots]'\n"
+    how = "pip install '.[plots]' in a clone of t2r"
+    assert done.stderr == f"t2r: note: the page has no figures: they require the plots extra, {how}\n"
     assert done.stdout.strip() == str(out)
     assert "<figure>" not in out.read_text()
     assert "perplexity 16.00 20.00" in words(out)

@@ -170,10 +170,12 @@ def test_a_translation_model_is_continued(tmp_path):
     valid = dict(zip(("valid_source", "valid_target"), write_pairs(tmp_path, "valid", 6, seed=1), strict=True))
     short = ["block_size=64", "batch_tokens=128", "steps=4", "warmup_steps=0"]
     given = {"overrides": short, "device": "cpu", "progress": False} | valid
-    first = convert(str(tmp_path / "marian"), str(tmp_path / "rnn"), **given, **pairs)
+    first = convert(str(tmp_path / "marian"), str(tmp_path / "rnn"), **given, **pairs, recurrent="both")
     given |= {"source": pairs["source"], "target": "teacher", "teacher_beams": 1}
     results = convert(str(tmp_path / "rnn"), str(tmp_path / "more"), **given)
     assert list(results["stages"]) == ["distill"]
     assert results["teacher"]["bleu"] == first["teacher"]["bleu"]
     assert results["before"]["loss"] == pytest.approx(first["stages"]["distill"]["loss"])
     assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "more").t2r_config.cross_feature_size == 32
+    with pytest.raises(T2RError, match=r"recurrent is both in .*, not causal"):
+        convert(str(tmp_path / "rnn"), str(tmp_path / "again"), **given, recurrent="causal")

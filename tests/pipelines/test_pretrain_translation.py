@@ -60,7 +60,7 @@ def run(world, out, config="marian-tiny", **options):
     return pretrain(str(config), str(out), **(given | options))
 
 
-@pytest.mark.parametrize("options", [{}, {"feature_size": 4, "cross_feature_size": 8}])
+@pytest.mark.parametrize("options", [{}, {"feature_size": 4, "cross_feature_size": 8, "recurrent": "both"}])
 @pytest.mark.parametrize("model_type", ["marian", "fsmt"])
 def test_random_weights_are_those_of_fairseq(model_type, options):
     """Xavier's, with a smaller gain for queries, keys and values. Embeddings have 1 / sqrt(d_model)."""

@@ -76,7 +76,8 @@ def test_the_whole_way(world, tmp_path):
     assert mixture["read"]["distill"] > 0
     # What was saved translates, by t2r and by transformers.
     model, words = AutoModelForSeq2SeqLM.from_pretrained(out), make_tokenizer()
-    assert model.t2r_config.cross_feature_size == 32
+    assert model.t2r_config.recurrent == "causal"  # cross attention stays exact
+    assert model.t2r_config.cross_feature_size is None
     assert model.t2r_config.feature_size == 4
     assert model.t2r_config.merged == results["merged"]
     lines = sentences(3, 11)
@@ -240,7 +241,7 @@ def test_an_encoder_decoder_wants_parallel_text(world, tmp_path):
 
 
 def test_models_are_evaluated_side_by_side(world, tmp_path):
-    t2r.swap(make_model(), feature_size=4).save_pretrained(tmp_path / "rnn")
+    t2r.swap(make_model(), feature_size=4, recurrent="both").save_pretrained(tmp_path / "rnn")
     make_tokenizer().save_pretrained(tmp_path / "rnn")
     models = [str(world / "marian"), str(tmp_path / "rnn")]
     pair = {"source": world / "valid.src", "reference": world / "valid.tgt", "beams": 2, "device": "cpu"}

@@ -41,8 +41,8 @@ def read(model, model_type):
 @pytest.mark.parametrize("options", [{}, {"softmax_layers": [1]}], ids=["pure", "kept"])
 def test_bytes_match_real_caches(model_type, options, short):
     base = tiny(model_type, torch.float32)
-    found = inspect_model(base, feature_size=8, **options)
-    swapped = t2r.swap(tiny(model_type, torch.float32), feature_size=8, **options)
+    found = inspect_model(base, feature_size=8, recurrent="both", **options)
+    swapped = t2r.swap(tiny(model_type, torch.float32), **{"feature_size": 8, "recurrent": "both"} | options)
     assert found.cache_bytes[LENGTH] == cache_bytes(read(swapped, model_type))
     if not options:
         assert found.cache_bytes[LENGTH] == found.cache_bytes[7] == found.state_bytes
@@ -61,8 +61,8 @@ def test_state_bytes_of_every_map(feature_map, dtype, short):
 def test_parameters(model_type):
     base = tiny(model_type, torch.float32)
     before = sum(p.numel() for p in base.parameters())
-    found = inspect_model(base, feature_size=8)
-    model = t2r.swap(tiny(model_type, torch.float32), feature_size=8)
+    found = inspect_model(base, feature_size=8, recurrent="both")
+    model = t2r.swap(tiny(model_type, torch.float32), feature_size=8, recurrent="both")
     assert found.parameters == before
     assert found.parameters_added == sum(p.numel() for p in model.parameters()) - before
     assert found.share == found.parameters_added / before
@@ -116,7 +116,7 @@ def test_a_merged_model():
 
 
 def test_json_and_tables():
-    found = inspect_model(tiny("marian", torch.float32), softmax_layers=[0])
+    found = inspect_model(tiny("marian", torch.float32), softmax_layers=[0], recurrent="both")
     assert json.loads(json.dumps(asdict(found)))["kv_bytes"]["4096"] == found.kv_bytes[4096]
     lines = inspection.summary(found)
     assert "self attention: 2 of 3 decoder layers recurrent, 1 softmax" in lines
@@ -154,15 +154,27 @@ def test_inspection_errors(tmp_path):
 
 
 def test_the_source_length_from_which_cross_attention_saves_memory():
-    found = t2r.inspect(tiny("marian", torch.float32), feature_size=4, cross_feature_size=16)
+    found = t2r.inspect(tiny("marian", torch.float32), feature_size=4, cross_feature_size=16, recurrent="both")
     cross = [site for site in found.sites if site.cross]
     per_token = sum(2 * 4 * site.num_key_value_heads * site.head_dim for site in cross)  # keys and values in float32
     state = sum(site.state_bytes for site in cross)
     length = found.cross_saves_from
     assert (length - 1) * per_token <= state < length * per_token
     assert any(f"{length} tokens or more" in line for line in inspection.summary(found))
-    assert t2r.inspect(tiny("marian"), recurrent="causal").cross_saves_from is None
     assert t2r.inspect(tiny("gpt2")).cross_saves_from is None
+
+
+def test_cross_attention_stays_exact_and_why_is_said():
+    found = t2r.inspect(tiny("marian", torch.float32), recipe="default")
+    assert [site.recurrent for site in found.sites] == [not site.cross for site in found.sites]
+    assert found.options["recurrent"] == "causal"
+    assert found.options["cross_feature_size"] is None  # the recipe's, which is for recurrent cross attention
+    token = inspection.human(sum(site.kv_bytes[512] for site in found.sites if site.cross) // 512)
+    (line,) = [line for line in inspection.summary(found) if "--recurrent both" in line]
+    assert f"({token} for each source token)" in line
+    both = t2r.inspect(tiny("marian", torch.float32), recipe="default", recurrent="both")
+    assert both.options["cross_feature_size"] == 32
+    assert not any("stays exact" in line for line in inspection.summary(both))
 
 
 def test_layers_that_differ():

@@ -16,7 +16,7 @@ def notices(caplog):
     def swap(model_type, **options):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "t2r"):
-            t2r.swap(tiny(model_type), feature_size=8, **options)
+            t2r.swap(tiny(model_type), feature_size=8, recurrent="both", **options)
         return caplog.text
 
     return swap
@@ -57,7 +57,7 @@ def test_capped_scores_and_relative_positions_are_named(notices):
 def test_t5_computes_its_bias_only_for_layers_that_use_it(monkeypatch):
     computed = []
     for kept in (None, [2]):
-        model, inputs = t2r.swap(tiny("t5"), feature_size=8, softmax_layers=kept), batch("t5")
+        model, inputs = t2r.swap(tiny("t5"), feature_size=8, recurrent="both", softmax_layers=kept), batch("t5")
         first = model.decoder.block[0].layer[0].SelfAttention
         stock = first.compute_bias
         monkeypatch.setattr(
@@ -138,7 +138,7 @@ def test_gemma3_reads_images_from_left_to_right(caplog):
 
 
 def test_a_table_of_positions_is_complete_when_it_is_replaced(monkeypatch):
-    model = t2r.swap(tiny("marian"), feature_size=8)
+    model = t2r.swap(tiny("marian"), feature_size=8, recurrent="both")
     table = model.model.decoder.embed_positions
     stock, before, seen = type(table).create_weight, table.weight, []
 

@@ -42,7 +42,7 @@ kept = pytest.mark.parametrize("softmax_layers", [None, [1]], ids=["pure", "kept
 
 
 def swapped(model_type, dtype=torch.float64, layers=None, **options):
-    options = {"feature_size": 8, "init": "identity"} | options
+    options = {"feature_size": 8, "recurrent": "both", "init": "identity"} | options
     return t2r.swap(tiny(model_type, dtype, layers=layers), **options)
 
 
@@ -110,7 +110,7 @@ def test_the_model_stays_what_it_was(model_type):
 @family
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_every_map_generates_the_same_with_and_without_a_cache(model_type, feature_map):
-    model = t2r.swap(tiny(model_type), feature_map=feature_map)
+    model = t2r.swap(tiny(model_type), feature_map=feature_map, recurrent="both")
     assert_generates_like_recomputation(model, model_type, do_sample=False)
 
 

@@ -88,7 +88,9 @@ STAGES = (
 def marian():
     teacher = tiny("marian", torch.float32)
     teacher.final_logits_bias.normal_()  # an operation after the head
-    return t2r.swap(copy.deepcopy(teacher), feature_map="t2r", feature_size=4), teacher.requires_grad_(False)
+    return t2r.swap(
+        copy.deepcopy(teacher), feature_map="t2r", feature_size=4, recurrent="both"
+    ), teacher.requires_grad_(False)
 
 
 def test_an_encoder_decoder_is_transferred_and_distilled(tmp_path, marian, monkeypatch):

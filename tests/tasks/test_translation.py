@@ -86,7 +86,7 @@ def test_a_batch_is_what_the_model_makes_of_labels(tmp_path, tokenizer, name):
 
 def test_padding_changes_nothing(tmp_path, tokenizer, teacher):
     task = make_task(tmp_path, tokenizer, teacher)
-    student = t2r.swap(copy.deepcopy(teacher), feature_size=4, cross_feature_size=8)
+    student = t2r.swap(copy.deepcopy(teacher), feature_size=4, recurrent="both", cross_feature_size=8)
     blocks = task.dataset(64)
     batch = task.collate([blocks[0], blocks[len(blocks) - 1]])
     for model in (teacher, student):
@@ -102,7 +102,7 @@ def test_padding_changes_nothing(tmp_path, tokenizer, teacher):
 def test_batches_in_few_shapes_have_the_same_loss(tmp_path, tokenizer, teacher, objective):
     """Padding to the width of a block, and copies of rows, change neither the loss nor its gradients."""
     base = copy.deepcopy(teacher).double()
-    model = t2r.swap(copy.deepcopy(base), feature_size=4, cross_feature_size=8)
+    model = t2r.swap(copy.deepcopy(base), feature_size=4, recurrent="both", cross_feature_size=8)
     task = make_task(tmp_path, tokenizer, base)
     trained = "maps" if objective == "transfer" else "all"
     learner = Learner(Job(task, base), model, Stage("only", objective, trained, steps=1))
@@ -157,7 +157,7 @@ def test_noise_without_real_tokens_changes_nothing():
 
 def test_a_transfer_sees_causal_and_cross_attention(tmp_path, tokenizer, teacher):
     task = make_task(tmp_path, tokenizer, teacher)
-    student = t2r.swap(copy.deepcopy(teacher), feature_size=4, cross_feature_size=8)
+    student = t2r.swap(copy.deepcopy(teacher), feature_size=4, recurrent="both", cross_feature_size=8)
     batch = task.collate([task.dataset(64)[0]])
     with transferring(student) as errors:
         student(**task.inputs(batch), use_cache=False)
@@ -187,7 +187,7 @@ def test_a_step_is_timed_with_pairs_that_are_not_too_long(tmp_path, tokenizer, t
 def test_what_is_measured(tmp_path, tokenizer, teacher):
     source, target = write_pairs(tmp_path, "valid", 12, seed=5)
     task = make_task(tmp_path, tokenizer, teacher, valid_source=source, valid_target=target, beams=2, limit=10)
-    student = t2r.swap(copy.deepcopy(teacher), feature_size=4, cross_feature_size=8).eval()
+    student = t2r.swap(copy.deepcopy(teacher), feature_size=4, recurrent="both", cross_feature_size=8).eval()
     measured = task.measure(student, teacher)
     lines = sentences(12, 5)[:10]
     references = list(map(translated, lines))
@@ -266,7 +266,11 @@ def test_the_table():
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_lines_are_translated_as_one_at_a_time(tokenizer, teacher, swapped):
-    model = t2r.swap(copy.deepcopy(teacher), feature_size=4, cross_feature_size=8).eval() if swapped else teacher
+    model = (
+        t2r.swap(copy.deepcopy(teacher), feature_size=4, recurrent="both", cross_feature_size=8).eval()
+        if swapped
+        else teacher
+    )
     lines = ["", *sentences(4, longest=30), "  ", sentences(1, 9, shortest=20, longest=30)[0]]
     done = []
     together = translate(model, tokenizer, lines, beams=2, report=done.append)
@@ -287,7 +291,11 @@ def ways(kind, teacher):
         torch.manual_seed(0)
         model = tiny("bart", torch.float64)
         model.generation_config.forced_bos_token_id = 5
-    return model if kind in ("teacher", "bart") else t2r.swap(model, feature_size=4, cross_feature_size=8).eval()
+    return (
+        model
+        if kind in ("teacher", "bart")
+        else t2r.swap(model, feature_size=4, recurrent="both", cross_feature_size=8).eval()
+    )
 
 
 @pytest.mark.parametrize("kind", ["teacher", "swapped", "exact", "bart"])

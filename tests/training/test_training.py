@@ -892,9 +892,9 @@ def test_weights_of_another_model_are_refused(tmp_path):
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_the_weights_of_a_finished_stage_are_loaded(model_type, tmp_path):
     """Encoder-decoders tie more than one name to the embeddings."""
-    model = t2r.swap(tiny(model_type, torch.float32), feature_size=4)
+    model = t2r.swap(tiny(model_type, torch.float32), feature_size=4, recurrent="both")
     save_weights(model, tmp_path / "w.safetensors")
-    other = t2r.swap(tiny(model_type, torch.float32, seed=1), feature_size=4)
+    other = t2r.swap(tiny(model_type, torch.float32, seed=1), feature_size=4, recurrent="both")
     load_weights(other, tmp_path / "w.safetensors")
     ours, theirs = model.state_dict(), other.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t2r.errors import T2RError
-from t2r.reporting.page import COLORS, check_plots, heatmap, lines
-from t2r.storage import write_text
+from t2r.reporting.page import COLORS, FIGURE, check_plots, heatmap, lines
 from t2r.words import counted
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ def plots(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for title, svg in figures(result).items():
             path = Path(folder) / f"{'-'.join(title.lower().replace('(', '').replace(')', '').split())}.svg"
-            write_text(path, svg + "\n")
+            FIGURE.write(path, svg + "\n")
             paths.append(path)
     except OSError as error:
         raise T2RError(f"{folder} cannot be written: {error}") from error

@@ -25,7 +25,7 @@ from t2r.attention.contents import Contents, Damaged, OfAnotherModel
 from t2r.attention.layers import SiteLayer
 from t2r.attention.masks import Padding
 from t2r.attention.memories import KeyValueMemory
-from t2r.attention.state_file import FORMAT, fingerprint, read_header
+from t2r.attention.state_file import FORMAT, STATE, fingerprint, read_header
 from t2r.errors import T2RError
 from t2r.storage import whole_file
 
@@ -199,23 +199,30 @@ class StateMixin:
     def save(self, path: str | Path) -> None:
         """Save to a safetensors file, with the fingerprint of the model. Raises T2RError if it cannot be written."""
         self.refuse_static("saved")
+        STATE.check(path)
         model = self.model()
         if model is None:
             raise T2RError(
                 "this cache has no model: create it with model.make_cache(), or pass it to model.generate() first"
             )
-        if self.padding is not None:
-            self.padding.check()
-        rows, lengths, tensors = self.checked(model)
-        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-        header = {"format": FORMAT, "fingerprint": fingerprint(model), "lengths": lengths, "rows": rows}
-        if self.chat is not None:
-            header["chat"] = self.chat
+        self.checked(model)
+        tensors, header = self.as_saved(fingerprint(model))
         try:
             with whole_file(path) as temporary:
                 save_file(tensors, temporary, metadata={"t2r_state": json.dumps(header)})
         except (OSError, SafetensorError) as error:
             raise T2RError(f"{path} cannot be written: {error}") from error
+
+    def as_saved(self, identity: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and the header of a saved state. `identity` is the fingerprint of its model."""
+        if self.padding is not None:
+            self.padding.check()
+        rows, lengths, tensors = Contents.of(self)
+        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        header = {"format": FORMAT, "fingerprint": identity, "lengths": lengths, "rows": rows}
+        if self.chat is not None:
+            header["chat"] = self.chat
+        return tensors, header
 
 
 class T2RCache(DynamicCache, StateMixin):
@@ -312,12 +319,12 @@ def same_chat(caches: Sequence[StateMixin], length: int) -> dict[str, Any] | Non
     return chats[0] if len(chats) == len(caches) and all(chat == chats[0] for chat in chats) else None
 
 
-def load_state(path: str | Path, model: Any) -> Any:
-    """Load a saved cache for this model, on its device.
+def load_state(path: str | Path, model: Any, identity: str | None = None) -> Any:
+    """Load a saved cache for this model, on its device. `identity` is the model's fingerprint, if it is known.
 
     Raises T2RError if the file is damaged, or was saved by another model or a newer format."""
     header = read_header(path)
-    if header["fingerprint"] != fingerprint(model, header["format"]):
+    if header["fingerprint"] != identity and header["fingerprint"] != fingerprint(model, header["format"]):
         raise T2RError(f"{path} is the state of another model (or of this model with other weights)")
     with safe_open(path, framework="pt", device=str(model.device)) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)

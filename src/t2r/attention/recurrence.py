@@ -24,7 +24,7 @@ from t2r.context import current, within
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, repeat_heads
 from t2r.ops.rings import How
-from t2r.ops.windows import Left, delayed
+from t2r.ops.windows import Left, delayed, steps_at_once
 
 
 class Inputs(NamedTuple):
@@ -55,6 +55,8 @@ class Recurrence(nn.Module):
     """The same as a tensor, a buffer."""
     stateful: tuple[int, ...] | None = None
     """The key-value heads that have a state. None: all."""
+    state_heads: Tensor
+    """The same as a tensor, a buffer of sites in which not all have one."""
 
     @property
     def exact(self) -> bool:
@@ -69,6 +71,11 @@ class Recurrence(nn.Module):
         """Give the site a window. The sizes are also a buffer: captured calls cannot make tensors of numbers."""
         self.window = window
         self.register_buffer("window_sizes", torch.tensor(window.sizes, device=device), persistent=False)
+
+    def give_states(self, heads: tuple[int, ...], device: torch.device) -> None:
+        """Let only some key-value heads have a state."""
+        self.stateful = heads
+        self.register_buffer("state_heads", torch.tensor(heads, device=device), persistent=False)
 
     def memories(self) -> tuple[Memory, ...]:
         """Return empty memories of the site."""
@@ -165,6 +172,15 @@ class Recurrence(nn.Module):
         """Attend to the window, and with the state to what has left it. Both have one denominator."""
         near, left, rows = self.attend_near(inputs, layer)
         parts = near
+        if (features := self.fused_beside(near, inputs, rows, layer)) is not None:
+            (means, _, _, logs), places = near[0], None if self.stateful is None else self.state_heads
+            assert left is not None and logs is not None
+            beside = ops.Beside(means, logs, places)
+            rule = self.feature_map.rule(inputs.hidden_states)
+            how: dict[str, Any] = {"mask": left.valid, "features": features, "beside": beside}
+            out: Tensor = layer.recurrence.advance(inputs.q, left.k, left.v, rule, **how)
+            layer.count(1)
+            return out
         if self.has_map:
             parts = [*near, self.attend_far(rows.packed(inputs.q), left, inputs, rows, layer)]
         if layer is not None:
@@ -172,6 +188,14 @@ class Recurrence(nn.Module):
         if len(parts) == 1:
             return rows.unpacked(parts[0].numerator)
         return rows.unpacked(ops.combine(parts, inputs.v.dtype))
+
+    def fused_beside(self, near: list[ops.Sums], inputs: Inputs, rows: Rows, layer: Any) -> ops.Features | None:
+        """Return how the kernel of a step adds the state to the window. None: they are added here."""
+        if not (self.has_map and layer is not None and rows.mask is None):
+            return None
+        if not steps_at_once(inputs.q, inputs.v, inputs.softcap):
+            return None
+        return self.fused(inputs.q, inputs.v, None, layer, inputs.scaling)
 
     def attend_near(self, inputs: Inputs, layer: Any) -> tuple[list[ops.Sums], Left | None, Rows]:
         """Attend to the window. Returns also what leaves it, if there is a state; real tokens first in their rows."""

@@ -12,9 +12,22 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from t2r.errors import T2RError
+from t2r.storage import Output
 
 FORMAT = 2
 """The format of saved states. In format 1, the fingerprint did not include `rotary`."""
+
+
+def is_state(path: Path) -> bool:
+    """Return whether a file is a saved state, of any version."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "t2r_state" in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
+STATE = Output("a state", is_state)
 
 
 def read_header(path: str | Path) -> dict[str, Any]:

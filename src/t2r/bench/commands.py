@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 from t2r.bench import decoding, memory, training, translating
 from t2r.bench.figures import decoding_page, memory_page, translating_page
 from t2r.bench.models import add_feature_sizes, half_dtype, load_models
-from t2r.errors import T2RError
 from t2r.hub import choose_device
 from t2r.options import RunOptions
-from t2r.storage import kind_of
+from t2r.reporting.page import PAGE
 
 
 def load(
@@ -32,8 +31,8 @@ def load(
 
 def check_page(page: str | None) -> None:
     """Raise T2RError if a page cannot be written, before anything is measured."""
-    if page is not None and kind_of(page) in ("folder", "other"):
-        raise T2RError(f"--page {page} is not a file: give the name of an HTML file")
+    if page is not None:
+        PAGE.check(page)
 
 
 def decode(

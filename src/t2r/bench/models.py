@@ -2,9 +2,9 @@
 
 Time and memory do not depend on the values of weights, so models of the paper's sizes need no training:
 
-    random:paper-mt                                                       the paper's transformer-large
-    T2R 32-4=random:paper-mt,feature_size=4,cross_feature_size=32,merged  with a label, swapped and merged
-    RNN=runs/smollm2-rnn                                                  a folder with a label
+    random:paper-mt                                         the paper's transformer-large
+    T2R=random:paper-mt,recurrent=both,feature_size=4,merged  with a label, swapped and merged
+    RNN=runs/smollm2-rnn                                    a folder with a label
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import yaml
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -27,7 +26,7 @@ from t2r.model.merge import merge
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.model.windows import sharing_weights
-from t2r.storage import kind_of
+from t2r.storage import kind_of, parse_yaml
 from t2r.surgery.adapters import family_of
 from t2r.training.recipes.preset import load_preset, shipped_presets
 
@@ -105,10 +104,7 @@ def random_model(text: str, bases: dict[str, PreTrainedModel], device: str) -> t
         name, equals, value = part.partition("=")
         if (name not in OPTIONS or not equals) and part != "merged":
             raise T2RError(f"{text!r}: no swap option {part!r}; the options are {', '.join(OPTIONS)}, and merged")
-        try:
-            options[name] = yaml.safe_load(value) if equals else True
-        except yaml.YAMLError as error:
-            raise T2RError(f"{text!r}: {value!r} is not a value of {name}") from error
+        options[name] = parse_yaml(value, f"{text!r}: the value of {name}") if equals else True
     merged = options.pop("merged", False)
     place = torch.device(device)
     if shape not in bases:

@@ -139,7 +139,7 @@ def run(
         )
         model = longer
     how = Settings.on(model.device, bf16=bf16, compiled=compiled, progress=False)
-    plan = load_recipe(recipe or default_recipe(translates))
+    plan = load_recipe(default_recipe(translates) if recipe is None else recipe)
     task: Task = RandomPairs(model) if translates else RandomText(model.config.get_text_config().vocab_size)
     base = copy.deepcopy(model).float().requires_grad_(True)
     teacher = copy.deepcopy(model).eval().requires_grad_(False)

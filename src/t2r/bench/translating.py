@@ -53,10 +53,10 @@ def paper_models(shape: str = SHAPE) -> list[str]:
 
     Raises T2RError if the shape is that of a language model."""
     check_shape(shape, translates=True)
-    sizes = "cross_feature_size=32,feature_size=4"
+    sizes = "recurrent=both,cross_feature_size=32,feature_size=4"
     return [
         f"{SOFTMAX}=random:{shape}",
-        f"{ELU}=random:{shape},feature_map=elu",
+        f"{ELU}=random:{shape},feature_map=elu,recurrent=both",
         f"{RFA}=random:{shape},feature_map=rfa,{sizes}",
         f"{T2R}=random:{shape},feature_map=t2r,{sizes},merged",
     ]

@@ -55,23 +55,41 @@ class LayerCost(NamedTuple):
         return (window + SINKS) * self.token + self.state
 
 
+class Source(NamedTuple):
+    """What the cross attention of an encoder-decoder keeps of a source."""
+
+    tokens: int
+    """The longest source that is planned for."""
+    features: int = 0
+    """Features of its states. 0: it keeps the keys and values of all tokens."""
+
+
 class Costs(NamedTuple):
-    """The costs of all layers, for texts of `context` tokens."""
+    """The costs of all layers, for texts of `context` tokens: of an encoder-decoder, of target tokens."""
 
     layers: tuple[LayerCost, ...]
     context: int
+    source: Source | None = None
+    cross: int = 0
+    """Bytes of cross attention, which do not depend on the plan."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, context: int, features: int = 0) -> Costs:
-        """Return those of a base model, with states of `features` features. 0: none, windows only."""
-        if model.config.is_encoder_decoder:
-            raise T2RError("a memory budget is for language models: an encoder-decoder reads a source of fixed length")
+    def of(cls, model: PreTrainedModel, context: int, features: int = 0, source: Source | None = None) -> Costs:
+        """Return those of a base model, with states of `features` features. 0: none, windows only. An encoder-decoder
+        requires a `source`."""
         family, config = family_of(model), model.config.get_text_config(decoder=True)
         if family.positions == "relative":
             raise T2RError(f"{family.model_type} models cannot have windows: their positions are a bias on the scores")
         found: list[LayerCost] = []
+        cross = 0
         for site in family.sites(model):
             shape, own = family.shape(site.module), sliding_window_of(config, site.layer)
+            if site.cross:
+                if source is None:
+                    raise T2RError(f"a memory budget for {family.model_type} with cross attention is not possible")
+                state = STATE_BYTES * source.features * (shape.head_dim + 1)
+                cross += shape.num_key_value_heads * (state or 2 * KEY_BYTES * shape.head_dim * source.tokens)
+                continue
             longest = context + context // BEYOND
             found.append(
                 LayerCost(
@@ -81,34 +99,47 @@ class Costs(NamedTuple):
                     longest if own is None else min(own, longest),
                 )
             )
-        return cls(tuple(found), context)
+        return cls(tuple(found), context, source, cross)
 
     @property
     def least(self) -> int:
         """The bytes of the smallest plan."""
-        return sum(layer.heads * layer.of(min(SMALLEST, layer.longest)) for layer in self.layers)
+        return self.cross + sum(layer.heads * layer.of(min(SMALLEST, layer.longest)) for layer in self.layers)
 
     @property
     def whole(self) -> int:
-        """The bytes of all keys and values of a context."""
-        return sum(layer.heads * layer.token * min(self.context, layer.longest) for layer in self.layers)
+        """The bytes of all keys and values of a context, and of cross attention."""
+        return self.cross + sum(layer.heads * layer.token * min(self.context, layer.longest) for layer in self.layers)
 
     def check(self, memory: int) -> None:
         """Raise T2RError for a budget that is too small, or larger than the whole cache."""
-        if not self.least <= memory <= self.whole:
+        if self.least <= memory <= self.whole:
+            return
+        wrong = f"a memory of {in_mib(memory)} is not possible: the smallest plan of this model needs"
+        if self.source is None:
             raise T2RError(
-                f"a memory of {in_mib(memory)} is not possible: the smallest plan of this model needs "
-                f"{in_mib(self.least)}, and all keys and values of {self.context:,} tokens {in_mib(self.whole)}"
+                f"{wrong} {in_mib(self.least)}, and all keys and values of {self.context:,} tokens {in_mib(self.whole)}"
             )
+        exact = not self.source.features
+        kept = f"the keys and values of {self.source.tokens:,} source tokens" if exact else "the states of the source"
+        less = (
+            "; fewer --source-tokens, or --recurrent both, which keeps states of the source, need less"
+            if exact and memory < self.least
+            else ""
+        )
+        raise T2RError(
+            f"{wrong} {in_mib(self.least)}, of which {kept} are {in_mib(self.cross)}; with all keys and values of "
+            f"{self.context:,} target tokens it is {in_mib(self.whole)}{less}"
+        )
 
     def of_windows(self, windows: Sequence[Sequence[int]]) -> int:
-        """The bytes of a plan with these windows."""
-        return sum(layer.of(size) for layer, row in zip(self.layers, windows, strict=True) for size in row)
+        """The bytes of a plan with these windows, and of cross attention."""
+        return self.cross + sum(layer.of(size) for layer, row in zip(self.layers, windows, strict=True) for size in row)
 
     def one_window(self, memory: int) -> list[list[int]]:
         """Return one window for all heads within a number of bytes, without states."""
         token = sum(layer.heads * layer.token for layer in self.layers)
-        size = max(1, memory // token - SINKS)
+        size = max(1, (memory - self.cross) // token - SINKS)
         return [[min(size, layer.longest)] * layer.heads for layer in self.layers]
 
     def plan(self, windows: Sequence[Sequence[int]]) -> MemoryPlan:
@@ -117,10 +148,10 @@ class Costs(NamedTuple):
         return MemoryPlan(tuple(map(tuple, windows)), SINKS, states)
 
 
-def features_for(model: PreTrainedModel, context: int, memory: int) -> int:
+def features_for(model: PreTrainedModel, context: int, memory: int, source: Source | None = None) -> int:
     """Return how many features a state has if the user does not say: the more memory, the more."""
     for features in FEATURES:
-        costs = Costs.of(model, context, features)
-        if SHARE * sum(layer.heads * layer.state for layer in costs.layers) <= memory:
+        costs = Costs.of(model, context, features, source)
+        if SHARE * sum(layer.heads * layer.state for layer in costs.layers) <= memory - costs.cross:
             return features
     return FEATURES[-1]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from t2r.budgets.costs import SMALLEST, Costs
 from t2r.budgets.limited import Limited
+from t2r.budgets.text import Batch, Text
 from t2r.data.fingerprint import cache_folder, digest
 from t2r.data.progress import progress_bar
 from t2r.ops.soft_windows import REACH
@@ -59,16 +60,17 @@ class Descent:
 
     Args:
         limited: the model.
-        blocks: text, token ids `[blocks, context]`.
+        text: the text, or token ids `[blocks, context]`.
         ask: questions for each step.
         name: what the path depends on: the model and the text.
     """
 
-    def __init__(self, limited: Limited, blocks: Tensor, ask: Ask, name: str, *, progress: bool = True) -> None:
-        self.limited, self.costs, self.blocks, self.ask, self.progress = limited, limited.costs, blocks, ask, progress
+    def __init__(self, limited: Limited, text: Tensor | Text, ask: Ask, name: str, *, progress: bool = True) -> None:
+        self.limited, self.costs, self.ask, self.progress = limited, limited.costs, ask, progress
+        self.text = Text.of(text)
         kind = limited.model.device.type
         self.steps = STEPS.get(kind, MANY)
-        self.rows = max(1, TOKENS.get(kind, TEXT) // blocks.shape[1])
+        self.rows = max(1, TOKENS.get(kind, TEXT) // self.text.tokens)
         self.file = cache_folder("windows") / f"{digest([name, self.constants()])}.json"
         saved = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
         self.path: list[list[list[float]]] = saved.get("path", [])
@@ -116,8 +118,8 @@ class Descent:
     def step(self, number: int) -> float:
         """Make one step. Returns the divergence before it."""
         windows = [2**x for x in self.logs]
-        chosen = torch.randint(len(self.blocks), (self.rows,), generator=torch.Generator().manual_seed(number))
-        divergence, worth = self.limited.worth(self.blocks[chosen], windows)
+        chosen = torch.randint(len(self.text), (self.rows,), generator=torch.Generator().manual_seed(number))
+        divergence, worth = self.worth(self.text.batches_of(chosen.tolist()), windows)
         if (questions := self.ask(number)) is not None:
             ids, where = questions
             _, more = self.limited.worth(ids, windows, where)
@@ -132,6 +134,14 @@ class Descent:
                        for of in (self.longest, self.smallest()))  # fmt: skip
         self.logs = self.moved(ratios, first * (last / first) ** ((number + 1) / self.steps))
         return divergence
+
+    def worth(self, batches: Sequence[Batch], windows: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+        """Return the divergence per token of these batches, and what one more token is worth to each head."""
+        found = [self.limited.worth(batch, windows) for batch in batches]
+        shares = [batch.positions / sum(each.positions for each in batches) for batch in batches]
+        divergence = sum(share * own for share, (own, _) in zip(shares, found, strict=True))
+        worth = zip(*([share * x for x in own] for share, (_, own) in zip(shares, found, strict=True)), strict=True)
+        return divergence, [torch.stack(each).sum(0) for each in worth]
 
     def smallest(self) -> list[Tensor]:
         return [torch.full_like(x, math.log2(min(SMALLEST, 2 ** float(x[0])))) for x in self.longest]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from t2r.attention.recurrence import Recurrence, exact_attention
 from t2r.budgets.costs import SINKS, Costs
+from t2r.budgets.text import Batch, Text
 from t2r.model.logits import Readout, evaluating, logits_at_once, widened
 from t2r.model.swap import swap
 from t2r.plans import MemoryPlan
@@ -24,7 +25,7 @@ AT_ONCE = 32768
 class Limited:
     """A copy of a model, in bfloat16 on a GPU, each of whose heads can be limited to a window."""
 
-    def __init__(self, model: PreTrainedModel, costs: Costs, example: Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, costs: Costs, text: Tensor | Text) -> None:
         self.costs = costs
         own = copy.deepcopy(model).eval().requires_grad_(False)
         if model.device.type == "cuda":
@@ -35,7 +36,7 @@ class Limited:
             (m for m in self.model.modules() if isinstance(m, Recurrence) and m.window is not None),
             key=lambda site: site.layer_idx,
         )
-        self.readout = Readout(self.model, {"input_ids": example[:1].to(self.model.device)})
+        self.readout = Readout(self.model, Text.of(text).batches_of([0])[0].to(self.model.device).inputs)
 
     @contextmanager
     def within(self, windows: Sequence[Tensor]) -> Iterator[None]:
@@ -50,26 +51,28 @@ class Limited:
                 site.window_sizes = sizes
 
     @torch.no_grad()
-    def expected(self, ids: Tensor) -> Tensor:
+    def expected(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the states of the model itself."""
         with evaluating(self.model), exact_attention(self.model):
-            return self.readout.states({"input_ids": ids})
+            return self.readout.states(inputs)
 
     # --- With gradients -------------------------------------------------------------------------------------
 
-    def worth(self, ids: Tensor, windows: Sequence[Tensor], where: Tensor | None = None) -> tuple[float, list[Tensor]]:
+    def worth(
+        self, text: Tensor | Batch, windows: Sequence[Tensor], where: Tensor | None = None
+    ) -> tuple[float, list[Tensor]]:
         """Return the divergence per token with soft windows, and how much it falls with one more token in each.
 
         Args:
-            where: which tokens count, of `ids [rows, tokens]`. None: all.
+            text: a batch, or token ids `[rows, tokens]`.
+            where: which of these tokens count. None: all.
         """
-        ids = ids.to(self.model.device)
+        batch = Batch.of(text, where).to(self.model.device)
         leaves = [sizes.detach().float().requires_grad_() for sizes in windows]
-        kept = torch.ones_like(ids, dtype=torch.bool) if where is None else where.to(ids.device)
-        theirs = self.expected(ids)[kept]
+        theirs = counted(self.expected(batch.inputs), batch)
         with torch.enable_grad():
             with self.within(leaves):
-                ours = self.readout.states({"input_ids": ids})[kept]
+                ours = counted(self.readout.states(batch.inputs), batch)
             rows = max(1, logits_at_once(ours.device) // self.readout.out_features)
             parts = [
                 checkpoint(self.divergence_sum, *pair, use_reentrant=False)
@@ -86,22 +89,24 @@ class Limited:
     # --- Without ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def divergence(self, blocks: Tensor, windows: Sequence[Sequence[int]]) -> float:
-        """Return the mean divergence per token with these windows, on `blocks [rows, tokens]`.
+    def divergence(self, text: Tensor | Text, windows: Sequence[Sequence[int]]) -> float:
+        """Return the mean divergence per token with these windows, on a text, or on token ids `[blocks, tokens]`.
 
         The rounding of the attention to windows itself is measured too, with the longest windows, and subtracted: in
         bfloat16 it is as large as the effect of a large window."""
         whole = [(layer.longest,) * layer.heads for layer in self.costs.layers]
-        found = torch.zeros(2, dtype=torch.float64)
-        for ids in blocks.to(self.model.device).split(max(1, AT_ONCE // blocks.shape[1])):
-            theirs = self.expected(ids).flatten(0, 1)
+        found, tokens = torch.zeros(2, dtype=torch.float64), 0
+        for batch in Text.of(text).batches(AT_ONCE):
+            batch = batch.to(self.model.device)
+            theirs = counted(self.expected(batch.inputs), batch)
+            tokens += len(theirs)
             for i, chosen in enumerate((windows, whole)):
                 with evaluating(self.model), self.within([torch.tensor(sizes) for sizes in chosen]):
-                    ours = self.readout.states({"input_ids": ids}).flatten(0, 1)
+                    ours = counted(self.readout.states(batch.inputs), batch)
                 rows = max(1, logits_at_once(ours.device) // self.readout.out_features)
                 for pair in zip(ours.split(rows), theirs.split(rows), strict=True):
                     found[i] += float(self.divergence_sum(*pair))
-        limited, rounding = (found / blocks.numel()).tolist()
+        limited, rounding = (found / tokens).tolist()
         return max(0.0, limited - rounding)
 
     @torch.no_grad()
@@ -117,10 +122,15 @@ class Limited:
         )
         for rows, firsts in pairs:
             if windows is None:
-                states = self.expected(rows)
+                states = self.expected({"input_ids": rows})
             else:
                 with evaluating(self.model), self.within([torch.tensor(sizes) for sizes in windows]):
                     states = self.readout.states({"input_ids": rows})
             logits = self.readout(states[:, -1:])[:, 0]
             good += int((logits.gather(1, firsts).argmax(1) == 0).sum())
         return good / len(ids)
+
+
+def counted(states: Tensor, batch: Batch) -> Tensor:
+    """Return the states of the positions that count, `[positions, size]`."""
+    return states.flatten(0, 1) if batch.where is None else states[batch.where]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.budgets.costs import Costs, features_for, in_mib
+from t2r.budgets.costs import Costs, Source, features_for, in_mib
 from t2r.budgets.descent import Descent
 from t2r.budgets.limited import Limited
+from t2r.budgets.text import Text, evenly
 from t2r.data.fingerprint import digest, of_weights
 from t2r.errors import T2RError
 from t2r.evaluation.generation import recall_questions, repeated_sentences
@@ -57,6 +58,12 @@ class Planned:
     recall: float | None = None
     """The share of questions about a word at the beginning of the context that its windows answer. None: the model
     itself does not."""
+    source_tokens: int | None = None
+    """The longest source that is planned for. None: the model is no encoder-decoder."""
+    cross_features: int = 0
+    """Features of the states of cross attention. 0: it stays exact."""
+    cross: int = 0
+    """The bytes of cross attention, which are part of `used`."""
 
     @property
     def whole_heads(self) -> int:
@@ -73,9 +80,11 @@ class Planner:
     Args:
         model: the base model, which is not modified.
         tokenizer: its tokenizer, for questions. None: it is not asked any.
-        blocks: text of the user, token ids `[blocks, context]`.
-        text: a name of the text. What was measured with another part of the same text is used again. None: the blocks
-            themselves.
+        blocks: text of the user: token ids `[blocks, context]`, or pairs for an encoder-decoder.
+        context: the number of tokens that is planned for. None: those of a block.
+        source: what cross attention keeps.
+        text: a name of the text. What was measured with another part of the same text is used again. None: the token
+            ids themselves.
         progress: whether to show progress bars.
     """
 
@@ -83,28 +92,34 @@ class Planner:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
-        blocks: Tensor,
+        blocks: Tensor | Text,
         *,
+        context: int | None = None,
+        source: Source | None = None,
         text: str | None = None,
         progress: bool = True,
     ) -> None:
-        self.model, self.tokenizer, self.blocks, self.progress = model, tokenizer, blocks, progress
-        self.context = blocks.shape[1]
-        self.costs = Costs.of(model, self.context)
+        self.model, self.tokenizer, self.progress, self.source = model, tokenizer, progress, source
+        given = Text.of(blocks)
+        self.context = context or given.tokens
+        self.costs = Costs.of(model, self.context, source=source)
         kind = model.device.type
-        self.limited = Limited(model, self.costs, blocks)
-        self.measured = blocks[:: max(1, len(blocks) // MEASURED.get(kind, MORE))]
-        self.text = blocks.flatten().tolist()
+        self.limited = Limited(model, self.costs, given)
+        self.measured = given.some(MEASURED.get(kind, MORE))
+        self.text = blocks.flatten().tolist() if isinstance(blocks, Tensor) else []
         self.questions = self.ask(QUESTIONS, self.context, seed=0)
         if self.questions is not None and (able := self.limited.right(*self.questions)) < KNOWN:
             logger.info("recall: the model itself answers %.0f %% of the questions: it is not asked", 100 * able)
             self.questions = None
-        name = digest([of_weights(model), kind, digest(blocks.tolist()) if text is None else text])
-        self.descent = Descent(self.limited, blocks, self.ask_for, name, progress=progress)
+        if text is None:
+            assert isinstance(blocks, Tensor), "pairs require a name"
+            text = digest(blocks.tolist())
+        name = digest([of_weights(model), kind, text])
+        self.descent = Descent(self.limited, given, self.ask_for, name, progress=progress)
 
     def ask(self, count: int, length: int, seed: int) -> tuple[Tensor, Tensor] | None:
         """Return questions about a word that was said once, near the beginning of `length` tokens, and the choices."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or not self.text:
             return None
         try:
             repeated_sentences(self.tokenizer, self.text, length, 1)  # raises if there is no place for them
@@ -127,8 +142,8 @@ class Planner:
             features: features of the states. None: by the memory; 0: windows only.
         """
         if features is None:
-            features = features_for(self.model, self.context, memory)
-        costs = Costs.of(self.model, self.context, features)
+            features = features_for(self.model, self.context, memory, self.source)
+        costs = Costs.of(self.model, self.context, features, self.source)
         costs.check(memory)
         windows, one = self.descent.windows(memory, costs), self.costs.one_window(memory)
         return Planned(
@@ -141,15 +156,15 @@ class Planner:
             max(size for row in one for size in row),
             self.limited.divergence(self.measured, one),
             None if self.questions is None else self.limited.right(*self.questions, windows),
+            None if self.source is None else self.source.tokens,
+            0 if self.source is None else self.source.features,
+            costs.cross,
         )
 
 
 def text_blocks(dataset: Any, count: int) -> Tensor:
     """Return blocks of a training set, evenly distributed over it."""
-    count = min(count, len(dataset))
-    if not count:
-        raise T2RError("the text is shorter than one context: give more text, or a smaller --context")
-    return torch.stack([torch.as_tensor(dataset[i * len(dataset) // count]["input_ids"]) for i in range(count)])
+    return torch.stack([torch.as_tensor(item["input_ids"]) for item in evenly(dataset, count)])
 
 
 def blocks_to_read(device: torch.device) -> int:
@@ -161,7 +176,16 @@ def told(planned: Planned) -> str:
     sizes = sorted(size for row in planned.plan.windows for size in row)
     counts = ", ".join(f"{sizes.count(size)} of {size:,}" for size in sorted(set(sizes)))
     states = f"states of {planned.features} features" if planned.features else "no states"
-    return f"{in_mib(planned.used)} of {in_mib(planned.memory)}: windows of heads {counts} tokens; {states}"
+    line = f"{in_mib(planned.used)} of {in_mib(planned.memory)}: windows of heads {counts} tokens; {states}"
+    return line if planned.source_tokens is None else f"{line}; {source_told(planned.to_dict())}"
+
+
+def source_told(planned: Mapping[str, Any]) -> str:
+    """Say what the cross attention of a plan (`Planned.to_dict`) keeps."""
+    cross, tokens = in_mib(planned["cross"]), f"{planned['source_tokens']:,}"
+    if planned["cross_features"]:
+        return f"cross attention has states of {planned['cross_features']} features, {cross} for any source"
+    return f"cross attention stays exact, {cross} for {tokens} source tokens"
 
 
 HEADER = (

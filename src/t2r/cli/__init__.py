@@ -26,6 +26,7 @@ from t2r.cli import (
     pretrain,
     report,
     reproduce,
+    serve,
     swap,
 )
 from t2r.cli.common import OutputError, checked_output
@@ -47,6 +48,7 @@ app.command()(average.average)
 app.command(cls=ShowsRecipe)(inspect.inspect)
 app.command()(plan.plan)
 app.command()(generate.generate)
+app.command()(serve.serve)
 app.command()(evaluate.evaluate)
 app.command()(analyze.analyze)
 app.command(name="import")(import_.import_)

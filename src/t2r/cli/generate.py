@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from t2r.cli.chat import banner, converse, tell
+from t2r.cli.chat import ENDS, banner, converse, tell
 from t2r.cli.common import (
     RUN,
     Device,
@@ -26,6 +26,7 @@ from t2r.cli.common import (
     shows_progress,
     takes,
 )
+from t2r.cli.remote import Remote, RemoteConversation, complete, fields_of, is_remote
 from t2r.errors import T2RError
 from t2r.options import GenerationOptions, options_of
 from t2r.storage import kind_of
@@ -80,15 +81,22 @@ def generate(
 ) -> None:
     """Complete or translate prompts.
 
-    The model may be swapped or not. Only generated text is printed: streamed for one prompt, one line each for several.
+    The model may be swapped or not, or the address of a server (t2r serve). Only generated text is printed: streamed
+    for one prompt, one line each for several.
     In a terminal, without a prompt, it starts a chat.
 
     To read a long document once and query it many times, save its state with --save-state and use --load-state. With a
     chat model, use --chat both times. A chat that was saved is resumed by --load-state.
     """
     given = _given(prompts, file)
+    if is_remote(model):
+        refused: dict[str, Any] = {"--json": as_json, "--load-state": given and load_state}
+        refused |= {"--save-state": given and save_state}
+        refused |= {"--source-language": source_language, "--target-language": target_language}
+        _on_server(model, given, chat, fields_of(options, seed), load_state, save_state, refused, quiet)
+        return
     if save_state is not None:
-        _check_place(save_state)
+        _check_place(save_state, file)
         if given is None and not chat:
             raise T2RError(
                 "no document: give one as an argument, with --file, or on standard input, or --chat to save a chat"
@@ -150,6 +158,38 @@ def generate(
         )
 
 
+def _on_server(
+    url: str,
+    given: Given | None,
+    chat: bool,
+    fields: dict[str, Any],
+    load_state: Path | None,
+    save_state: Path | None,
+    refused: dict[str, Any],
+    quiet: bool,
+) -> None:
+    """Complete prompts, or chat, on a server."""
+    for flag_, value in refused.items():
+        if value:
+            raise T2RError(f"{flag_} is not possible with the address of a server: omit it, or give a model")
+    remote = Remote(url)
+    if given is None:
+        (name, *_) = [each["id"] for each in remote.json("/v1/models")["data"]]
+        conversation = RemoteConversation(remote, fields, load_state)
+        if not quiet:
+            tell(f"{name} at {remote.url}.\n{ENDS}, /help lists commands.")
+        converse(conversation, save_state, _write)
+        return
+    for prompt in given.prompts:
+        pieces = complete(remote, prompt, chat, fields) if prompt.strip() else iter(())
+        if len(given.prompts) == 1:
+            for piece in pieces:
+                _write(piece)
+            print()
+        else:
+            print(" ".join("".join(pieces).splitlines()), flush=True)
+
+
 def _write(text: str) -> None:
     print(text, end="", flush=True)
 
@@ -172,11 +212,13 @@ def _progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _check_place(path: Path) -> None:
-    """Raise T2RError if a state cannot be saved here. The state is saved last, so this is checked first."""
-    kind = kind_of(path)
-    if kind in ("folder", "other"):
-        raise T2RError(f"{path} is a folder or a device: give a file to save the state in")
+def _check_place(path: Path, file: Path | None) -> None:
+    """Raise T2RError if a state cannot be saved here. The state is saved last, so this is checked first.
+
+    It may replace the state that it continues."""
+    from t2r.attention.state_file import STATE
+
+    STATE.check(path, inputs=[file])
     if kind_of(path.absolute().parent) != "folder":
         raise T2RError(f"cannot save the state: the folder {path.absolute().parent} does not exist")
 

@@ -49,8 +49,9 @@ def inspect(
 
     with calm(as_json):
         source = inspection.empty_model(model, dtype, revision=revision, trust_remote_code=trust_remote_code)
-        asked = None if recipe == "none" else recipe or inspection.DEFAULT
-        found = inspection.inspect_model(source, recipe=asked, **options)
+        asked = None if recipe == "none" else inspection.DEFAULT if recipe is None else recipe
+        with inspection.validly(model, *inspection.OF_SIZES):
+            found = inspection.inspect_model(source, recipe=asked, **options)
         plan = None if found.swapped or asked is None else inspection.recipe_for(source, asked)
     if as_json:
         print_json(asdict(found) | ({} if plan is None else {"recipe": plan.to_dict()}))

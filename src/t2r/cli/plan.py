@@ -11,21 +11,40 @@ from t2r.cli.common import (
     Model,
     Quiet,
     Revision,
+    SourceLanguage,
+    TargetLanguage,
     TrustRemoteCode,
     calm,
+    flag,
     print_json,
     show,
     shows_progress,
 )
+from t2r.options import Conversion, SwapOptions, options_of
 
 
 def plan(
     model: Model,
     memory: Annotated[list[str], typer.Option(help="Bytes of a sequence, for example 4MiB. Repeatable.")],
-    train: Annotated[list[str], typer.Option(help="The text on which heads are measured: files, as for convert.")],
-    context: Annotated[
-        int | None, typer.Option(help="Tokens that windows are planned for. [default: positions, at most 2,048]")
+    train: Annotated[
+        list[str] | None, typer.Option(help="The text on which heads are measured: files, as for convert.")
     ] = None,
+    src: Annotated[list[str] | None, typer.Option(help="Sources for an encoder-decoder, as for convert.")] = None,
+    tgt: Annotated[list[str] | None, typer.Option(help="The targets of each --src.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that windows are planned for, of an encoder-decoder target tokens. [default: positions, at "
+            "most 2,048; with --src the longest target of the text]"
+        ),
+    ] = None,
+    source_tokens: Annotated[int | None, flag(options_of(Conversion)["source_tokens"])] = None,
+    recurrent: Annotated[
+        str, typer.Option(help="With --src: causal, which keeps cross attention exact, or both.")
+    ] = SwapOptions.recurrent,
+    join: Annotated[int, flag(options_of(Conversion)["join"])] = Conversion.join,
+    source_language: SourceLanguage = None,
+    target_language: TargetLanguage = None,
     states: Annotated[bool, typer.Option(help="Plan states too, which convert trains; or windows only.")] = True,
     device: Device = RUN["device"].default,
     revision: Revision = None,
@@ -41,15 +60,23 @@ def plan(
 
     \b
     t2r plan gpt2 --train corpus.txt --memory 1MiB --memory 4MiB
+    t2r plan opus-mt-zh-en --src train.zh --tgt train.en --memory 1MiB
     """
-    from t2r.pipelines.budget import plan_memory, plan_table
+    from t2r.pipelines.budget import plan_memory, plan_notes, plan_table
 
     with calm(quiet or as_json, info=not quiet):
         found = plan_memory(
             model,
             memory,
-            train=train,
+            train=train or None,
+            source=src or None,
+            target=tgt or None,
+            source_language=source_language,
+            target_language=target_language,
+            join=join,
             context=context,
+            source_tokens=source_tokens,
+            recurrent=recurrent,
             states=states,
             device=device,
             revision=revision,
@@ -59,4 +86,4 @@ def plan(
     if as_json:
         print_json({"plans": [each.to_dict() for each in found]})
     else:
-        show([plan_table(found)])
+        show([plan_table(found), *plan_notes(found)])

@@ -7,6 +7,7 @@ import typer
 
 from t2r.cli.common import AsJson, print_json
 from t2r.errors import T2RError
+from t2r.storage import understood
 
 
 def reproduce(
@@ -38,7 +39,7 @@ def reproduce(
             "[default: all]"
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the cells of a grid.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Seeds of the cells of a grid.")] = 1,
     record: Annotated[
         list[str] | None,
         typer.Option(help="A record, or the name of a published one, whose steps are not run again. Repeatable."),
@@ -46,9 +47,19 @@ def reproduce(
     list_: Annotated[
         bool, typer.Option("--list", help="List the experiments, or the steps of the named one, and their texts.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Allow steps to run code of others: of a model's repository, or tasks of lm-eval in a folder.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the commands behind a published table.
+
+    An experiment file is a program: its steps are t2r commands, which read any file. They write only in the working
+    folder, and run code of others only with --trust-remote-code.
 
     \b
     t2r reproduce --list
@@ -93,10 +104,12 @@ def reproduce(
         where=_pairs("--where", "AXIS=LABEL", where),
         seeds=seeds,
         records=record or [],
+        trust_remote_code=trust_remote_code,
     )
     if as_json:
         print_json(made)
-    else:
+        return
+    with understood("the record"):
         for table in record_tables(made):
             print(f"\n{table}", end="")
         if claims := claims_of(made):

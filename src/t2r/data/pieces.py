@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from t2r.errors import T2RError
 from t2r.storage import kind_of, whole_file
+from t2r.words import extra
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def rebuild_target_pieces(folder: str | Path) -> int:
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
-        raise T2RError("target pieces require sentencepiece and protobuf: pip install t2r[translation]") from error
+        raise T2RError(f"target pieces require sentencepiece and protobuf: {extra('translation')}") from error
     proto: Any = sentencepiece_model_pb2
     folder = Path(folder)
     source, target, vocabulary = (folder / name for name in ("source.spm", "target.spm", "vocab.json"))

@@ -22,6 +22,7 @@ from t2r.data import fingerprint
 from t2r.data.chat import Part, conversation
 from t2r.errors import T2RError
 from t2r.storage import kind_of
+from t2r.words import extra
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 READ = 1 << 18
@@ -229,7 +230,7 @@ class DatasetSource:
         try:
             import datasets
         except ImportError as error:
-            raise T2RError(f"{self.name} requires the datasets extra: pip install 't2r[datasets]'") from error
+            raise T2RError(f"{self.name} requires the datasets extra: {extra('datasets')}") from error
         # The split comes last, because a slice such as train[:1%] contains a colon.
         _, name, config, split = (*self.name.split(":", 3), "", "")[:4]
         try:

@@ -10,10 +10,11 @@ from typing import Any
 
 from t2r.errors import T2RError
 from t2r.options import RunOptions
+from t2r.words import extra
 
 BLEU_TOKENIZE = RunOptions.bleu_tokenize
 """sacrebleu's default."""
-NEEDS = "BLEU needs the translation extra: pip install 't2r[translation]'"
+NEEDS = f"BLEU needs the translation extra: {extra('translation')}"
 OWN_TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
 """Languages without spaces between words, which sacrebleu tokenizes itself."""
 TWO_LETTERS = {

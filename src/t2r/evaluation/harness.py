@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.hub import load_config, load_model, load_tokenizer
+from t2r.words import extra
 
 
 def harness(
@@ -54,7 +55,7 @@ def find_tasks(tasks: Sequence[str], task_folder: str | Path | None = None) -> A
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise T2RError("lm-eval is not installed: pip install 't2r[lm-eval]'") from error
+        raise T2RError(f"lm-eval is not installed: {extra('lm-eval')}") from error
     if task_folder is not None and not Path(task_folder).is_dir():
         raise T2RError(f"there is no folder {task_folder}")
     path = None if task_folder is None else str(task_folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -34,9 +35,12 @@ from t2r.generation.translation import translate
 from t2r.hub import load_config, load_model, need_tokenizer
 from t2r.model.logits import Readout, evaluating, logits_at_once, widened
 from t2r.options import RunOptions
-from t2r.storage import kind_of, write_text, writing
+from t2r.storage import Output, kind_of, writing
 
 logger = logging.getLogger(__name__)
+
+TRANSLATIONS_NAME = re.compile(r"\d+-.*\.txt")
+"""The names of files of translations. They are plain text, which has no mark."""
 
 
 def token_scores(
@@ -118,6 +122,9 @@ def evaluate_translation(
         logger.warning("tokenized BLEU is left out: %s", reason)
         language = None
     if outputs is not None:  # before the translations, which take long
+        places = [translations_file(outputs, number, model) for number, model in enumerate(models)]
+        for path in places:
+            TRANSLATIONS.check(path, inputs=[source, reference])
         with writing(Path(outputs), then="repeat the command"):
             Path(outputs).mkdir(parents=True, exist_ok=True)
     for number, model in enumerate(models):
@@ -142,9 +149,9 @@ def evaluate_translation(
         if results:
             result |= {f"{metric}_difference": result[metric] - results[0][metric] for metric in ("bleu", "chrf")}
         if outputs is not None:
-            path = Path(outputs) / f"{number + 1}-{Path(name).name}.txt"
+            path = translations_file(outputs, number, model)
             with writing(path, then="repeat the command"):
-                write_text(path, "".join(f"{text}\n" for text in texts))
+                TRANSLATIONS.write(path, "".join(f"{text}\n" for text in texts), inputs=[source, reference])
             result["output"] = str(path)
         results.append(result)
         del own
@@ -155,6 +162,17 @@ def evaluate_translation(
         for result, tested in zip(results, paired_bootstrap(systems, references, tokenize=tokenize), strict=True):
             result |= tested
     return results
+
+
+def is_translations(path: Path) -> bool:
+    return TRANSLATIONS_NAME.fullmatch(path.name) is not None
+
+
+TRANSLATIONS = Output("a file of translations", is_translations)
+
+
+def translations_file(folder: str | Path, number: int, model: str | Path | PreTrainedModel) -> Path:
+    return Path(folder) / f"{number + 1}-{Path(model_name(model)).name}.txt"
 
 
 def memory_at(model: PreTrainedModel, tokens: int) -> dict[str, Any]:

@@ -39,8 +39,7 @@ def call(step: str, words: list[str], before: float, clock: Path, lock: IO[bytes
 
     The command inherits the lock of its step: if only this process is killed, the step stays locked until the command
     has ended too."""
-    extra = {"swap": ["--json", "--overwrite"]} | {name: [] for name in TRAINING}
-    command = [*PROGRAM, *words, *extra.get(words[0], ["--json"])]
+    command = [*PROGRAM, *words, *([] if words[0] in TRAINING else ["--json"])]
     last = [""]
 
     def forward(lines: Any) -> None:

@@ -11,12 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from t2r.errors import T2RError
 from t2r.experiments.data import TEXTS, check_names
 from t2r.experiments.grid import cells_of, chosen_scale, filled, name_for, seeded
-from t2r.storage import kind_of
+from t2r.experiments.safety import MOST_STEPS, check_command, check_folder, check_output
+from t2r.storage import LARGEST_YAML, kind_of, parse_yaml, read_text
 
 NAME = re.compile(r"\{(model|data|out|examples):([\w./-]+)\}")
 """A placeholder for a path in a command: a model, a text, the output folder of a step, or a file of the examples."""
@@ -164,10 +163,7 @@ def _read(name: str) -> Any:
     if path.suffix in (".yaml", ".yml"):
         if kind_of(path) != "file":
             raise T2RError(f"experiment file {path} does not exist")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise T2RError(f"experiment {name} cannot be read: {error}") from error
+        text = read_text(path, LARGEST_YAML, f"experiment {name}")
     elif name in shipped_experiments():
         text = files("t2r.experiments").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     else:
@@ -183,12 +179,8 @@ def _read(name: str) -> Any:
     return said
 
 
-@functools.cache  # parsing takes longer than all the rest
-def _parsed(text: str, what: str) -> Any:
-    try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # invalid dates, deep nesting
-        raise T2RError(f"{what} is not valid YAML: {error or type(error).__name__}") from error
+_parsed = functools.cache(parse_yaml)
+"""Parsing takes longer than all the rest."""
 
 
 def make_experiment(said: Any, name: str, scale: str | None = None, seeds: int = 1) -> Experiment:
@@ -197,6 +189,9 @@ def make_experiment(said: Any, name: str, scale: str | None = None, seeds: int =
     if not isinstance(said, dict) or not set(said) <= set(FIELDS) or not isinstance(said.get("steps"), list):
         raise T2RError(f"{where}: the fields must be {', '.join(FIELDS)}, and steps must be a list")
     values = chosen_scale(said.get("scales"), scale, where)
+    check_folder(name, f"{where}: its name")
+    for each in (str(said.get("folder") or name), *(said.get("scales") or ())):
+        check_folder(each, f"{where}: the name of a folder or of a scale")
     if not said["steps"]:
         raise T2RError(f"{where}: it has no steps")
     models = _mapping(said, "models", str, where)
@@ -208,10 +203,11 @@ def make_experiment(said: Any, name: str, scale: str | None = None, seeds: int =
         if unknown := set(step.names("model")) - set(models):
             raise T2RError(f"{where}, step {step.name}: no model {', '.join(sorted(unknown))}")
         check_names(step.names("data"), f"{where}, step {step.name}")
+        given = step.words(lambda kind, name: models[name] if kind == "model" else f"{{{kind}:{name}}}")
+        check_command(given, f"{where}, step {step.name}")
         if step.makes:
             made.add(step.name)
-            if step.command[2:3] != (f"{{out:{step.name}}}",):
-                raise T2RError(f"{where}, step {step.name}: its output folder must be {{out:{step.name}}}")
+            check_output(given, step.name, f"{where}, step {step.name}")
         if unknown := set(step.names("out")) - made:
             raise T2RError(f"{where}, step {step.name}: no earlier step makes {', '.join(sorted(unknown))}")
     return Experiment(
@@ -262,6 +258,8 @@ def _steps(said: Sequence[Any], scale: Mapping[str, Any] | None, seeds: int, whe
                 f"{where}: the fields of a step must be name, command, optional, for and seeds; got {each!r}"
             )
         for cell, words in cells_of(each.get("for"), scale, where):
+            if len(steps) + seeds > MOST_STEPS:
+                raise T2RError(f"{where}: it has more than {MOST_STEPS:,} steps, with all cells and seeds")
             name, command = (filled(str(each.get(key, "")), cell, words, scale, where) for key in ("name", "command"))
             optional = each.get("optional", False)
             if not isinstance(optional, bool):

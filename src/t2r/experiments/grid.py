@@ -9,12 +9,14 @@ The words may contain placeholders too. Inner placeholders are replaced first: {
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
 from t2r.errors import T2RError
+from t2r.experiments.safety import LONGEST, MOST_STEPS
 
 CHOICE = re.compile(r"\{(for|with|scale):([\w-]+)\}")
 DEEPEST = 5
@@ -40,6 +42,8 @@ def cells_of(said: Any, scale: Mapping[str, Any] | None, where: str) -> Iterator
         words = labels if isinstance(labels, dict) else {str(label): label for label in labels}
         named = {filled(str(label), {}, {}, scale, where): text for label, text in words.items()}
         axes[str(axis)] = {label: "" if text is None else str(text) for label, text in named.items()}
+    if math.prod(map(len, axes.values())) > MOST_STEPS:
+        raise T2RError(f"{where}: a step has more than {MOST_STEPS:,} cells")
     for labels in product(*axes.values()):
         cell = dict(zip(axes, labels, strict=True))
         yield cell, {axis: axes[axis][label] for axis, label in cell.items()}
@@ -55,8 +59,13 @@ def filled(
         kind, name = found.groups()
         if name not in values[kind]:
             raise T2RError(f"{where}: {found[0]} is not known; there are {', '.join(values[kind]) or 'none'}")
-        return str(values[kind][name])
+        put = str(values[kind][name])
+        length[0] += len(put)
+        if length[0] > LONGEST:
+            raise T2RError(f"{where}: a text has more than {LONGEST:,} characters, with its placeholders replaced")
+        return put
 
+    length = [len(text)]
     for _ in range(DEEPEST):
         text, count = CHOICE.subn(value, text)
         if not count:

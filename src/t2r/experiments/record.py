@@ -14,7 +14,7 @@ from typing import Any
 
 from t2r.errors import T2RError
 from t2r.experiments.experiment import Experiment
-from t2r.storage import json_text, write_text
+from t2r.storage import Output, beginning, json_text
 
 REPOSITORY = Path(__file__).parents[3] / "experiments"
 """The records and the claims of the paper in a checkout. An installed package does not have them."""
@@ -25,6 +25,13 @@ OF_ANALYSIS = ("model", "teacher", "text", "window", "words", "samples", "mean",
 """What a record keeps of an analysis: means, but not the values of each layer and head."""
 PROVENANCE = ("date", "machine", "versions", "commit")
 """Facts of a step that a record states once if all its steps have them in common."""
+
+
+def is_record(path: Path) -> bool:
+    return beginning(path).startswith('{\n "experiment": ')
+
+
+RECORD = Output("a record", is_record)
 
 
 def recorded(name: str) -> dict[str, Any] | None:
@@ -60,7 +67,7 @@ def joined(experiment: Experiment, parts: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    write_text(path, json_text(record, 1) + "\n")
+    RECORD.write(path, json_text(record, 1) + "\n")
 
 
 def summary(command: str, result: Any) -> Any:

@@ -22,7 +22,8 @@ from t2r.experiments import record
 from t2r.experiments.command import Ended, call, say
 from t2r.experiments.experiment import TRAINING, Experiment, Step, load_experiment
 from t2r.experiments.places import Places, identity
-from t2r.storage import json_text, take_lock, write_text, writing
+from t2r.experiments.safety import MOST_SEEDS, TRUST, runs_code
+from t2r.storage import json_text, read_json, take_lock, write_text, writing
 
 POLL = 2.0
 """Seconds between two looks at the steps of other processes."""
@@ -39,6 +40,7 @@ def reproduce(
     where: Mapping[str, str | Sequence[str]] | None = None,
     seeds: int = 1,
     records: Sequence[str | Path] = (),
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Run an experiment and return its record, which is saved in the folder `out`: as `record.json`, or for an
     experiment with scales as `NAME-SCALE.json`.
@@ -61,7 +63,11 @@ def reproduce(
         seeds: the number of seeds of steps that are repeated with several.
         records: files of records, or names of shipped ones. Steps that they contain are not run again, unless their
             output folder is required and missing.
+        trust_remote_code: whether steps may run code of others: `--trust-remote-code`, or tasks of lm-eval in a folder
+            that is not among the examples.
     """
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise T2RError(f"seeds must be at least 1 and at most {MOST_SEEDS:,}; got {seeds}")
     known = [read_record(name) for name in records]  # a wrong name raises before the folder is created
     experiment = load_experiment(name, scale)
     folder = Path("runs", experiment.place) if out is None else Path(out)
@@ -72,7 +78,10 @@ def reproduce(
     if not wanted:
         raise T2RError(f"no step of experiment {experiment.name} has these names and these labels")
     places = Places(experiment, None if data_folder is None else Path(data_folder), models or {}, folder)
-    places.check(experiment.required(wanted, places.replaced))
+    required = experiment.required(wanted, places.replaced)
+    places.check(required)
+    if not trust_remote_code:
+        refuse_code(required)
     grid = Grid(experiment, places)
     for step in experiment.steps:
         grid.result(step)  # raises if it was made in another way, before anything is run
@@ -82,20 +91,30 @@ def reproduce(
     return grid.write_record()
 
 
+def refuse_code(steps: Sequence[Step]) -> None:
+    """Raise T2RError if a step would run code of others."""
+    for step in steps:
+        if (option := runs_code(step.command)) is not None:
+            raise T2RError(
+                f"step {step.name} runs code of others ({option}): read its command ({step.label}), and repeat yours "
+                f"with {TRUST} if you trust it"
+            )
+
+
 def finished_seeds(folder: Path, known: Sequence[Mapping[str, Any]], own: Collection[str]) -> int:
     """Return the number of seeds of an experiment's `own` steps that are finished in a working folder or in records."""
     names = [path.stem for path in (folder / "steps").glob("*.json")]
     names += [part["name"] for each in known for part in each["steps"]]
-    found = [match for name in names if (match := re.fullmatch(r"(.*)-seed(\d+)", name)) and match[1] in own]
-    return 1 + max((int(match[2]) for match in found), default=0)
+    found = [match for name in names if (match := re.fullmatch(r"(.*)-seed(\d{1,9})", name)) and match[1] in own]
+    return min(MOST_SEEDS, 1 + max((int(match[2]) for match in found), default=0))
 
 
 def read_record(name: str | Path) -> dict[str, Any]:
     """Read the file of a record, or a published record by name."""
     if Path(name).is_file():
         try:
-            found = json.loads(Path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            found = read_json(name)
+        except T2RError as error:
             raise T2RError(f"{name} is not a record: {error}") from error
     else:
         found = record.recorded(str(name))
@@ -110,6 +129,21 @@ def read_record(name: str | Path) -> dict[str, Any]:
     return found
 
 
+def read_part(file: Path) -> dict[str, Any]:
+    """Read the result of a step. Raises T2RError if it is damaged."""
+    again = "delete it, and the step is run again"
+    try:
+        found = read_json(file)
+    except T2RError as error:
+        raise T2RError(f"{file} is damaged: {again} ({error})") from error
+    types = {"name": str, "command": str, "models": dict | None, "failed": str | None, "machine": dict | None}
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in types.items()):
+        raise T2RError(f"{file} is not the result of a step: {again}")
+    if ("result" in found) == ("failed" in found) or not isinstance(found.get("seconds"), int | float | None):
+        raise T2RError(f"{file} has neither a result nor an error of a step: {again}")
+    return found
+
+
 class Grid:
     """The steps of an experiment in a working folder.
 
@@ -120,6 +154,8 @@ class Grid:
     def __init__(self, experiment: Experiment, places: Places) -> None:
         self.experiment, self.places = experiment, places
         self.folder = places.out / "steps"
+        self.file = places.out / ("record.json" if experiment.scale is None else f"{experiment.record}.json")
+        record.RECORD.check(self.file)
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.steps = {step.name: step for step in experiment.steps}
@@ -135,10 +171,7 @@ class Grid:
         if not file.is_file():
             return None
         part: dict[str, Any] = {"cell": step.cell} if step.cell else {}
-        try:
-            part |= json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise T2RError(f"{file} is damaged: delete it, and the step is run again ({error})") from error
+        part |= read_part(file)
         if part["command"] != step.label:
             raise T2RError(
                 f"{file} was made by another command ({part['command']}): the experiment has changed; give another "
@@ -183,9 +216,8 @@ class Grid:
         """Write the record of all steps that are finished."""
         parts = [part for step in self.experiment.steps if (part := self.result(step)) is not None]
         whole = record.joined(self.experiment, parts)
-        name = "record.json" if self.experiment.scale is None else f"{self.experiment.record}.json"
-        with writing(self.places.out / name):
-            record.write_record(self.places.out / name, whole)
+        with writing(self.file):
+            record.write_record(self.file, whole)
         return whole
 
     def save(self, step: Step, part: dict[str, Any]) -> None:
@@ -288,6 +320,8 @@ class Grid:
                 self.check_started(step)
                 ended = Ended(0, before, "", "")
             else:
+                if step.command[0] == "swap" and self.began_before(step):  # otherwise it is a model of the user
+                    words.append("--overwrite")
                 with writing(self.started(step)):
                     write_text(self.started(step), step.label)
                 ended = call(step.name, words, before, clock, lock)
@@ -316,6 +350,11 @@ class Grid:
 
     def started(self, step: Step) -> Path:
         return self.folder / f"{step.name}.started"
+
+    def began_before(self, step: Step) -> bool:
+        with suppress(FileNotFoundError):
+            return self.started(step).read_text(encoding="utf-8", errors="replace") == step.label
+        return False
 
     def check_started(self, step: Step) -> None:
         """Raise T2RError if the output of a step was made by another command."""

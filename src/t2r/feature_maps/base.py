@@ -281,11 +281,19 @@ class AffineMap(FeatureMap):
             return None
         if not hasattr(self, "key_map"):  # merged: the projections compute the affine part
             return Features(self.feature_size, self.activation, self.weighs_keys)
+        weighs_queries = self.query_weight is not None
 
         def compute() -> Features:
             (q_weight, q_bias), (k_weight, k_bias) = self.affine_q(), self.affine_k()
+            if self.query_weight is not None:
+                (weight, bias), zeros = self.query_weight.expanded(self.num_heads), q_weight.new_zeros(1)
+                q_bias, bias = (
+                    zeros.expand(x.shape[:2]) if b is None else b for x, b in ((q_weight, q_bias), (weight, bias))
+                )
+                q_weight, q_bias = torch.cat([q_weight, weight], dim=1), torch.cat([q_bias, bias], dim=1)
             q_weight, k_weight = (q_weight * scaling).contiguous(), k_weight.contiguous()
-            return Features(self.feature_size, self.activation, self.weighs_keys, q_weight, q_bias, k_weight, k_bias)
+            how = (self.feature_size, self.activation, self.weighs_keys, weighs_queries)
+            return Features(*how, q_weight, q_bias, k_weight, k_bias)
 
         return derived(self, ("step", scaling), compute)
 

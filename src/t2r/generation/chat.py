@@ -16,7 +16,7 @@ from t2r.generation.engine import ForGenerate, engine_for
 from t2r.generation.engine.sequences import Group
 from t2r.generation.state import check_vocabulary, refuse_stateless
 from t2r.generation.text import Stream, check_lengths, checked_options, refused_options, special_tokens
-from t2r.generation.turns import BEGINNING, Transcript, next_turn, rendered, transcript_of
+from t2r.generation.turns import BEGINNING, Transcript, by_user, next_turn, rendered, transcript_of
 
 
 class Point(NamedTuple):
@@ -122,7 +122,7 @@ class Conversation:
     def turn(self, line: str) -> tuple[Transcript, Point, str]:
         """Return the conversation with a turn of the user, the point from which to read, and the text to read there."""
         now = self.now
-        messages = [*now.said.messages, {"role": "user", "content": line}]
+        messages = [*now.said.messages, by_user(line)]
         if not self.templated:
             new = f"\n{line}" if now.said.text else line
             return Transcript(messages, now.said.text + new, now.said.document), now, new
@@ -130,7 +130,7 @@ class Conversation:
         start = self.start
         if not text.startswith(now.said.text) and start is not None and text.startswith(start.said.text):
             now = start  # the template has changed earlier turns
-        new = next_turn(self.tokenizer, now.said, text, line)
+        new = next_turn(self.tokenizer, now.said, text, [by_user(line)])
         return Transcript(messages, now.said.text + new, now.said.document), now, new
 
     def answer(

@@ -22,7 +22,7 @@ from t2r.generation.engine import Engine, ForGenerate, engine_for
 from t2r.generation.engine.arguments import check_options, check_texts, refuse
 from t2r.generation.engine.request import option_value, token_list
 from t2r.generation.state import check_source_length, check_vocabulary, refuse_stateless
-from t2r.generation.turns import next_turn, refuse_no_template, rendered, transcript_of
+from t2r.generation.turns import by_user, next_turn, refuse_no_template, rendered, transcript_of
 from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.options import GenerationOptions, RunOptions, check, options_of
@@ -290,7 +290,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, state: T
     refuse_no_template(tokenizer)
     said = transcript_of(state, tokenizer)
     text = rendered(tokenizer, said.messages, prompt, "the prompt")
-    new = next_turn(tokenizer, said, text, prompt)
+    new = next_turn(tokenizer, said, text, [by_user(prompt)])
     return list(tokenizer(new, add_special_tokens=False).input_ids)  # the template has added them
 
 

@@ -62,7 +62,11 @@ def rendered(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], line: str, where: str = "the message"
 ) -> str:
     """Render a conversation with a new message of the user, up to where the answer begins."""
-    return render(tokenizer, [*messages, {"role": "user", "content": line}], where, prompt=True)
+    return render(tokenizer, [*messages, by_user(line)], where, prompt=True)
+
+
+def by_user(line: str) -> dict[str, str]:
+    return {"role": "user", "content": line}
 
 
 def opened(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
@@ -73,17 +77,19 @@ def opened(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -
     return head
 
 
-def next_turn(tokenizer: PreTrainedTokenizerBase, said: Transcript, text: str, line: str) -> str:
-    """Return the end of a conversation's `text`, after what was said before: the message `line` of the user.
+def next_turn(tokenizer: PreTrainedTokenizerBase, said: Transcript, text: str, new: list[dict[str, str]]) -> str:
+    """Return the end of a conversation's `text`, after what was said before: these new messages.
 
     If the template changes earlier messages, what was said stays as it was read."""
     if text.startswith(said.text):
         return text[len(said.text) :]
-    last = [*said.messages[:-1], {**said.messages[-1], "content": MARK}] if said.messages else []
-    _, _, new = rendered(tokenizer, last, line).partition(MARK)
+    if not said.messages:
+        return text
+    last = [*said.messages[:-1], {**said.messages[-1], "content": MARK}]
+    _, _, rest = render(tokenizer, [*last, *new], "the message", prompt=True).partition(MARK)
     # The end of an answer may have been generated.
-    both = next((n for n in range(len(new), 0, -1) if said.text.endswith(new[:n])), 0)
-    return new[both:] if last else text
+    both = next((n for n in range(len(rest), 0, -1) if said.text.endswith(rest[:n])), 0)
+    return rest[both:]
 
 
 def refuse_no_template(tokenizer: PreTrainedTokenizerBase) -> None:

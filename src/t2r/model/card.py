@@ -9,6 +9,8 @@ import yaml
 
 from t2r._version import __version__
 from t2r.config import OPTIONS, T2RConfig
+from t2r.errors import T2RError
+from t2r.storage import LARGEST_YAML, parse_yaml, read_text
 
 
 def model_card(model: Any) -> str:
@@ -51,9 +53,13 @@ The license of the base model applies to this one: {metadata.get("license", "see
 
 def growth(model: Any) -> str:
     """Return how time and memory of generation grow with the length."""
-    kept = model.kept_layers()
-    if not kept:
+    if not model.kept_layers():
         return "it generates in time linear in the length and with a state of fixed size."
+    if not (kept := model.kept_sites(cross=False)):
+        return (
+            "it generates in time linear in the length of the target, with a state of fixed size.\n"
+            "Cross attention stays exact: it keeps the keys and values of the source."
+        )
     return (
         "its recurrent attention takes time linear in the length and has a state of fixed size.\n"
         f"Softmax attention remains in {len(kept)} of {model.count_layers()} layers: keys and values, and the time per "
@@ -84,11 +90,9 @@ def origin(source: str) -> tuple[str, str | None]:
 
 def front_matter(card: Path) -> dict[str, Any]:
     """Return the metadata of a model card; empty if there is none."""
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    if not text.startswith("---"):
-        return {}
     try:
-        metadata = yaml.safe_load(text.split("---")[1])
-    except yaml.YAMLError:
+        text = read_text(card, LARGEST_YAML) if card.is_file() else ""
+        metadata = parse_yaml(text.split("---")[1], str(card)) if text.startswith("---") else None
+    except T2RError:  # a card may be written in any way
         return {}
     return metadata if isinstance(metadata, dict) else {}

@@ -41,6 +41,8 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
         raise T2RError("some weights of this model are offloaded to disk or CPU: load the model without offloading")
     chosen = {name: getattr(config, name) for name in SWAP} if config is not None else {}
     config = T2RConfig(**{**chosen, **options})
+    if model.config.is_encoder_decoder:
+        config.refuse_idle()
     base: Any = type(model)
     recurrent: Any = t2r_class(base)
     with undoing(model):

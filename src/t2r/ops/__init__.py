@@ -11,9 +11,11 @@ selects a backend.
 from t2r.ops.common import (
     FASTEST_DECAY,
     LARGEST_LOG_WEIGHT,
+    Beside,
     Features,
     State,
     Sums,
+    Windows,
     combine,
     normalize,
 )
@@ -21,11 +23,12 @@ from t2r.ops.functional import absorb, computes_features, linear_attention, look
 from t2r.ops.registry import backends, choose
 from t2r.ops.rules import Rule, Sum
 from t2r.ops.weights import attention_weights
-from t2r.ops.windows import Windows, window_attention
+from t2r.ops.windows import window_attention
 
 __all__ = [
     "FASTEST_DECAY",
     "LARGEST_LOG_WEIGHT",
+    "Beside",
     "Features",
     "Rule",
     "State",

@@ -15,7 +15,7 @@ DENOMINATOR_FLOOR = 1e-6
 SIGNED_FLOOR = 0.1
 """Lower bound of the denominator's magnitude for signed features, as a fraction of the sum of absolute weights.
 Outputs are then at most `max|v| / SIGNED_FLOOR`. With a bound of 0.01, weights that nearly cancel make the gradients of
-RFA a hundred times as large, and it does not learn to translate (docs/log.md)."""
+RFA a hundred times as large, and it does not learn to translate (docs/log/2026-11.md)."""
 
 
 FASTEST_DECAY = 1.0
@@ -45,12 +45,27 @@ class Features(NamedTuple):
     """`relu` or `softmax`."""
     weighs_keys: bool = False
     """Whether the last row of the key map is the logarithm of a factor of the key's features."""
+    weighs_queries: bool = False
+    """Whether the last row of the query map is the logarithm of a factor of the query's sums (`Beside`)."""
     q_weight: Tensor | None = None
-    """`[heads, size, dim]`"""
+    """`[heads, size, dim]`, or `size + 1` rows with `weighs_queries`."""
     q_bias: Tensor | None = None
     k_weight: Tensor | None = None
     """`[key_heads, size, dim]`, or `size + 1` rows with `weighs_keys`."""
     k_bias: Tensor | None = None
+
+
+class Beside(NamedTuple):
+    """What another memory, such as a window, has for the same queries. A step adds it to what the state has.
+
+    The heads of keys and values are then those of the other memory, and the state has all or some of them."""
+
+    means: Tensor
+    """The averages of values, `[batch, heads, 1, value]`, contiguous. They become the output of the step."""
+    logs: Tensor
+    """The logarithms of the sums of weights, `[batch, heads, 1]` in float32. Minus infinity: none."""
+    places: Tensor | None = None
+    """The heads of keys and values that have a state. None: all."""
 
 
 class State(NamedTuple):
@@ -149,6 +164,17 @@ def normalize(sums: Sums, dtype: torch.dtype) -> Tensor:
     """Divide numerator by denominator, with the bounds that every backend uses, and cast to `dtype`."""
     safe, _, empty = safe_denominator(sums.denominator, sums.magnitude)
     return cast_output((sums.numerator / safe[..., None]).masked_fill(empty[..., None], 0), dtype)
+
+
+class Windows(NamedTuple):
+    """The window of each key head of a layer, and the sinks of all that have one."""
+
+    sizes: Tensor
+    """`[key_heads]`: tokens that a token attends to exactly, including itself. 0: none, not even sinks. Floating-point
+    sizes have soft edges and a gradient (`soft_windows`)."""
+    sinks: int = 0
+    bound: int | None = None
+    """With soft edges: tokens at this distance or beyond are not seen."""
 
 
 def combine(parts: Sequence[Sums], dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from t2r.ops.common import Features, State, Sums
+from t2r.ops.common import Beside, Features, State, Sums
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = ("parallel", "step", "look")
@@ -141,6 +141,7 @@ class Backend(ABC):
         decay: Tensor | None,
         inplace: bool,
         features: Features | None = None,
+        beside: Beside | None = None,
         normalized: bool = True,
     ) -> tuple[Tensor | Sums, State]:
         """Process one token. The backend clamps decay rates itself, so that a fused step is a single kernel launch."""

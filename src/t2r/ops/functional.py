@@ -11,7 +11,7 @@ from torch import Tensor
 
 from t2r.errors import T2RError
 from t2r.ops import reference
-from t2r.ops.common import HALF, Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
+from t2r.ops.common import HALF, Beside, Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
 from t2r.ops.contract import Backend, Request
 from t2r.ops.registry import PREFERENCE, prefer, select
 
@@ -196,6 +196,7 @@ def step(
     signed: bool = False,
     inplace: bool = False,
     features: Features | None = None,
+    beside: Beside | None = None,
     normalized: bool = True,
     backend: str = "auto",
 ) -> tuple[Any, State]:
@@ -208,7 +209,9 @@ def step(
     every token.
 
     With `features`, q, k and v are the inputs of a feature map, and the kernel of the step also computes the features.
-    A head of k and v may then serve several key heads. `computes_features` says where this is supported.
+    A head of k and v may then serve several key heads, and the mask may be one of each head of k, `[batch, heads, 1]`.
+    With `beside` too, the output is that of the state and of another memory together. `computes_features` says where
+    this is supported.
 
     With `normalized=False`, the first result are `Sums`, and features must not be signed.
     """
@@ -219,6 +222,8 @@ def step(
     if inplace and state is None:
         raise T2RError("step with inplace=True requires a state: pass one, for example State.zeros(k, v)")
     mask = None if mask is None else mask.bool()
+    if beside is not None and (features is None or not normalized):
+        raise T2RError("step with beside requires features, and its output is normalized")
     if features is not None:
         if state is None:
             raise T2RError("step with features requires a state: pass one, for example of Rule.empty")
@@ -228,6 +233,7 @@ def step(
             known = select(request._replace(feature=features.size, features=True), backend)
         with no_autocast(q.device.type):
             how: dict[str, Any] = {"inplace": inplace, "features": features, "normalized": normalized}
+            how |= {} if beside is None else {"beside": beside}
             return known.step(q, k, v, state, mask=mask, decay=decay, **how)
     half = inplace and state is not None and state.s.dtype in HALF
     _check(q, k, v, state, mask, None, True, signed, half=half)

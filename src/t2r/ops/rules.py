@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from t2r.ops import functional
-from t2r.ops.common import Features, State, Sums
+from t2r.ops.common import Beside, Features, State, Sums
 
 
 class Rule(Protocol):
@@ -47,6 +47,7 @@ class Rule(Protocol):
         mask: Tensor | None = None,
         inplace: bool = False,
         features: Features | None = None,
+        beside: Beside | None = None,
         normalized: bool = True,
     ) -> tuple[Tensor | Sums, State]:
         """Process one token."""
@@ -105,6 +106,7 @@ class Sum(NamedTuple):
         mask: Tensor | None = None,
         inplace: bool = False,
         features: Features | None = None,
+        beside: Beside | None = None,
         normalized: bool = True,
     ) -> tuple[Tensor | Sums, State]:
         return functional.step(
@@ -117,6 +119,7 @@ class Sum(NamedTuple):
             signed=self.signed,
             inplace=inplace,
             features=features,
+            beside=beside,
             normalized=normalized,
         )
 

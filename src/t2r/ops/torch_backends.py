@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from t2r.ops import chunked, reference, single
-from t2r.ops.common import Features, State, Sums, normalize
+from t2r.ops.common import Beside, Features, State, Sums, normalize
 from t2r.ops.contract import Backend
 
 
@@ -27,6 +27,7 @@ class TorchBackend(Backend):
         decay: Tensor | None,
         inplace: bool,
         features: Features | None = None,
+        beside: Beside | None = None,
         normalized: bool = True,
     ) -> tuple[Tensor | Sums, State]:
         if single.can_do(state, inplace=inplace):

@@ -14,23 +14,12 @@ import torch
 from torch import Tensor
 
 from t2r.errors import T2RError
-from t2r.ops.common import Sums, accumulator_dtype, fold_groups
-from t2r.ops.registry import BACKENDS
+from t2r.ops.common import Sums, Windows, accumulator_dtype, fold_groups
+from t2r.ops.registry import BACKENDS, PREFERENCE
 from t2r.ops.soft_windows import soft_window_attention
 
 BLOCK = 256
 """Queries that are computed at once. Their keys are those of a block and of the largest window before it."""
-
-
-class Windows(NamedTuple):
-    """The window of each key head of a layer, and the sinks of all that have one."""
-
-    sizes: Tensor
-    """`[key_heads]`: tokens that a token attends to exactly, including itself. 0: none, not even sinks. Floating-point
-    sizes have soft edges and a gradient (`soft_windows`)."""
-    sinks: int = 0
-    bound: int | None = None
-    """With soft edges: tokens at this distance or beyond are not seen."""
 
 
 def window_attention(
@@ -76,6 +65,15 @@ def window_attention(
     else:
         out, lse = in_blocks(q, k, v, windows, scaling, origin, softcap)
     return Sums(out, torch.ones_like(lse), peak=lse)
+
+
+def steps_at_once(q: Tensor, v: Tensor, softcap: float | None) -> bool:
+    """Return whether one kernel computes a step of all windows of a layer."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or softcap is not None:
+        return False
+    triton = BACKENDS["triton"]
+    preferred = triton.name in PREFERENCE.get(q.device.type, ()) and triton.missing() is None
+    return preferred and q.dtype in triton.abilities.dtypes and max(q.shape[3], v.shape[3]) <= 256
 
 
 def in_blocks(

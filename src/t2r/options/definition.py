@@ -35,6 +35,8 @@ class Option:
     maximum: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()
+    former: Mapping[str, str] = field(default_factory=dict)
+    """Values of former versions, which are still read, and what they are called now."""
     unset: str = ""
     flags: tuple[str, ...] = ()
     """The flag on the command line, if it is not made from the name."""
@@ -101,7 +103,7 @@ class Option:
 
     def accepts_one(self, value: Any) -> bool:
         if self.type in (bool, str):
-            return isinstance(value, self.type) and (not self.choices or value in self.choices)
+            return isinstance(value, self.type) and (not self.choices or self.named(value) in self.choices)
         if isinstance(value, bool) or not isinstance(value, int if self.type is int else int | float):
             return False
         return (
@@ -111,6 +113,10 @@ class Option:
             and (self.maximum is None or value <= self.maximum)
             and (self.below is None or value < self.below)
         )
+
+    def named(self, value: Any) -> Any:
+        """Return the value by its present name."""
+        return self.former.get(value, value) if isinstance(value, str) else value
 
     def read(self, value: Any) -> Any:
         """Convert a value from YAML to the option's type: YAML reads 1e-3 as text, and 1e3 may be meant as an integer.

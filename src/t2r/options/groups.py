@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from t2r.options.definition import LARGEST_SEED, option
 
+BOTH, CAUSAL, CROSS = "both", "causal", "cross"
+"""What becomes recurrent in the decoder of an encoder-decoder."""
+
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class SwapOptions:
@@ -21,7 +24,10 @@ class SwapOptions:
         of_map="always",
     )
     cross_feature_size: int | None = option(
-        None, help="Feature size of cross attention.", minimum=1, unset="as feature_size"
+        None,
+        help="Feature size of cross attention, if that becomes recurrent.",
+        minimum=1,
+        unset="as feature_size",
     )
     softmax_layers: list[int] | None = option(
         None,
@@ -37,9 +43,11 @@ class SwapOptions:
         unset="none",
     )
     recurrent: str = option(
-        "causal,cross",
-        help="Attention of an encoder-decoder's decoder that becomes recurrent: `causal,cross`, `causal` or `cross`.",
-        choices=("causal,cross", "causal", "cross"),
+        CAUSAL,
+        help="Attention of an encoder-decoder's decoder that becomes recurrent: `causal`, which keeps cross attention "
+        "exact, `cross`, or `both`, as in the paper.",
+        choices=(CAUSAL, CROSS, BOTH),
+        former={"causal,cross": BOTH},
     )
     shared: bool = option(True, help="Queries and keys share one feature map.", of_map="always")
     grouped: bool = option(

@@ -79,7 +79,7 @@ class BudgetOptions:
     recipe: str | None = option(
         None,
         help="The name of a shipped recipe, or a YAML file.",
-        unset="distill-lm, with --src distill-mt, with --memory memory-lm",
+        unset="distill-lm, with --src distill-mt, with --memory memory-lm or memory-mt",
     )
     overrides: Sequence[str] = option(
         (),
@@ -188,7 +188,16 @@ class Conversion(Training):
         type=str,
     )
     context: int | None = option(
-        None, help="With --memory: tokens that windows are planned for.", minimum=32, unset="positions, at most 2,048"
+        None,
+        help="With --memory: tokens that windows are planned for, of an encoder-decoder target tokens.",
+        minimum=32,
+        unset="positions, at most 2,048; with --src the longest target of the text",
+    )
+    source_tokens: int | None = option(
+        None,
+        help="With --memory and --src: tokens of a source whose keys and values count.",
+        minimum=1,
+        unset="the longest source of the text",
     )
     teacher: str | PreTrainedModel | None = option(
         None,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from t2r.budgets.costs import in_mib
-from t2r.budgets.planning import HEADER, table_row
+from t2r.budgets.planning import HEADER, source_told, table_row
 from t2r.reporting.page import Page, lines
 
 CELL = 14
@@ -39,7 +39,7 @@ def plan(page: Page, planned: Mapping[str, Any]) -> None:
     page.subheading(f"Memory plan: {in_mib(planned['used'])}")
     page.paragraph(
         "Each square is a key-value head, the darker the longer its window; a ring marks heads that see the whole "
-        "context. " + states_told(planned)
+        "context. " + states_told(planned) + cross_told(planned)
     )
     page.figures({"Windows in tokens, by layer and head": picture(planned)})
 
@@ -48,6 +48,14 @@ def states_told(planned: Mapping[str, Any]) -> str:
     if not planned["features"]:
         return "There are no states: what has left a window is forgotten."
     return f"What has left a window is in a state of {planned['features']} features."
+
+
+def cross_told(planned: Mapping[str, Any]) -> str:
+    """Say what the cross attention of an encoder-decoder keeps. Nothing for other models."""
+    if planned.get("source_tokens") is None:
+        return ""
+    told = source_told(planned)
+    return f" {told[0].upper()}{told[1:]}; this is a part of the memory."
 
 
 def picture(planned: Mapping[str, Any]) -> str:

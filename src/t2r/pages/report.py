@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ from t2r.errors import T2RError
 from t2r.pages import sections
 from t2r.pages.plans import plans
 from t2r.pages.training import completions, training
-from t2r.reporting.page import Page
-from t2r.storage import kind_of
+from t2r.reporting.page import PAGE, Page
+from t2r.storage import kind_of, read_json, understood
 
 Section = Callable[[Page, Any, Path], None]
 
@@ -29,6 +27,8 @@ def report(
         out: the HTML file. None: `report.html` in the folder, or a file with the name of the JSON file.
         prompts: prompts that the model in a folder completes, greedily, for samples on the page.
 
+    Results may be a stranger's: other files are read only in the folder of a result. The page replaces only a page.
+
     Raises T2RError if there are no results, or if the page cannot be written.
     """
     sources = [Path(s) for s in ([source] if isinstance(source, str | Path) else source)]
@@ -37,32 +37,21 @@ def report(
     if out is not None and not Path(out).name:
         raise T2RError(f"out must be the path of the HTML file, got {str(out)!r}")
     found = [(path, section, content) for path in sources for section, content in _read(path)]
-    with _showing(found[0][0]):
+    first = sources[0]
+    place = first / "report.html" if kind_of(first) == "folder" else first.with_suffix(".html")
+    place = place if out is None else Path(out)
+    PAGE.check(place, inputs=sources)
+    with understood(found[0][0]):
         page = Page(sections.title(found[0][0], found[0][2]) if len(found) == 1 else "Results")
     for path, section, content in found:
-        with _showing(path):
+        with understood(path):
             if len(found) > 1:
                 page.heading(sections.title(path, content))
             section(page, content, path)
         if prompts and kind_of(path) == "folder":
             completions(page, path, prompts)
-    first = sources[0]
-    place = first / "report.html" if kind_of(first) == "folder" else first.with_suffix(".html")
-    place = place if out is None else Path(out)
-    page.write(place)
+    page.write(place, inputs=sources)
     return place
-
-
-@contextmanager
-def _showing(path: Path) -> Iterator[None]:
-    """Raise T2RError for contents of another form: results are recognized by their first names only."""
-    try:
-        yield
-    except T2RError:
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise T2RError(f"{path} is not a complete result of this version of t2r ({reason})") from error
 
 
 def _read(path: Path) -> list[tuple[Section, Any]]:
@@ -73,13 +62,13 @@ def _read(path: Path) -> list[tuple[Section, Any]]:
     if kind == "folder":
         for name, section in (("record.json", sections.experiment), ("results.json", training)):
             if kind_of(path / name) == "file":
-                return [(section, _json(path / name))]
-        contents = [_json(file) for file in sorted(path.glob("*.json"))]
+                return [(section, read_json(path / name))]
+        contents = [read_json(file) for file in sorted(path.glob("*.json"))]
         records = [content for content in contents if isinstance(content, dict) and "experiment" in content]
         if records:
             return [(sections.experiment, record) for record in records]
         raise T2RError(f"{path} contains neither results.json (of a conversion) nor the record of an experiment")
-    content = _json(path)
+    content = read_json(path)
     recognized = _section(content)
     if recognized is None:
         raise T2RError(
@@ -103,10 +92,3 @@ def _section(content: Any) -> Section | None:
         "points": sections.benchmark,
     }
     return next((section for key, section in known.items() if key in first), None)
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise T2RError(f"{path} cannot be read as JSON: {error}") from error

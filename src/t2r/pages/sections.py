@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import os
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,23 @@ from t2r.bench import decoding
 from t2r.bench.figures import add_decoding
 from t2r.errors import T2RError
 from t2r.evaluation.overview import names_of
+from t2r.evaluation.translation import TRANSLATIONS
 from t2r.experiments import charts
 from t2r.experiments.comparison import cell_titles
 from t2r.experiments.record import claims_of
 from t2r.experiments.tables import commands, of_record, provenance, record_tables
 from t2r.pages.training import curves, made, plain
 from t2r.reporting.page import COLORS, Page, bars, lines
-from t2r.storage import kind_of
+from t2r.storage import LARGEST_JSON, kind_of, parse_json, read_inside
 
 MANY_STEPS = 6
 """The commands of an experiment with more steps are folded."""
 SHOWN_LINES = 8
 """Translations shown of each model."""
+LARGEST_TRANSLATIONS = 64 << 20
+"""Bytes of a file of translations."""
+
+logger = logging.getLogger(__name__)
 
 
 def title(path: Path, content: Any) -> str:
@@ -70,8 +76,9 @@ def experiment(page: Page, record: Mapping[str, Any], path: Path) -> None:
             add_decoding(page, decoding_report(part))
     if kind_of(path) == "folder" and not any("cell" in step for step in record["steps"]):
         for step in record["steps"]:
-            if kind_of(path / step["name"] / "results.json") == "file":
-                results = json.loads((path / step["name"] / "results.json").read_text(encoding="utf-8"))
+            file = Path(step["name"], "results.json")
+            if (text := read_inside(path, file, LARGEST_JSON)) is not None:
+                results = parse_json(text, str(path / file))
                 named = {f"{step['name']}, {stage}": log for stage, log in (results.get("log") or {}).items() if log}
                 curves(page, named)
     page.subheading("Commands")
@@ -214,12 +221,26 @@ def evaluations(page: Page, results: Sequence[dict[str, Any]], path: Path) -> No
         page.figures(drawn)
     texts = {}
     for name, result in zip(names_of(results), results, strict=True):
-        if result.get("output") and kind_of(result["output"]) == "file":
-            shown = Path(result["output"]).read_text(encoding="utf-8").splitlines()[:SHOWN_LINES]
+        if result.get("output") and (shown := translations(result["output"], path)) is not None:
             texts[name] = "\n".join(shown)
     if texts:
         page.subheading("Translations")
         page.quotes(texts)
+
+
+def translations(output: str, path: Path) -> list[str] | None:
+    """Return the first translations of a file that a result names; None if it is not there.
+
+    The result may be a stranger's, and name any file of the user: only translations in the folder of the result are
+    shown."""
+    folder, file = Path(os.path.realpath(path)).parent, Path(os.path.realpath(output))
+    if kind_of(file) != "file":
+        return None
+    if not file.is_relative_to(folder) or not TRANSLATIONS.recognizes(file):
+        logger.warning("%s is not shown: it is not a file of translations in the folder of %s", output, path)
+        return None
+    text = read_inside(folder, file, LARGEST_TRANSLATIONS)
+    return None if text is None else text.splitlines()[:SHOWN_LINES]
 
 
 def analysis(page: Page, result: Mapping[str, Any], path: Path) -> None:

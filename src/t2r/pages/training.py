@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from t2r.hub import load_config
 from t2r.pages.plans import plan
 from t2r.reporting.inspection import human, lengths_within, memory_by_length
 from t2r.reporting.page import Page, lines
-from t2r.storage import kind_of
+from t2r.storage import kind_of, parse_json, parse_yaml, read_inside
 from t2r.tasks import Translation
 from t2r.training.sessions.session import table_of
 from t2r.words import counted
@@ -229,9 +228,9 @@ def rate_of(log: Sequence[Mapping[str, Any]], stage: Mapping[str, Any] | None) -
 
 def recipe_of(folder: Path) -> dict[str, Any]:
     """Return the stages of the recipe in a folder by name; empty if there is none."""
-    if kind_of(folder) != "folder" or kind_of(folder / "recipe.yaml") != "file":
+    if kind_of(folder) != "folder" or (text := read_inside(folder, "recipe.yaml")) is None:
         return {}
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    recipe = parse_yaml(text, str(folder / "recipe.yaml"))
     return {stage["name"]: stage for stage in recipe.get("stages") or ()}
 
 
@@ -248,8 +247,8 @@ def data(page: Page, results: Mapping[str, Any]) -> None:
 
 def configuration(page: Page, folder: Path) -> None:
     page.subheading("Configuration")
-    if kind_of(folder / "config.json") == "file":
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if (text := read_inside(folder, "config.json")) is not None:
+        config = parse_json(text, str(folder / "config.json"))
         base = config.get("base_config") or config
         facts = {name: base[name] for name in SIZES if base.get(name) is not None}
         if facts.get("dtype") == GUARD:  # in the place of the dtype, so that only t2r loads the folder
@@ -258,8 +257,8 @@ def configuration(page: Page, folder: Path) -> None:
             own = ("dtype", *OPTIONS, "merged")
             facts |= {name: config[name] for name in own if config.get(name) is not None}
         page.facts({name: plain(value) for name, value in facts.items()})
-    if kind_of(folder / "recipe.yaml") == "file":
-        page.code((folder / "recipe.yaml").read_text(encoding="utf-8"), "recipe.yaml")
+    if (text := read_inside(folder, "recipe.yaml")) is not None:
+        page.code(text, "recipe.yaml")
 
 
 def plain(value: Any) -> str:

@@ -15,6 +15,7 @@ from t2r.config import T2RConfig
 from t2r.data.fingerprint import of_weights
 from t2r.errors import T2RError
 from t2r.hub import load_model
+from t2r.options import SwapOptions, options_of
 from t2r.storage import kind_of
 from t2r.training.recipes.recipe import Recipe
 
@@ -54,7 +55,7 @@ def check_continued(student: Any, options: Mapping[str, Any], softmax_layers: An
         )
     given = dict(options) | ({} if softmax_layers is None else {"softmax_layers": softmax_layers})
     for option, value in given.items():
-        if value != (own := getattr(config, option)):
+        if options_of(SwapOptions)[option].named(value) != (own := getattr(config, option)):
             raise T2RError(
                 f"{option} is {own} in {name}, not {value}: a conversion is continued with its own swap; leave it out, "
                 "or convert the base model again"

@@ -29,7 +29,7 @@ from t2r.hub import auto_class, choose_device, explained, load_model, load_token
 from t2r.model.modeling import T2RModel
 from t2r.model.proof import check_causal
 from t2r.model.swap import swap
-from t2r.options import Pretraining
+from t2r.options import Pretraining, SwapOptions
 from t2r.options.calls import flat
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection import state_lines
@@ -39,6 +39,7 @@ from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, within
 from t2r.training.recipes.preset import Preset, load_preset, of_folder, shipped_presets
 from t2r.training.recipes.recipe import Recipe
+from t2r.training.sessions.run import run_folder
 from t2r.training.sessions.session import Session, as_table, as_yaml, caching, table_of
 from t2r.training.steps.arithmetic import without_denormals
 from t2r.training.steps.job import Settings
@@ -72,10 +73,11 @@ def pretrain(given: Pretraining) -> dict[str, Any]:
     for name, value in (("out", out), ("recipe", given.recipe)):
         if value is not None and not str(value).strip():
             raise T2RError(f"{name} is empty: give a name, or leave it out")
-    check_destination(Path(out), given.overwrite)
-    refuse_replacing(config if continued else None, out)
+    check_destination(out, given.overwrite)
+    for folder in (out, run_folder(out)):
+        refuse_replacing(config if continued else None, folder)
     texts = Texts(**given.part(Texts))
-    refuse_deleting([*texts.names(), given.recipe, tokenizer, config], out)
+    refuse_deleting([*texts.names(), given.recipe, tokenizer, config], out, run_folder(out))
     if (given.source_language or given.target_language) and not texts.translates:
         raise T2RError("languages are for translation: give parallel text (--src and --tgt)")
     if continued and (options or given.model_overrides or tokenizer is not None):
@@ -90,6 +92,8 @@ def pretrain(given: Pretraining) -> dict[str, Any]:
     if not plan.stages:
         raise T2RError(f"recipe {plan.name} trains nothing: choose another one")
     chosen = attention(preset.swap | plan.swap, options, seed)
+    if chosen and preset.translates:
+        chosen = {"recurrent": SwapOptions.recurrent} | chosen
     place = processes.join(choose_device(given.device))
     settings = Settings.on(place, **given.part(Settings))
     sources, targets = files_of(texts, plan)

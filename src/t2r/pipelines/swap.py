@@ -11,7 +11,7 @@ from t2r.model.swap import swap
 from t2r.options import SwapOptions, check
 from t2r.pipelines.continuation import origin_of, remember_origin
 from t2r.reporting.inspection import Inspection, inspect_model
-from t2r.storage import refuse_replacing, whole_folder
+from t2r.storage import refuse_deleting, refuse_replacing, whole_folder
 from t2r.training.planning.plan import over
 from t2r.training.recipes.recipe import load_recipe
 
@@ -34,6 +34,7 @@ def swap_folder(
     `options` are those of `swap`, and override those of the `recipe`, if one is given. Returns an inspection of the
     swapped model. Errors are raised before weights are loaded."""
     refuse_replacing(source, out)
+    refuse_deleting([recipe], out)
     if recipe is not None:
         options = over(load_recipe(recipe).swap, options)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,9 @@ from t2r.hub import auto_class, choose_dtype, load_config
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import parse_auto
-from t2r.surgery.adapters import FAMILIES, Shape, Site, family_of
+from t2r.storage import shortened
+from t2r.surgery.adapters import Shape, Site, family_of
+from t2r.surgery.adapters.names import refusal
 from t2r.training.planning.plan import over
 from t2r.training.recipes.recipe import Recipe, default_recipe, load_recipe
 
@@ -33,6 +36,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LENGTHS = (512, 4096, 32768)
+OF_SIZES = (ArithmeticError, RuntimeError)
+"""Errors of calculations and of tensors."""
+EXACT_CROSS = (
+    "cross attention stays exact, which loses nothing, and its keys and values do not grow with the target; "
+    "--recurrent both replaces them by a state, as in the paper"
+)
 DEFAULT = "default"
 """Stands for the recipe that `convert` uses by default."""
 
@@ -108,6 +117,12 @@ class Inspection:
     """The size of a learned table of positions, which limits a conversion too. None: there is no limit."""
 
     @property
+    def exact_cross(self) -> list[SiteReport]:
+        """Cross attention, if all of it stays exact."""
+        cross = [site for site in self.sites if site.cross]
+        return [] if any(site.recurrent for site in cross) else cross
+
+    @property
     def alike(self) -> bool:
         """Whether all layers have the same parameters and bytes."""
         facts = {(s.cross, s.parameters_added, s.state_bytes, *s.kv_bytes.values()) for s in self.sites}
@@ -132,10 +147,16 @@ def inspect_model(
             the name of a shipped recipe, or a YAML file. None: the defaults of `swap`.
         options: options of `swap`. `softmax_layers` may also be `auto:N`, as in `convert`.
     """
-    if isinstance(source, PreTrainedModel):
-        model: Any = source
-    else:
-        model = empty_model(fspath(source), dtype, revision=revision, trust_remote_code=trust_remote_code)
+    if not isinstance(source, PreTrainedModel):
+        name = fspath(source)
+        model: Any = empty_model(name, dtype, revision=revision, trust_remote_code=trust_remote_code)
+        with validly(name, *OF_SIZES):
+            return inspected(model, recipe, options)
+    return inspected(source, recipe, options)
+
+
+def inspected(model: Any, recipe: str | None, options: dict[str, Any]) -> Inspection:
+    """Report on a model, which may be without weights."""
     if isinstance(model, T2RModel):
         if given := sorted([*options, *(["recipe"] if recipe not in (None, DEFAULT) else [])]):
             raise T2RError(f"{name_of(model)} is already swapped: do not give {', '.join(given)}")
@@ -198,18 +219,25 @@ def empty_model(source: str, dtype: str, **hub: Any) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": saved if chosen == "auto" else chosen}
     if not isinstance(config, T2RConfig):
         options["trust_remote_code"] = hub["trust_remote_code"]
+    with validly(source, Exception):  # of any kind
+        try:
+            with torch.device("meta"):
+                return auto_class(config).from_config(config, **options)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise refusal(config.model_type, "transformers has no language model of that type") from error
+
+
+@contextmanager
+def validly(source: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Convert errors of these kinds, which inconsistent sizes in a configuration cause, to T2RError."""
     try:
-        with torch.device("meta"):
-            return auto_class(config).from_config(config, **options)
+        yield
     except T2RError:
         raise
-    except ValueError as error:  # the Auto classes have no language model of this type
-        raise T2RError(
-            f"models of type {config.model_type!r} cannot be swapped: transformers has no language model of that "
-            f"type; supported are {', '.join(FAMILIES)}"
-        ) from error
-    except Exception as error:  # inconsistent sizes raise many kinds of errors
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except kinds as error:
+        reason = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
         raise T2RError(f"the configuration of {source} is not valid ({reason})") from error
 
 
@@ -422,6 +450,8 @@ def summary(inspection: Inspection) -> list[str]:
     )
     if inspection.positions is not None and inspection.positions < max(LENGTHS):
         lines.append(f"positions are learned: {inspection.positions:,} tokens at most, also after a conversion")
+    if inspection.exact_cross:
+        lines.append(cross_line(inspection.exact_cross))
     if inspection.cross_saves_from is not None:
         lines.append(
             f"cross attention: its state takes less memory than keys and values for sources of "
@@ -433,6 +463,12 @@ def summary(inspection: Inspection) -> list[str]:
             f"{inspection.ungrouped.parameters_added:,} parameters added"
         )
     return lines
+
+
+def cross_line(sites: Sequence[SiteReport]) -> str:
+    """Say why cross attention stays exact, and what it costs."""
+    length = next(iter(sites[0].kv_bytes))
+    return f"{EXACT_CROSS} ({human(sum(site.kv_bytes[length] for site in sites) // length)} for each source token)"
 
 
 def state_lines(model: PreTrainedModel) -> list[str]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t2r.errors import T2RError
-from t2r.storage import write_text
+from t2r.storage import Output, beginning
+from t2r.words import extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +31,8 @@ COLORS = ("#d9652b", "#3d85c6", "#2c9c6a", "#9a66cc", "#c2477f", "#8a8a2e")
 INK = "#010203"
 """A placeholder color for axes and labels, replaced by the text color of the page."""
 
+HEAD = '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml">\n<head>\n'
+MARK = '<meta name="generator" content="t2r"/>'
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --soft: #5f6873; --line: #d8dde3; --box: #f5f7f9; }
 @media (prefers-color-scheme: dark) {
@@ -73,6 +76,20 @@ svg { width: 100%; height: auto; }
 }
 svg text { font-family: inherit !important; }
 """
+
+
+def is_page(path: Path) -> bool:
+    """Return whether a file is a page of t2r. Older pages have no mark, only the beginning of the style."""
+    text = beginning(path)
+    return text.startswith(HEAD) and (MARK in text or f"<style>{STYLE[:60]}" in text)
+
+
+def is_figure(path: Path) -> bool:
+    return beginning(path).startswith('<svg role="img" aria-label="')
+
+
+PAGE = Output("a page", is_page)
+FIGURE = Output("a figure", is_figure)
 
 
 class Page:
@@ -146,20 +163,22 @@ class Page:
     def html(self) -> str:
         body = "\n".join(self.parts)
         return (
-            '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml">\n<head>\n<meta charset="utf-8"/>\n'
+            f'{HEAD}<meta charset="utf-8"/>\n{MARK}\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
             f"<title>{_plain(self.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
         )
 
-    def write(self, path: Path) -> None:
-        """Write the page atomically, with a warning if it lacks figures. Raises T2RError if it cannot be written."""
+    def write(self, path: Path, *, inputs: Iterable[Any] = ()) -> None:
+        """Write the page atomically, with a warning if it lacks figures.
+
+        Raises T2RError if it cannot be written, or would replace one of the inputs or a file that is not a page."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, self.html())
+            PAGE.write(path, self.html(), inputs=inputs)
         except OSError as error:
             raise T2RError(f"{path} cannot be written: {error}") from error
         if not self.complete:
-            logger.warning("the page has no figures: they require the plots extra, pip install 't2r[plots]'")
+            logger.warning("the page has no figures: they require the plots extra, %s", extra("plots"))
 
 
 def _row(cells: Sequence[str], kind: str) -> str:
@@ -291,7 +310,7 @@ def plain_ticks(axis: Any, values: Sequence[float]) -> None:
 def check_plots() -> None:
     """Raise T2RError if figures cannot be drawn."""
     if not can_draw():
-        raise T2RError("figures require the plots extra: pip install 't2r[plots]'")
+        raise T2RError(f"figures require the plots extra: {extra('plots')}")
 
 
 def can_draw() -> bool:

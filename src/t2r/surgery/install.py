@@ -20,6 +20,7 @@ from t2r.attention.softmax import sliding_window_of
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, feature_map_class, make_feature_map
+from t2r.options import CROSS
 from t2r.plans import MemoryPlan
 from t2r.surgery.adapters import Family, Site, change_class, family_of
 from t2r.surgery.frozen import freeze
@@ -39,7 +40,7 @@ def install(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
         raise T2RError("this model has bidirectional attention (use_bidirectional_attention): an RNN is causal")
     kept = config.kept_layers(len(family.decoder_layers(model)))
     chosen = [site for site in sites if site.layer not in kept and not config.keeps(site.cross)]
-    if not chosen and config.recurrent != "causal,cross" and len(kept) < len(family.decoder_layers(model)):
+    if not chosen and config.recurrent == CROSS and len(kept) < len(family.decoder_layers(model)):
         raise T2RError(f"recurrent={config.recurrent}: {family.model_type} has no such attention to swap")
     if not chosen:
         raise T2RError("all layers are kept as softmax layers, so nothing would be swapped: keep fewer")
@@ -130,7 +131,8 @@ def follow(module: nn.Module, plan: MemoryPlan, layer: int) -> None:
     heads = plan.stateful(layer)
     if any(plan.windows[layer]):
         site.give_window(Shape(plan.windows[layer], plan.sinks), device_of(module))
-    site.stateful = None if len(heads) == len(plan.windows[layer]) else heads
+    if len(heads) < len(plan.windows[layer]):
+        site.give_states(heads, device_of(module))
 
 
 def make_map(family: Family, site: Site, config: T2RConfig, index: int) -> FeatureMap | None:

@@ -205,6 +205,18 @@ class Translation(Task):
         return JoinedCorpus(corpus, self.join, special, self.longest)
 
     @property
+    def text_key(self) -> str | None:
+        return digest([corpus.key for _, corpus in sorted(self.corpora.items())]) if self.corpora else None
+
+    def longest_sides(self, block_size: int) -> tuple[int, int]:
+        """Return the tokens of the longest source, and of the longest target, of all pairs that fit into a block."""
+        longest = self.dataset(block_size).longest
+        kept = [(corpus, corpus.lengths <= longest) for corpus in self.corpora.values()]
+        sides = [(corpus.source_lengths[fits], corpus.target_lengths[fits]) for corpus, fits in kept if fits.any()]
+        sources, targets = (max(int(own.max()) for own in side) for side in zip(*sides, strict=True))
+        return sources, targets
+
+    @property
     def asked_of_teacher(self) -> int:
         """Return the estimated number of tokens of the sources that the teacher translates."""
         return sum(tokens for _, tokens in self.asked.values())
@@ -267,7 +279,7 @@ class Translation(Task):
                 self.corpora[i] = self.joined(corpus)
         self.blocks.clear()
         self.check_vocabulary()
-        for size in self.block_sizes or [longest]:
+        for size in self.block_sizes or filter(None, [longest]):  # 0: nothing is trained
             self.dataset(size).notices()
         self.warn_of_short_pairs()
         return [corpus.key for _, corpus in sorted(self.corpora.items())]

@@ -28,7 +28,7 @@ def with_dropout(model_type: str):
             if "drop" in name and isinstance(value, float | int) and name != "classifier_dropout":
                 setattr(part, name, 0.5)
     torch.manual_seed(0)
-    return swap(named(model_class)(config), softmax_layers=[0])
+    return swap(named(model_class)(config), softmax_layers=[0], recurrent="both")
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -79,7 +79,9 @@ def test_layers_are_compiled_once_for_all_shapes(monkeypatch, model_type):
     """For the first shape, then for all; those with softmax and with recurrent attention, and those of the encoder."""
     model_class, config_class, fields = FAMILIES[model_type][:3]
     torch.manual_seed(0)
-    model = swap(named(model_class)(named(config_class)(**fields)).double().eval(), softmax_layers=[0])
+    model = swap(
+        named(model_class)(named(config_class)(**fields)).double().eval(), softmax_layers=[0], recurrent="both"
+    )
     shapes = [(4, 9), (3, 12), (6, 7), (2, 16)]
 
     def results(shape):
@@ -156,7 +158,7 @@ def test_gradients_of_masked_attention_are_finite_where_scores_are_far_below_zer
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "adaptive_lm", "marian", "t5"])
 def test_merged_adapters_are_the_trained_model(model_type):
     """Adapters of tied layers would also change the others when they are merged."""
-    model = swap(tiny(model_type), feature_size=4).eval()
+    model = swap(tiny(model_type), feature_size=4, recurrent="both").eval()
     adapted = with_lora(model, Stage(name="a", objective="distill", steps=1, train="lora", lora_rank=2), 0).eval()
     for name, x in adapted.named_parameters():
         if "lora_B" in name:

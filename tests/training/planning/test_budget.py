@@ -151,7 +151,7 @@ def test_blocks_of_pairs_are_divided():
 
 
 def test_learning_rates_follow_the_fourth_root_of_the_batch():
-    """Measured in docs/log.md. Those of the maps do not, if the recipe has any."""
+    """Measured in docs/log/2026-11.md. Those of the maps do not, if the recipe has any."""
     stage = Stage(
         "distill", "distill", "all", steps=9, batch_tokens=16384, learning_rate=2.5e-4, map_learning_rate=2e-3
     )

@@ -111,7 +111,13 @@ PAPER_MT = {
     "dropout": True,
 }
 SCRATCH_MT = PAPER_MT | {"steps": 30_000, "learning_rate": 5e-4}
-PAPER_MT_SWAP = {"feature_map": "t2r", "feature_size": 4, "cross_feature_size": 32, "init": "paper"}
+PAPER_MT_SWAP = {
+    "feature_map": "t2r",
+    "feature_size": 4,
+    "cross_feature_size": 32,
+    "init": "paper",
+    "recurrent": "both",
+}
 
 
 @pytest.mark.parametrize(
@@ -283,7 +289,7 @@ def test_the_default_transfers_and_then_distills():
     assert [(s.objective, s.train) for s in recipe.stages] == [("transfer", "maps"), ("distill", "all")]
     assert (recipe.swap["feature_map"], recipe.swap["activation"]) == ("t2r", "softmax")
     assert shipped_recipes() == [
-        *("distill-lm", "distill-mt", "finetune-lm", "finetune-mt", "memory-lm", "none", "paper-lm"),
+        *("distill-lm", "distill-mt", "finetune-lm", "finetune-mt", "memory-lm", "memory-mt", "none", "paper-lm"),
         *("paper-lm-scratch", "paper-mt", "paper-mt-scratch", "scratch-lm", "scratch-mt"),
     ]
 
@@ -399,7 +405,7 @@ STAGE = "{name: a, objective: task, steps: 3}"
         ("stages: [{name: a, objective: task, steps: 3, 4: 5, c: 6}]", "stage 'a': unknown option 4, c"),
         (f"stages: [{STAGE}]\nswap: {{1: 2}}", "swap: unknown option 1"),
         (f"stages: [{STAGE}]\nswap: {{seed: 2024-01-01}}", "swap: seed must be a whole number"),
-        ("[" * 100_000, "is not valid YAML"),
+        ("[" * 100_000, "more than 50 levels"),
         ("day: 2024-99-99", "is not valid YAML"),
         ("stages: [{name: a, objective: task, steps: 3, lr: 1}]", "stage 'a': unknown option lr; the options are"),
         ("stages: [{name: a, objective: task}]", "exactly one of steps, tokens, epochs, minutes; got none"),

@@ -12,6 +12,15 @@ from t2r.errors import T2RError
 from t2r.training.loop.checkpoints import COMPLETE, is_whole, last_checkpoint, remove_incomplete, seal
 from t2r.training.sessions.run import Run, run_folder
 
+DAMAGED = [
+    b"[" * 10_000,
+    b'{"plan": null}',
+    b'{"plan": 3}',
+    b'{"plan": {"recipe": null}}',
+    b'{"plan": {"recipe": {"stages": [3]}}}',
+    b'{"plan": {"seed": 1}, "seconds": "long"}',
+]
+
 
 def hold(folder, held):
     """Work in a run folder until this process is killed."""
@@ -62,7 +71,7 @@ def test_the_lock_of_a_run_that_did_not_start_leaves_no_files(tmp_path):
     assert not run.folder.exists()
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"plan": {', b"\xff\xfe\x00", b"[]", b"{}"])
+@pytest.mark.parametrize("damage", [b"", b'{"plan": {', b"\xff\xfe\x00", b"[]", b"{}", *DAMAGED])
 def test_a_damaged_run_file_has_a_backup(tmp_path, caplog, damage):
     run = Run(tmp_path / "run", {"seed": 1})
     run.remember("a", lambda: 1)
@@ -75,6 +84,33 @@ def test_a_damaged_run_file_has_a_backup(tmp_path, caplog, damage):
         Run(tmp_path / "run", {"seed": 2})
     (run.folder / "run.json.old").write_bytes(damage)
     assert Run(tmp_path / "run", {"seed": 1}).facts == {"plan": {"seed": 1}}
+
+
+@pytest.mark.parametrize("damage", [None, b"", *DAMAGED])
+def test_work_of_an_unknown_run_is_not_resumed(tmp_path, damage):
+    model = tiny("gpt2")
+    with Run(tmp_path / "out.run", {"seed": 1}) as run:
+        run.remember("only.log", lambda: [])
+        run.finish("only", model)
+    for name in ("run.json", "run.json.old"):
+        (run.folder / name).write_bytes(damage or b"")
+        if damage is None:
+            (run.folder / name).unlink()
+    with pytest.raises(T2RError, match=r"has unfinished work \(only.safetensors\), but no run.json .* --restart"):
+        Run(run.folder, {"seed": 1})
+    with Run(run.folder, {"seed": 1}, restart=True) as run:
+        run.remember("begun", lambda: True)
+    assert Run(run.folder, {"seed": 1}).facts == {"plan": {"seed": 1}, "begun": True}
+    assert not run.weights("only").exists()
+
+
+def test_a_checkpoint_of_another_name_is_not_used(tmp_path, caplog):
+    for name in ("checkpoint-2", "checkpoint-best", "checkpoint-", "checkpoint-3-copy", "checkpoint-" + "9" * 200):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text("{}")
+        seal(tmp_path / name)
+    assert last_checkpoint(tmp_path).name == "checkpoint-2"
+    assert caplog.text.count("is not used: the name of a checkpoint ends with its step") == 4
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "gone", "unsealed", "list"])

@@ -181,7 +181,9 @@ def test_translation_does_not_synchronize_during_capture(tmp_path, monkeypatch):
 def translation(tmp_path, monkeypatch):
     monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))
     base = make_model().requires_grad_(False)
-    model = t2r.swap(copy.deepcopy(base), feature_size=4, cross_feature_size=8, seed=3).requires_grad_(True)
+    model = t2r.swap(
+        copy.deepcopy(base), feature_size=4, recurrent="both", cross_feature_size=8, seed=3
+    ).requires_grad_(True)
     task = Translation(make_tokenizer(), *write_pairs(tmp_path, "train", 60), progress=False)
     task.check(model, [64])
     task.prepare(None, 64)

@@ -15,7 +15,7 @@ from t2r.training.steps.optimizers import choose_trained, make_optimizer
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "muon", "nag"])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "adaptive_lm"])
 def test_weight_decay_excludes_norms_biases_embeddings_and_decay_rates(model_type, optimizer):
-    model = t2r.swap(tiny(model_type), feature_map="t2r", decay=True, key_weights=True, shared=False)
+    model = t2r.swap(tiny(model_type), feature_map="t2r", recurrent="both", decay=True, key_weights=True, shared=False)
     stage = Stage("only", "task", steps=1, optimizer=optimizer, weight_decay=0.1, momentum=0.9)
     choose_trained(model, stage)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -59,7 +59,7 @@ def test_without_weight_decay_groups_differ_by_learning_rate_only():
 )
 def test_everything_that_is_trained_gets_a_gradient(model_type, options):
     """Distributed training fails otherwise. The bias of T5 has no effect if all causal attention is recurrent."""
-    model = t2r.swap(tiny(model_type, torch.float32), **options)
+    model = t2r.swap(tiny(model_type, torch.float32), **{"recurrent": "both"} | options)
     unfreeze(model)  # as after a stage
     choose_trained(model, Stage("only", "task", "all", steps=1))
     inputs = batch(model_type, padding="right")
@@ -76,7 +76,7 @@ def test_several_processes_train_every_family(model_type, tmp_path):
     """DDP raises at the next forward if a parameter that is trained had no gradient."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        model = t2r.swap(tiny(model_type, torch.float32))
+        model = t2r.swap(tiny(model_type, torch.float32), recurrent="both")
         unfreeze(model)  # as after a stage
         choose_trained(model, Stage("only", "task", "all", steps=1))
         parallel = DistributedDataParallel(model, find_unused_parameters=False)

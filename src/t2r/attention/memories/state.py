@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from t2r.attention.memories.base import Memory, may_overwrite
-from t2r.ops import Features, Rule, State, Sums
+from t2r.ops import Beside, Features, Rule, State, Sums
 from t2r.ops.common import accumulator_dtype
 
 
@@ -47,6 +47,7 @@ class StateMemory(Memory):
         mask: Tensor | None = None,
         starts: Tensor | None = None,
         features: Features | None = None,
+        beside: Beside | None = None,
         normalized: bool = True,
     ) -> Any:
         """Process one or more tokens: return their outputs (or `Sums`) and advance the state."""
@@ -57,6 +58,7 @@ class StateMemory(Memory):
         if time == 1 and state is not None and starts is None:
             inplace = self.fixed or (may_overwrite(state[0]) and not self.recording)
             how: dict[str, Any] = {"features": features, "normalized": normalized, "inplace": inplace}
+            how |= {} if beside is None else {"beside": beside}
             out, state = rule.step(q, k, v, state, mask=mask, **how)
         else:
             if self.fixed and state is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from t2r.attention.memories.base import Memory, may_overwrite
 from t2r.ops import Sums, Windows, window_attention
 from t2r.ops.rings import How, Ring
-from t2r.ops.windows import Left
+from t2r.ops.windows import Left, steps_at_once
 
 
 class Shape(NamedTuple):
@@ -29,6 +29,15 @@ class Shape(NamedTuple):
             for size in sorted(set(self.sizes))
             if size
         ]
+
+    def layout(self, device: torch.device) -> Tensor:
+        """Return the first slot of the ring of each key head, and its window: `[2, key_heads]`."""
+        firsts, start = [0] * len(self.sizes), 0
+        for size, heads in self.rings:
+            for i, head in enumerate(heads):
+                firsts[head] = start + i * (size + self.sinks)
+            start += len(heads) * (size + self.sinks)
+        return torch.tensor([firsts, self.sizes], dtype=torch.int32, device=device)
 
     @property
     def slots(self) -> int:
@@ -50,6 +59,10 @@ class WindowMemory(Memory):
         self.shape = shape
         self.keys, self.values, self.seen = keys, values, seen
         self.fixed = keys is not None
+        # Made now, because captured calls cannot make tensors of numbers.
+        self.layout = None if keys is None else shape.layout(keys.device)
+        self.ones: Tensor | None = None
+        """The denominators of a step in one kernel, kept because to make them is a kernel, too."""
         self.before: dict[str, Tensor] | None = None
         self.added: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
@@ -94,6 +107,8 @@ class WindowMemory(Memory):
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How) -> tuple[Sums, Left]:
         assert self.seen is not None
+        if how.inplace and mask is None and steps_at_once(q, v, how.softcap):
+            return self.step_at_once(q, k, v, how)
         made, sums, left = [], [], []
         for ring, heads in self.rings():
             own_q, own_k, own_v = (self.of_heads(x, heads) for x in (q, k, v))
@@ -103,6 +118,19 @@ class WindowMemory(Memory):
             left.append(gone)
         self.store(made, how)
         return self.whole(sums), self.all_left(left, k, v)
+
+    def step_at_once(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Sums, Left]:
+        """The same in one kernel, which writes into the buffers."""
+        from t2r.ops.triton.window_step import window_step
+
+        assert self.keys is not None and self.values is not None and self.seen is not None
+        if self.layout is None or self.layout.device != self.keys.device:
+            self.layout = self.shape.layout(self.keys.device)
+        sinks, scaling = self.shape.sinks, how.scaling
+        out, logs, *left = window_step(q, k, v, self.keys, self.values, self.seen, self.layout, sinks, scaling)
+        if self.ones is None or self.ones.shape != logs.shape or self.ones.device != logs.device:
+            self.ones = torch.ones_like(logs)
+        return Sums(out, self.ones, peak=logs), Left(*left)
 
     def past(self, q: Tensor, how: How) -> Sums:
         assert self.seen is not None

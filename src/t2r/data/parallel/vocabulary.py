@@ -23,6 +23,7 @@ from t2r.data.parallel.lines import LineSource, find_file
 from t2r.data.progress import progress_bar
 from t2r.data.vocabulary import cached_tokenizer, check_tokenizer, without_long_runs
 from t2r.errors import T2RError
+from t2r.words import extra
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 SEPARATE_SPECIALS = (EOS, UNK, PAD)
@@ -119,7 +120,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> tuple[bytes, l
     try:
         import sentencepiece
     except ImportError as error:
-        raise T2RError("separate vocabularies require sentencepiece: pip install t2r[translation]") from error
+        raise T2RError(f"separate vocabularies require sentencepiece: {extra('translation')}") from error
     made = io.BytesIO()
     options: dict[str, Any] = {
         "model_type": "bpe",

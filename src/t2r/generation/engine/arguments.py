@@ -19,7 +19,6 @@ from transformers.utils import ModelOutput
 
 from t2r.errors import T2RError
 from t2r.model.modeling import option_value
-from t2r.options import RunOptions, check
 
 LARGEST = 2**31 - 1
 """Of lengths and numbers of sequences."""
@@ -29,6 +28,11 @@ COLDEST = 1e-30
 
 def is_whole(value: Any, least: int = 0) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= LARGEST
+
+
+def is_seed(value: Any) -> bool:
+    """Return whether torch takes this seed."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**64
 
 
 def is_number(value: Any) -> bool:
@@ -131,7 +135,8 @@ def check_options(model: Any, options: Mapping[str, Any], generation_config: Any
         generation_config: the default options of the caller.
         seed: a seed, or None.
     """
-    check(RunOptions, {"seed": seed})
+    if seed is not None and not is_seed(seed):
+        refuse("seed", "a whole number of 64 bits", seed)
     for name, (allowed, is_allowed) in OBJECTS.items():
         if (value := options.get(name)) is not None and not is_allowed(value):
             refuse(name, allowed, value)

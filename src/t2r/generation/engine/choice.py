@@ -31,6 +31,8 @@ ORDER = (
     MinPLogitsWarper,
 )
 """Processors whose order matters, in the order in which transformers and `Sampler` apply them."""
+BIASES = (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor, SuppressTokensLogitsProcessor)
+"""Processors that add numbers to the logits."""
 
 
 class Choice(NamedTuple):

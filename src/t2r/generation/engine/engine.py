@@ -255,22 +255,23 @@ class Engine:
         state: T2RCache | None = None,
         seed: int | None = None,
         keep_state: bool = False,
+        logprobs: int | None = None,
         **options: Any,
     ) -> Sequence:
         """Add one prompt `[1, tokens]` or `[tokens]` to the running batch. It waits until a row is free.
 
-        The options are those of `generate`. With `keep_state`, the finished sequence has its state. The last event of
-        the sequence has a `reason`, and so has the sequence: `stop`, `length`, `cancelled` or `error`. A sequence that
-        fails, for example in a logits processor, has an `error`; others go on."""
+        The options are those of `generate`. With `keep_state`, the finished sequence has its state. With `logprobs`, it
+        has the logarithm of the probability of each token, and of this many of the most likely tokens. The last event
+        of the sequence has a `reason`, and so has the sequence: `stop`, `length`, `cancelled` or `error`. A sequence
+        that fails, for example in a logits processor, has an `error`; others go on."""
         if isinstance(input_ids, Tensor) and input_ids.dim() == 1:
             input_ids = input_ids[None]
         check_tokens(self.model, input_ids)
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         with self.lock:
             try:
-                group = self._admitted(
-                    self._prepared(input_ids, state, keep_state, options, seed), state, seed, keep_state
-                )
+                request = self._prepared(input_ids, state, keep_state, options, seed)
+                group = self._admitted(request, state, seed, keep_state, logprobs)
             except ForGenerate as reason:
                 raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
             if len(group.sequences) != 1:
@@ -329,6 +330,11 @@ class Engine:
         """End a sequence immediately and free its row. Its last event has no token and the reason `cancelled`."""
         with self.lock:
             self.scheduler.cancel(sequence)
+
+    def stop(self, sequence: Sequence) -> None:
+        """End a sequence after its last token, as a stopping criterion does. With `keep_state`, it has its state."""
+        with self.lock:
+            self.scheduler.stop(sequence)
 
     def run(self) -> Iterator[Event]:
         """Yield every event of submitted sequences until no sequence is running or waiting."""
@@ -404,12 +410,14 @@ class Engine:
             ways = [option_value(self.original, config, options, n) or 1 for n in ("num_beams", "num_return_sequences")]
             check_memory(self.model, ids.shape[0] * max(ways), ids.shape[1] if self.model.grows() else 1)
 
-    def _admitted(self, request: Request, state: Any, seed: int | None, keep_state: bool) -> Group:
+    def _admitted(
+        self, request: Request, state: Any, seed: int | None, keep_state: bool, logprobs: int | None = None
+    ) -> Group:
         """Make a group of sequences and add it to the queue."""
         if uses_beams(request):
             raise ForGenerate("beam search is requested")
         self._check_positions(request, state)
-        group = Group(request, state, seeded(seed, self.model.device), keep_state)
+        group = Group(request, state, seeded(seed, self.model.device), keep_state, logprobs)
         self.scheduler.add(group)
         return group
 

@@ -17,7 +17,7 @@ from t2r.generation.engine.prefill import Prefill
 from t2r.generation.engine.room import Room
 from t2r.generation.engine.rows import Rows
 from t2r.generation.engine.sampler import Sampler
-from t2r.generation.engine.sequences import Event, Group, Sequence
+from t2r.generation.engine.sequences import Event, Group, Reason, Sequence
 from t2r.generation.state import PIECE
 from t2r.threads import own_threads
 
@@ -101,7 +101,20 @@ class Scheduler:
         """End a sequence, wherever it is, and free its row."""
         if sequence.finished:
             return
-        sequence.reason = "cancelled"
+        self.end(sequence, "cancelled")
+
+    def stop(self, sequence: Sequence) -> None:
+        """End a sequence as a stopping criterion would have done after its last token."""
+        if sequence.finished:
+            return
+        group = next((group for group in self.running if sequence in group.sequences), None)
+        if group is not None and group.keep_state and sequence.row is not None:
+            assert self.rows.step is not None
+            sequence.state = self.rows.step.own.take(sequence.row)
+        self.end(sequence, "stop")
+
+    def end(self, sequence: Sequence, reason: Reason) -> None:
+        sequence.reason = reason
         if any(sequence in group.sequences for group in self.groups() if group.submitted):
             self.events.append(Event.last(sequence))
         self.release()
@@ -174,8 +187,10 @@ class Scheduler:
         """Choose the first tokens of a group whose prompts have been read, and put its sequences into their rows."""
         step, cache, choice = self.rows.step, prefill.cache, group.choice
         assert step is not None and prefill.logits is not None
+        scores = group.biased(prefill.logits) if group.logprobs is not None else prefill.logits
         chosen = group.first(prefill.logits)
         new = group.advance(chosen[:, None].tolist())
+        group.note(new, scores)
         self.events += new if group.submitted else []
         for i, sequence in enumerate(group.sequences):
             if sequence.finished and group.keep_state:
@@ -202,7 +217,7 @@ class Scheduler:
         on_device = [group for group in self.running if group.choice is not None]
         drawn = [group for group in on_device if group.ends_together]
         times = min(group.new_tokens - len(s.tokens) for group in self.running for s in group.running)
-        if len(on_device) < len(self.running) or any(group.keep_state for group in self.running):
+        if any(group.one_at_a_time for group in self.running):
             times = 1
         history = []
         for _ in range(min(self.look_every, times)):
@@ -218,14 +233,18 @@ class Scheduler:
         """Give a group its new tokens, from those of every row or chosen from its logits."""
         step = self.rows.step
         assert step is not None
+        rows = [0 if sequence.row is None else sequence.row for sequence in group.sequences]
+        scores = None if group.logprobs is None else step.logits[rows]  # with the biases of a choice
         if group.choice is None:
-            rows = [sequence.row for sequence in group.sequences]
+            scores = None if scores is None else group.biased(scores)
             chosen = group.choose(step.logits[rows].clone())
             step.tokens[rows] = chosen[:, None]
             own = chosen[:, None].tolist()
         else:
             own = [[] if s.row is None else tokens[s.row] for s in group.sequences]
         new = group.advance(own)
+        if scores is not None:
+            group.note(new, scores)
         self.events += new if group.submitted else []
         for sequence in (event.sequence for event in new if group.keep_state and event.sequence.finished):
             sequence.state = step.own.take(sequence.row)

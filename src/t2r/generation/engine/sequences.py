@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 from transformers.generation import EosTokenCriteria, ForcedEOSTokenLogitsProcessor, MaxLengthCriteria
 
-from t2r.generation.engine.choice import Choice
+from t2r.generation.engine.choice import BIASES, Choice
 from t2r.generation.engine.request import Request, token_list
 
 Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+class LogProbability(NamedTuple):
+    """How likely a chosen token was, with the biases of the call, but before temperature, penalties and filters."""
+
+    chosen: float
+    top: list[tuple[int, float]]
+    """The most likely tokens, in their order, as many as were asked for."""
 
 
 @dataclass(eq=False)
@@ -29,6 +37,8 @@ class Sequence:
     """Why it has ended: `stop` (an EOS token or a stopping criterion), `length`, `cancelled` or `error`."""
     state: Any = None
     """With `keep_state`, the cache at the end, which contains all tokens except the last."""
+    logprobs: list[LogProbability] = field(default_factory=list)
+    """With `logprobs`, one entry for each of `tokens`."""
     error: Exception | None = None
     """The error that ended the sequence, for example one of its logits processors."""
 
@@ -67,8 +77,17 @@ class Group:
     and stopping criteria of transformers.
     """
 
-    def __init__(self, request: Request, state: Any, generator: torch.Generator | None, keep_state: bool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        state: Any,
+        generator: torch.Generator | None,
+        keep_state: bool,
+        logprobs: int | None = None,
+    ) -> None:
         self.request, self.state, self.generator, self.keep_state = request, state, generator, keep_state
+        self.logprobs = logprobs
+        """How many of the most likely tokens are returned with each token. None: no probabilities."""
         config, ids = request.config, request.ids
         self.submitted = False
         """Whether `step` returns the new tokens. Those of other groups are returned by the call that made the group."""
@@ -157,6 +176,31 @@ class Group:
                 made[-1].reason = sequence.reason
             events += made
         return events
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether something must be read from the device after every step."""
+        return self.choice is None or self.keep_state or self.logprobs is not None
+
+    def biased(self, logits: Tensor) -> Tensor:
+        """Return logits of the model, one row for each sequence, with the biases of the call."""
+        ids = self.request.ids if self.choice is not None else self.ids[:, : self.length]
+        for processor in self.request.processors:
+            if type(processor) in BIASES:
+                logits = processor(ids, logits)
+        return logits
+
+    def note(self, events: list[Event], logits: Tensor) -> None:
+        """Store the probabilities of new tokens. `logits` has a row for each sequence of the group."""
+        if self.logprobs is None or not events:
+            return
+        logprobs = logits[[event.sequence.index for event in events]].log_softmax(-1)
+        tokens = torch.tensor([[event.token] for event in events], device=logits.device)
+        top = logprobs.topk(min(self.logprobs, logprobs.shape[1]))
+        chosen = logprobs.gather(1, tokens)[:, 0].tolist()
+        pairs = zip(events, chosen, top.indices.tolist(), top.values.tolist(), strict=True)
+        for event, own, indices, values in pairs:
+            event.sequence.logprobs.append(LogProbability(own, list(zip(indices, values, strict=True))))
 
     def result(self) -> Tensor:
         """Return prompts and generated tokens, as `generate` does. Processors may have changed any of them in place."""

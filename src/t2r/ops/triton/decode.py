@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from t2r.ops.common import Features, State, Sums
+from t2r.ops.common import Beside, Features, State, Sums
 from t2r.ops.triton.blocks import block, inner, on_device
 from t2r.ops.triton.decode_kernel import decode, read
 from t2r.ops.triton.launch import Arguments, Repeated
@@ -25,18 +25,28 @@ def _launch(
     decay: Tensor | None,
     features: Features | None = None,
     normalized: bool = True,
+    beside: Beside | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, or the numerator and the denominator."""
+    """Return the output, or the numerator and the denominator. The output is that of `beside`, if it is given."""
     q, k, v = inner(q), inner(k), inner(v)
     how = _NONE if features is None else features
     flags = None if mask is None else mask.view(torch.uint8)
     rates = None if decay is None else inner(decay)
     (batch, heads, _, _), (_, key_heads, feature, value) = q.shape, s.shape
-    out = torch.empty(batch, heads, 1, value, dtype=v.dtype if normalized else torch.float32, device=v.device)
+    if beside is None:
+        out = torch.empty(batch, heads, 1, value, dtype=v.dtype if normalized else torch.float32, device=v.device)
+    else:
+        out = beside.means
+    logs, places = (None, None) if beside is None else beside[1:]
+    placed = places is not None
     dens = out if normalized else out.new_empty(batch, heads, 1)
 
     def arguments() -> Arguments:
-        group, rows = heads // key_heads, block(feature, 256)
+        # Key heads of the state for each head of k and v, of which it may have only some.
+        k_share = key_heads // (k if places is None else places).shape[places is None]
+        v_share = key_heads // v.shape[1] if places is None else k_share
+        group = heads // (k.shape[1] * k_share if placed else key_heads)
+        rows = block(feature, 256)
         columns = block(value, max(16, 8192 // rows))
         dim = 0 if how.q_weight is None else how.q_weight.shape[2]
         integers = (
@@ -44,21 +54,23 @@ def _launch(
             s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1),
             0 if z_abs is None else z_abs.stride(0), 0 if z_abs is None else z_abs.stride(1),
             out.stride(0), out.stride(1),
-            0 if flags is None else flags.stride(0), 0 if rates is None else rates.stride(0),
-            key_heads, group, key_heads // k.shape[1], key_heads // v.shape[1],
+            *((0, 0) if flags is None else (flags.stride(0), flags.stride(1))), 0 if rates is None else rates.stride(0),
+            0 if logs is None else logs.stride(0), key_heads, group, k_share, v_share,
+            key_heads if flags is None or flags.dim() == 2 else k_share if placed else key_heads // flags.shape[1],
         )  # fmt: skip
         constants = dict(
             FEATURE=feature, VALUE=value, DIM=dim,
             HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None,
-            GROUPED=group > 1, NORMALIZED=normalized, MAPPED=how.q_weight is not None, HAS_BIAS=how.q_bias is not None,
-            ACTIVATION=how.activation, WEIGHS=how.weighs_keys,
+            GROUPED=group > 1, NORMALIZED=normalized and beside is None, BESIDE=beside is not None, PLACED=placed,
+            MAPPED=how.q_weight is not None, HAS_BIAS=how.q_bias is not None,
+            ACTIVATION=how.activation, WEIGHS=how.weighs_keys, WEIGHS_QUERIES=how.weighs_queries,
             BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256),
         )  # fmt: skip
         return (batch * key_heads,), integers, constants
 
-    given = (q, k, v, s, z, z_abs, flags, rates, out, dens, *how[3:])
+    given = (q, k, v, s, z, z_abs, flags, rates, out, dens, logs, places, *how[4:])
     with on_device(q):
-        _decode.launch(given, (*how[:3], normalized), arguments)
+        _decode.launch(given, (*how[:4], normalized), arguments)
     return out, dens
 
 
@@ -103,12 +115,13 @@ def step(
     decay: Tensor | None,
     features: Features | None = None,
     normalized: bool = True,
+    beside: Beside | None = None,
 ) -> Tensor | Sums:
     """Process one token and update the state in place. Eager calls skip the dispatch of the custom operator."""
     if torch.compiler.is_compiling():
         out, dens = _traced(q, k, v, state.s, state.z, state.z_abs, mask, decay, normalized)
     else:
-        out, dens = _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features, normalized)
+        out, dens = _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features, normalized, beside)
     return out if normalized else Sums(out, dens)
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from t2r.ops.common import FASTEST_DECAY, LARGEST_LOG_WEIGHT
-from t2r.ops.triton.math import divide, saturate
+from t2r.ops.triton.math import divide, mix, saturate
 
 FASTEST = tl.constexpr(FASTEST_DECAY)
 
@@ -56,6 +56,16 @@ def features(given, rows, shift, f_ok, MAPPED: tl.constexpr, HAS_BIAS: tl.conste
 
 
 @triton.jit
+def query_log(x, weight, bias, last, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHS: tl.constexpr, BD: tl.constexpr):
+    """Return the logarithm of the factor of a query's sums: the last row of the query map."""
+    log = tl.zeros([1], tl.float32)
+    if WEIGHS:
+        given, row, shift = operands(x, weight, bias, last, last == last, DIM, True, HAS_BIAS, BD)
+        log = affine(given, row, shift, True, HAS_BIAS)
+    return log
+
+
+@triton.jit
 def read_block(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr, NORMALIZED: tl.constexpr):
     """Read a block of a state with the features of one query. Returns the output or the numerator; the denominator."""
     num = tl.sum(query[:, None] * new, 0)
@@ -66,45 +76,53 @@ def read_block(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr, NORMALIZED: 
     return num, den
 
 
-@triton.jit(do_not_specialize=["key_heads", "group", "k_share", "v_share"])
+@triton.jit(do_not_specialize=["key_heads", "group", "k_share", "v_share", "mask_share", "logs_b"])
 def decode(
-    q, k, v, s, z, z_abs, mask, decay, out, dens, q_weight, q_bias, k_weight, k_bias,
-    q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, decay_h,
-    key_heads, group, k_share, v_share,
+    q, k, v, s, z, z_abs, mask, decay, out, dens, logs, places, q_weight, q_bias, k_weight, k_bias,
+    q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, mask_h, decay_h, logs_b,
+    key_heads, group, k_share, v_share, mask_share,
     FEATURE: tl.constexpr, VALUE: tl.constexpr, DIM: tl.constexpr,
     HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr, GROUPED: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+    NORMALIZED: tl.constexpr, BESIDE: tl.constexpr, PLACED: tl.constexpr,
     MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr,
+    WEIGHS_QUERIES: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Run one program per sequence and key head. It alone accesses the state.
 
-    With an ACTIVATION, q and k are not features yet: `features` computes them. `k_share` and `v_share` are the numbers
-    of key heads that share a head of k and of v. A state in half precision is computed in float32 and rounded when it
-    is stored. There are few programs, and each waits for memory most of the time: so everything is loaded before
-    anything is computed, and stored at the end, because a load does not move before a store or a reduction."""
+    With an ACTIVATION, q and k are not features yet: `features` computes them. `k_share`, `v_share` and `mask_share`
+    are the numbers of key heads that share a head of k, of v and of the mask. BESIDE another memory, `out` has the
+    averages of that memory, to which those of the state are added; `logs` are the logarithms of its weights. If the
+    state has only some heads of k and v, `places` are their numbers. A state in half precision is computed in float32
+    and rounded when it is stored. There are few programs, and each waits for memory most of the time: so everything is
+    loaded before anything is computed, and stored at the end, because a load does not move before a store or a
+    reduction."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     f, d = tl.arange(0, BF), tl.arange(0, BV)
     f_ok, d_ok = f < FEATURE, d < VALUE
     one = tl.zeros([1], tl.int32)
-    q_here, k_here, v_here = q + b * q_b + h * group * q_h, k + b * k_b + (h // k_share) * k_h, v + b * v_b
-    v_here += (h // v_share) * v_h
+    k_head, v_head, mask_head, q_first = h // k_share, h // v_share, h // mask_share, h * group
+    if PLACED:
+        k_head = tl.load(places + k_head).to(tl.int64)
+        v_head, mask_head, q_first = k_head, k_head, (k_head * k_share + h % k_share) * group
+    q_here, k_here, v_here = q + b * q_b + q_first * q_h, k + b * k_b + k_head * k_h, v + b * v_b + v_head * v_h
     key_rows: tl.constexpr = FEATURE + (1 if WEIGHS else 0)
+    query_rows: tl.constexpr = FEATURE + (1 if WEIGHS_QUERIES else 0)
     k_rows, k_shift = k_weight + h * key_rows * DIM, k_bias + h * key_rows
     s_here, z_here, a_here = s + b * s_b + h * s_h, z + b * z_b + h * z_h + f, z_abs + b * za_b + h * za_h + f
     first = tl.load(s_here + f[:, None] * s_f + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
     k_given, k_map, k_add = operands(k_here, k_rows, k_shift, f, f_ok, DIM, MAPPED, HAS_BIAS, BD)
     if not GROUPED:
         q_given, q_map, q_add = operands(
-            q_here, q_weight + h * FEATURE * DIM, q_bias + h * FEATURE, f, f_ok, DIM, MAPPED, HAS_BIAS, BD
+            q_here, q_weight + h * query_rows * DIM, q_bias + h * query_rows, f, f_ok, DIM, MAPPED, HAS_BIAS, BD
         )
     if WEIGHS:  # the last row is the logarithm of the key's weight
         last = one + FEATURE
         w_given, w_map, w_add = operands(k_here, k_rows, k_shift, last, last < key_rows, DIM, MAPPED, HAS_BIAS, BD)
     live = tl.full([1], 1, tl.int1)  # whether the token is unmasked
     if HAS_MASK:
-        live = tl.load(mask + b * mask_b + one) != 0
+        live = tl.load(mask + b * mask_b + mask_head * mask_h + one) != 0
     if HAS_DECAY:
         rate = tl.load(decay + h * decay_h + f, mask=f_ok, other=0.0).to(tl.float32)
     sum_k = tl.load(z_here, mask=f_ok, other=0.0).to(tl.float32)
@@ -140,18 +158,34 @@ def decode(
             for i in range(0, group):
                 head = h * group + i
                 q_given, q_map, q_add = operands(
-                    q_here + i * q_h, q_weight + head * FEATURE * DIM, q_bias + head * FEATURE, f, f_ok, DIM,
+                    q_here + i * q_h, q_weight + head * query_rows * DIM, q_bias + head * query_rows, f, f_ok, DIM,
                     MAPPED, HAS_BIAS, BD,
                 )  # fmt: skip
                 query = features(q_given, q_map, q_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
                 row, den = read_block(query, new, sum_k, sum_abs, HAS_Z_ABS, NORMALIZED)
-                tl.store(out + b * out_b + head * out_h + d, saturate(row, out.dtype.element_ty), mask=d_ok)
-                if not NORMALIZED:
+                here = out + b * out_b + (q_first + i) * out_h + d
+                if BESIDE:
+                    log = query_log(
+                        q_here + i * q_h, q_weight + head * query_rows * DIM, q_bias + head * query_rows, one + FEATURE,
+                        DIM, HAS_BIAS, WEIGHS_QUERIES, BD,
+                    )  # fmt: skip
+                    other = tl.load(logs + b * logs_b + q_first + i + one)
+                    row = mix(row, den, log, tl.load(here, mask=d_ok, other=0.0).to(tl.float32), other)
+                tl.store(here, saturate(row, out.dtype.element_ty), mask=d_ok)
+                if not NORMALIZED and not BESIDE:
                     tl.store(dens + b * key_heads * group + head + one, den)
         else:
             row, den = read_block(query, new, sum_k, sum_abs, HAS_Z_ABS, NORMALIZED)
-            tl.store(out + b * out_b + h * out_h + d, saturate(row, out.dtype.element_ty), mask=d_ok)
-            if not NORMALIZED:
+            here = out + b * out_b + q_first * out_h + d
+            if BESIDE:
+                log = query_log(
+                    q_here, q_weight + h * query_rows * DIM, q_bias + h * query_rows, one + FEATURE,
+                    DIM, HAS_BIAS, WEIGHS_QUERIES, BD,
+                )  # fmt: skip
+                other = tl.load(logs + b * logs_b + q_first + one)
+                row = mix(row, den, log, tl.load(here, mask=d_ok, other=0.0).to(tl.float32), other)
+            tl.store(here, saturate(row, out.dtype.element_ty), mask=d_ok)
+            if not NORMALIZED and not BESIDE:
                 tl.store(dens + b * key_heads + h + one, den)
         here = s_here + f[:, None] * s_f + d[None, :]
         tl.store(here, new.to(s.dtype.element_ty), mask=f_ok[:, None] & d_ok[None, :])

@@ -66,6 +66,18 @@ def divide(num, den, total, HAS_TOTAL: tl.constexpr):
 
 
 @triton.jit
+def mix(num, den, log, mean, other):
+    """Divide the sums of a state, whose weights have the factor `exp(log)`, and add the `mean` of another memory, whose
+    weights have the sum `exp(other)`. Where neither has weight, the result is zero."""
+    far = tl.where(den > 0, tl.log(tl.maximum(den, FLOOR)) + log, float("-inf"))
+    peak = tl.maximum(far, other)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    of_far, of_other = tl.exp(far - peak), tl.exp(other - peak)
+    shared = tl.maximum(of_far + of_other, FLOOR)
+    return num / tl.maximum(den, FLOOR) * (of_far / shared) + mean * (of_other / shared)
+
+
+@triton.jit
 def saturate(x, to: tl.constexpr):
     """Cast to the output dtype. float16 saturates, because a signed average can exceed the averaged values."""
     if to == tl.float16:

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from t2r.ops.common import Windows
 from t2r.ops.triton.blocks import block, inner, on_device, precision
 from t2r.ops.triton.math import dot
 from t2r.ops.triton.presence import INTERPRETED
-from t2r.ops.windows import Windows
 
 SIZES = ["heads", "key_heads", "group", "time", "sinks"]
 BLOCK = 16 if INTERPRETED else 64

@@ -44,5 +44,6 @@ FAMILIES = (
 def refusal(model_type: str, reason: str) -> T2RError:
     """Return the error for a model that cannot be swapped."""
     return T2RError(
-        f"models of type {model_type!r} cannot be swapped: {reason}; supported types are {', '.join(FAMILIES)}"
+        f"models of type {model_type!r} cannot be swapped: {reason}; t2r has tested {len(FAMILIES)} types, such as "
+        "gpt2, llama and marian (docs/models.md)"
     )

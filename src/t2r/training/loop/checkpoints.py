@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 COMPLETE = "complete"
 """The last file of a checkpoint. A checkpoint without it is incomplete and is not used."""
+NUMBERED = re.compile(r"checkpoint-(\d{1,18})")
 PIECE = 1 << 24
 
 
@@ -44,8 +46,11 @@ def is_whole(folder: Path) -> bool:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint, or None. Damaged ones are skipped with a warning."""
-    sealed = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
-    for checkpoint in sorted(sealed, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+    sealed = {path.parent: NUMBERED.fullmatch(path.parent.name) for path in folder.glob(f"checkpoint-*/{COMPLETE}")}
+    steps = {checkpoint: int(name[1]) for checkpoint, name in sealed.items() if name is not None}
+    for checkpoint in sorted(set(sealed) - set(steps)):
+        logger.warning("%s is not used: the name of a checkpoint ends with its step", checkpoint)
+    for checkpoint in sorted(steps, key=steps.__getitem__, reverse=True):
         if is_whole(checkpoint):
             return checkpoint
         logger.warning("%s is damaged; the next older checkpoint is used if there is one", checkpoint)

@@ -21,6 +21,7 @@ from t2r.training.loop.trainer import captures
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.arithmetic import sound_gradients
 from t2r.training.steps.job import Job
+from t2r.words import extra
 
 COMPILATIONS = 64
 """Compilations of layers in a stage. Layers of further kinds would run without."""
@@ -147,7 +148,7 @@ def with_lora(model: PreTrainedModel, stage: Stage, seed: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise T2RError("train: lora requires the peft extra: pip install 't2r[peft]'") from error
+        raise T2RError(f"train: lora requires the peft extra: {extra('peft')}") from error
     how: dict[str, Any] = {"target_modules": "all-linear", "exclude_modules": shared_layers(model)}
     config = LoraConfig(r=stage.lora_rank, lora_alpha=2 * stage.lora_rank, **how)
     with torch.random.fork_rng():

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations
 
 from t2r.errors import T2RError
+from t2r.options import CAUSAL, SwapOptions
 from t2r.training.recipes.recipe import Recipe
 from t2r.training.steps.optimizers import trained_by
 
@@ -25,9 +26,12 @@ def check_report_to(name: str) -> None:
 
 
 def over(planned: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Merge options of a swap into those of a plan. A `feature_map` among them brings its own defaults."""
+    """Merge options of a swap into those of a plan. A `feature_map` among them brings its own defaults. The plan's size
+    of cross attention is for those who make it recurrent."""
     if "feature_map" in options:
         planned = {name: x for name, x in planned.items() if name not in OF_THE_MAP}
+    if (planned | options).get("recurrent", SwapOptions.recurrent) == CAUSAL:
+        planned = {name: x for name, x in planned.items() if name != "cross_feature_size"}
     return planned | options
 
 

@@ -18,8 +18,8 @@ from t2r.data.parallel.vocabulary import has_two_vocabularies, target_size
 from t2r.data.vocabulary import check_tokenizer
 from t2r.errors import T2RError
 from t2r.hub import auto_class, load_config
-from t2r.storage import kind_of
-from t2r.training.recipes.recipe import Recipe, check_swap, load_recipe, make_recipe, parse_yaml, read_yaml, shipped
+from t2r.storage import kind_of, parse_yaml
+from t2r.training.recipes.recipe import Recipe, check_swap, load_recipe, make_recipe, read_yaml, shipped
 
 RECIPE, TRANSLATION_RECIPE = "scratch-lm", "scratch-mt"
 """The recipes of configurations that have none, of language models and of encoder-decoders."""
@@ -43,7 +43,7 @@ class Preset:
             tokenizer with the vocabulary size of the model.
         model: `model_type` and fields of its configuration. `vocab_size` defaults to the tokenizer's. An
             encoder-decoder with `share_encoder_decoder_embeddings: false` has two vocabularies.
-        recipe: the name of a recipe, or its contents. Empty: `scratch-lm`, or `scratch-mt` for an encoder-decoder.
+        recipe: the name of a recipe, or its contents. None: `scratch-lm`, or `scratch-mt` for an encoder-decoder.
         swap: options of the swap. Empty: softmax attention.
         init: `xavier`: linear layers get the random weights of fairseq, which depend on the shape of a matrix. Empty:
             the model's own, such as one standard deviation for all weights.
@@ -53,7 +53,7 @@ class Preset:
     model: dict[str, Any]
     description: str = ""
     tokenizer: dict[str, Any] = field(default_factory=dict)
-    recipe: str | dict[str, Any] = ""
+    recipe: str | dict[str, Any] | None = None
     swap: dict[str, Any] = field(default_factory=dict)
     init: str = ""
 
@@ -61,8 +61,9 @@ class Preset:
         return dataclasses.asdict(self)
 
     def plan(self, overrides: Iterable[str] = ()) -> Recipe:
-        if isinstance(self.recipe, str):
-            return load_recipe(self.recipe or (TRANSLATION_RECIPE if self.translates else RECIPE), overrides)
+        if not isinstance(self.recipe, dict):
+            default = TRANSLATION_RECIPE if self.translates else RECIPE
+            return load_recipe(default if self.recipe is None else self.recipe, overrides)
         return make_recipe(self.recipe, self.name, overrides)
 
     def make_config(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -181,8 +182,8 @@ def make_preset(plan: Any, name: str | Path) -> Preset:
         check_tokenizer(tokenizer["kind"], size)
     if (init := plan.get("init") or "") not in INITS:
         raise T2RError(f"{where}: `init` must be xavier, or left out; got {init!r}")
-    recipe = plan.get("recipe", "")
-    if not isinstance(recipe, str | dict):
+    recipe = plan.get("recipe")
+    if not isinstance(recipe, str | dict | None):
         raise T2RError(f"{where}: `recipe` must be the name of a recipe or its contents; got {recipe!r}")
     return Preset(
         str(plan.get("name", Path(name).stem)),

@@ -11,11 +11,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from t2r.errors import T2RError
 from t2r.options import SwapOptions, options_of, refuse_unknown
-from t2r.storage import kind_of
+from t2r.storage import LARGEST_YAML, kind_of, parse_yaml, read_text
 from t2r.training.recipes.stage import BUDGETS, OBJECTIVES, OPTIMIZERS, TRAINED, Stage, make_stage
 from t2r.words import counted
 
@@ -116,10 +114,7 @@ def read_yaml(kind: str, name: str | Path) -> Any:
     if path.suffix in (".yaml", ".yml") or kind_of(path) == "file":
         if kind_of(path) != "file":
             raise T2RError(f"{kind} file {path} does not exist")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise T2RError(f"{kind} {name} cannot be read: {error}") from error
+        text = read_text(path, LARGEST_YAML, f"{kind} {name}")
     elif str(name) in shipped(kind):
         text = shipped_in(kind).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     else:
@@ -127,16 +122,9 @@ def read_yaml(kind: str, name: str | Path) -> Any:
     return parse_yaml(text, f"{kind} {name}")
 
 
-def parse_yaml(text: str, what: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # invalid dates, deep nesting
-        raise T2RError(f"{what} is not valid YAML: {error or type(error).__name__}") from error
-
-
 def default_recipe(translates: bool, *, memory: bool = False) -> str:
     """Return the name of the recipe that converts a model, if no other is given. `memory`: to a memory budget."""
-    return "distill-mt" if translates else "memory-lm" if memory else "distill-lm"
+    return f"{'memory' if memory else 'distill'}-{'mt' if translates else 'lm'}"
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:

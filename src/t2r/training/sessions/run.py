@@ -150,17 +150,30 @@ class Run:
             path = self.folder / name
             try:
                 facts = json.loads(path.read_text(encoding="utf-8"))
-                if not isinstance(facts, dict) or "plan" not in facts:
-                    raise ValueError("there is no plan in it")
+                check_facts(facts)
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 logger.warning("%s is damaged (%s); its backup is used if there is one", path, error)
                 continue
             self.facts = facts
             self.before = float(facts.pop("seconds", 0.0))
             self.check("plan", known_then(self.plan, facts["plan"]))
             return
+        if left := [name for name in self.contents() if name not in (FACTS, BACKUP, LOCK)]:
+            raise T2RError(
+                f"{self.folder} has unfinished work ({left[0]}), but no {FACTS} that says of which run: "
+                "use --restart to start again"
+            )
+
+    def contents(self) -> list[str]:
+        """Return the names in the folder, without temporary files."""
+        try:
+            return sorted(path.name for path in self.folder.iterdir() if not path.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise T2RError(f"{self.folder} cannot be read: {error.strerror}") from error
 
     def check(self, key: str, now: Any) -> None:
         """Raise T2RError if a fact differs from its value when the run began."""
@@ -254,6 +267,20 @@ class Run:
 
 def version(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.exists() else None
+
+
+def check_facts(facts: Any) -> None:
+    """Raise ValueError unless these are the facts of a run: a plan with named stages, and the time that it took."""
+    plan = facts.get("plan") if isinstance(facts, dict) else None
+    if not isinstance(plan, dict):
+        raise ValueError("there is no plan in it")
+    recipe = plan.get("recipe", {})
+    stages = recipe.get("stages", []) if isinstance(recipe, dict) else None
+    if not isinstance(stages, list) or not all(isinstance(s, dict) and isinstance(s.get("name"), str) for s in stages):
+        raise ValueError("its plan has no stages")
+    seconds = facts.get("seconds", 0.0)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise ValueError("its seconds are not a number")
 
 
 def known_then(plan: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from t2r.generation.engine.fusion.products import join_products
 from t2r.generation.engine.fusion.replacing import Replacing
 from t2r.generation.engine.fusion.rotation import skip_rotation
 from t2r.generation.engine.fusion.sums import DeferredSums
+from t2r.generation.engine.fusion.windows import fuse_windows
 from t2r.ops.registry import BACKENDS
 
 
@@ -30,6 +31,7 @@ def fused(model: nn.Module, cache: Any, step: Callable[[], None]) -> Iterator[No
     sums = DeferredSums()
     with Replacing() as replacing:
         fuse_attention(model, cache, replacing)
+        fuse_windows(model, replacing)
         join_products(model, replacing, step)
         fuse_layers(model, replacing)
         fuse_norms(model, replacing, sums)

@@ -1,0 +1,134 @@
+"""One decoding step of the windows of a layer: attend, store the token, and return what it replaces, in one kernel."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from t2r.ops.triton.blocks import block, inner, on_device, precision
+from t2r.ops.triton.math import dot
+
+BLOCK = 64
+"""The number of keys that a program reads at a time."""
+ROWS = 16
+"""The fewest rows of a matrix product, so the fewest query heads of a program. Missing ones are zeros."""
+STAGES = 3
+"""Blocks of keys and values that are on their way from memory. With one, each iteration would wait for memory."""
+SIZES = ["key_heads", "group", "sinks"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def step(
+    q, k, v, keys, values, seen, layout, out, logs, old_k, old_v, valid,
+    q_b, q_h, k_b, k_h, v_b, v_h, keys_b, keys_t, values_b, values_t,
+    key_heads, group, sinks, scaling,
+    DIM: tl.constexpr, VALUE: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    STAGES: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """Run one program per sequence and key head. It alone accesses the ring of the head.
+
+    Only tokens that were stored before are read from the ring, without the one that the new token replaces."""
+    b = (tl.program_id(0) // key_heads).to(tl.int64)
+    h = (tl.program_id(0) % key_heads).to(tl.int64)
+    first, size = tl.load(layout + h).to(tl.int64), tl.load(layout + key_heads + h)
+    count = tl.load(seen + b)
+    has = size > 0
+    slots = tl.where(has, size + sinks, 0)
+    at = tl.where(count < sinks, count, sinks + (count - sinks) % tl.maximum(size, 1))
+    held = tl.minimum(count, slots)
+    d, e, n, g = tl.arange(0, BD), tl.arange(0, BV), tl.arange(0, BN), tl.arange(0, BG)
+    d_ok, e_ok, g_ok = d < DIM, e < VALUE, g < group
+    head = h * group + g
+    query = tl.load(q + b * q_b + head[:, None] * q_h + d[None, :], mask=g_ok[:, None] & d_ok[None, :], other=0.0)
+    new_k = tl.load(k + b * k_b + h * k_h + d, mask=d_ok, other=0.0)
+    new_v = tl.load(v + b * v_b + h * v_h + e, mask=e_ok, other=0.0)
+    k_here, v_here = keys + b * keys_b + (first + at) * keys_t + d, values + b * values_b + (first + at) * values_t + e
+    d_kept, e_kept = d < tl.where(has, DIM, 0), e < tl.where(has, VALUE, 0)
+    gone_k = tl.load(k_here, mask=d_kept, other=0.0)
+    gone_v = tl.load(v_here, mask=e_kept, other=0.0)
+
+    # What is stored is rounded as the buffers are, and so is what the new token sees of itself.
+    kept_k, kept_v = new_k.to(keys.dtype.element_ty), new_v.to(values.dtype.element_ty)
+    peak = tl.sum(query.to(tl.float32) * kept_k.to(tl.float32)[None, :], 1) * scaling
+    total = tl.full([BG], 1.0, tl.float32)
+    acc = tl.zeros([BG, BV], tl.float32) + kept_v.to(tl.float32)[None, :]
+    for start in tl.range(0, held, BN, num_stages=STAGES):
+        t = start + n
+        t_ok = (t < held) & (t != at)
+        here = first + t
+        key = tl.load(
+            keys + b * keys_b + here[:, None] * keys_t + d[None, :], mask=t_ok[:, None] & d_ok[None, :], other=0.0
+        )
+        value = tl.load(
+            values + b * values_b + here[:, None] * values_t + e[None, :], mask=t_ok[:, None] & e_ok[None, :], other=0.0
+        )
+        score = dot(query, tl.trans(key), HOW) * scaling
+        score = tl.where(t_ok[None, :], score, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        left, weight = tl.exp(peak - higher), tl.exp(score - higher[:, None])
+        acc = acc * left[:, None] + dot(weight, value, HOW)
+        total = total * left + tl.sum(weight, 1)
+        peak = higher
+
+    mean = tl.where(has, acc / total[:, None], 0.0)
+    row = b * key_heads * group + head
+    ok = g_ok[:, None] & e_ok[None, :]
+    tl.store(out + row[:, None] * VALUE + e[None, :], mean.to(out.dtype.element_ty), mask=ok)
+    tl.store(logs + row, tl.where(has, peak + tl.log(total), float("-inf")), mask=g_ok)
+    own = b * key_heads + h
+    # The token of a head without a window leaves at once.
+    gone_k = tl.where(has, gone_k.to(tl.float32), new_k.to(tl.float32))
+    gone_v = tl.where(has, gone_v.to(tl.float32), new_v.to(tl.float32))
+    tl.store(old_k + own * DIM + d, gone_k.to(old_k.dtype.element_ty), mask=d_ok)
+    tl.store(old_v + own * VALUE + e, gone_v.to(old_v.dtype.element_ty), mask=e_ok)
+    one = tl.zeros([1], tl.int64)
+    tl.store(valid + own + one, ((one + count >= sinks + size) | (size == 0)).to(tl.uint8))
+    tl.debug_barrier()  # what the new token replaces was read by all threads
+    tl.store(k_here, kept_k, mask=d_kept)
+    tl.store(v_here, kept_v, mask=e_kept)
+
+
+def window_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    layout: Tensor,
+    sinks: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Store the key and value of one token for each row, and attend to the window of each key head.
+
+    Args:
+        q, k, v: queries `[rows, heads, 1, dim]`, and keys and values `[rows, key_heads, 1, …]` of one token.
+        keys, values: buffers `[rows, slots, …]`, the ring of one head after the other.
+        seen: how many tokens each row has read before.
+        layout: `[2, key_heads]`, the first slot of the ring of each head, and the window of each.
+        sinks: sinks of heads with a window.
+
+    Returns averages and logarithms of sums as `t2r.ops.windows.softmax_sums`, the keys and values that left, and
+    whether they did.
+    """
+    q, k, v = inner(q), inner(k), inner(v)
+    (rows, heads, _, dim), key_heads, value = q.shape, k.shape[1], v.shape[3]
+    out = torch.empty(rows, heads, 1, value, dtype=v.dtype, device=q.device)
+    logs = torch.empty(rows, heads, 1, dtype=torch.float32, device=q.device)
+    old_k, old_v = (torch.empty(x.shape, dtype=x.dtype, device=q.device) for x in (k, v))
+    valid = torch.empty(rows, key_heads, 1, dtype=torch.bool, device=q.device)
+    group, widest = heads // key_heads, max(dim, value) * q.element_size()
+    with on_device(q):
+        step[(rows * key_heads,)](
+            q, k, v, keys, values, seen, layout, out, logs, old_k, old_v, valid.view(torch.uint8),
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            *keys.stride()[:2], *values.stride()[:2], key_heads, group, sinks, scaling,
+            DIM=dim, VALUE=value, BG=max(ROWS, triton.next_power_of_2(group)), BN=BLOCK, BD=block(dim, 256),
+            BV=block(value, 256), STAGES=STAGES if widest <= 256 else 2, HOW=precision(q, keys),
+            num_warps=4,
+        )  # fmt: skip
+    return out, logs, old_k, old_v, valid

@@ -1,0 +1,1 @@
+"""The routes of the server, in the form of OpenAI's API."""

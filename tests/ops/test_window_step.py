@@ -1,0 +1,57 @@
+"""A step of windows in ring buffers by one kernel, compared with the rings in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from t2r.attention.memories import Shape, WindowMemory
+from t2r.ops import Windows, registry
+from t2r.ops.rings import How
+
+MISSING = registry.BACKENDS["triton"].missing()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+CASES = {  # windows of the key heads, sinks, query heads of each, size of keys and of values; dtype
+    "windows that differ": ((20, 3, 9), 4, 3, 40, 40, torch.float32),
+    "half precision": ((5, 18), 2, 2, 64, 64, torch.bfloat16),
+    "a head without a window": ((6, 0, 6, 2), 1, 1, 16, 24, torch.float32),
+    "no sinks": ((7, 7), 0, 5, 8, 8, torch.float32),
+}
+
+
+def memory_of(shape, rows, dim, value, dtype, seen):
+    keys, values = (torch.zeros(rows, shape.slots, n, device=DEVICE, dtype=dtype) for n in (dim, value))
+    return WindowMemory(shape, keys=keys, values=values, seen=seen.clone())
+
+
+@pytest.mark.parametrize(("sizes", "sinks", "group", "dim", "value", "dtype"), CASES.values(), ids=CASES)
+def test_a_step_of_windows(sizes, sinks, group, dim, value, dtype, monkeypatch):
+    """Rows with different numbers of tokens, until every ring was filled twice."""
+    monkeypatch.setattr("t2r.ops.triton.window_step.BLOCK", 16)  # several blocks in short windows
+    generator = torch.Generator().manual_seed(0)
+    shape, heads, rows = Shape(sizes, sinks), len(sizes), 2
+    seen = torch.tensor([0, 5], device=DEVICE)
+    fast, slow = (memory_of(shape, rows, dim, value, dtype, seen) for _ in range(2))
+    windows = Windows(torch.tensor(sizes, device=DEVICE), sinks)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-2, "atol": 4e-2}
+    for _ in range(2 * max(sizes) + sinks + 3):
+        q, k, v = (
+            torch.randn(rows, n, 1, width, generator=generator).to(DEVICE, dtype)
+            for n, width in ((heads * group, dim), (heads, dim), (heads, value))
+        )
+        answers = []
+        for memory, triton in ((fast, True), (slow, False)):
+            monkeypatch.setattr("t2r.attention.memories.window.steps_at_once", lambda *given, triton=triton: triton)
+            with torch.no_grad():
+                answers.append(memory.attend(q, k, v, windows, None, How(0.3), leaves=True))
+            memory.seen += 1
+        ((found,), left), ((expected,), gone) = answers
+        torch.testing.assert_close(found.numerator, expected.numerator, **near)
+        torch.testing.assert_close(found.peak, expected.peak, **near)
+        assert torch.equal(left.valid, gone.valid)
+        for own, other in ((left.k, gone.k), (left.v, gone.v)):
+            assert torch.equal(own[left.valid], other[gone.valid])
+        assert torch.equal(fast.keys, slow.keys)
+        assert torch.equal(fast.values, slow.values)

@@ -1,0 +1,203 @@
+"""Texts and conversations over HTTP: equal to `generate`, whatever runs beside, in the form of OpenAI's API."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from engines import alone
+from serving_models import STOP, model, running, served, tokenizer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def ids(text):
+    return torch.tensor([tokenizer()(text).input_ids])
+
+
+def text_alone(text, case="llama", stop=None, seed=0, **options):
+    """Return what `generate` adds to a text."""
+    torch.manual_seed(seed)
+    made = alone(model(case, stop), ids(text), **options)
+    return tokenizer().decode([token for token in made if token != stop])
+
+
+async def events(response):
+    """Return the data of a stream."""
+    lines = [line async for line in response.aiter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def streamed(client, path, **body):
+    async with client.stream("POST", path, json={"stream": True, **body}) as response:
+        assert response.status_code == 200, await response.aread()
+        return await events(response)
+
+
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+KINDS = (
+    ({}, {}),
+    (SAMPLED, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0}),
+    (
+        {"temperature": 1.0, "top_k": 5, "repetition_penalty": 1.5, "seed": 7},
+        {"do_sample": True, "top_k": 5, "repetition_penalty": 1.5},
+    ),
+    ({"logit_bias": {"40": 100, "41": -100}}, {"sequence_bias": [[[40], 100.0], [[41], -100.0]]}),
+)
+
+
+def test_any_mix_of_requests_is_that_of_generate():
+    """Requests that join, leave and are streamed have the texts that they have alone."""
+    kinds = [(LETTERS[: 1 + 7 * i % 40], *KINDS[i % len(KINDS)], 4 + i % 5) for i in range(16)]
+
+    async def one(client, number, text, fields, tokens):
+        await asyncio.sleep(0.02 * (number % 5))
+        body = {"prompt": text, "max_tokens": tokens, "model": "rnn", **fields}
+        if number % 3 == 0:
+            made = await streamed(client, "/v1/completions", **body)
+            assert made[-1]["choices"][0]["finish_reason"] == "length"
+            return "".join(chunk["choices"][0]["text"] for chunk in made)
+        if number % 3 == 1:  # leaves
+            leaving = asyncio.create_task(client.post("/v1/completions", json=body | {"max_tokens": 500}))
+            await asyncio.sleep(0.05)
+            leaving.cancel()
+        response = await client.post("/v1/completions", json=body)
+        choice = response.json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        return choice["text"]
+
+    async def main():
+        async with running(served(rows=3)) as (client, service):
+            calls = [one(client, i, text, fields, n) for i, (text, fields, _, n) in enumerate(kinds)]
+            texts = await asyncio.gather(*calls)
+            assert not service.running
+            return texts
+
+    texts = asyncio.run(main())
+    for made, (text, _, options, tokens) in zip(texts, kinds, strict=True):
+        assert made == text_alone(text, seed=7, max_new_tokens=tokens, **options)
+
+
+def test_a_completion():
+    async def main():
+        async with running(served(stop=STOP)) as (client, _):
+            answer = (await client.post("/v1/completions", json={"prompt": "abc", "logprobs": 2})).json()
+            assert answer["object"] == "text_completion"
+            assert answer["model"] == "rnn"
+            (choice,) = answer["choices"]
+            made = alone(model(stop=STOP), ids("abc"), max_new_tokens=16)
+            assert choice["text"] == text_alone("abc", stop=STOP, max_new_tokens=16)
+            numbers = {"prompt_tokens": 3, "completion_tokens": len(made), "total_tokens": 3 + len(made)}
+            assert answer["usage"] == numbers | {"prompt_tokens_details": {"cached_tokens": 0}}
+            logprobs = choice["logprobs"]
+            assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(made)
+            assert logprobs["token_logprobs"] == [max(top.values()) for top in logprobs["top_logprobs"]]
+            # tokens in place of a text, and several choices
+            same = (await client.post("/v1/completions", json={"prompt": ids("abc")[0].tolist()})).json()
+            assert same["choices"][0]["text"] == choice["text"]
+            several = {"prompt": "abc", "n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 6}
+            many = (await client.post("/v1/completions", json=several)).json()
+            how = {"max_new_tokens": 6, "do_sample": True, "top_k": 0}
+            expected = [text_alone("abc", stop=STOP, seed=5 + i, **how) for i in range(3)]
+            assert [each["text"] for each in many["choices"]] == expected
+            assert len(set(expected)) > 1
+            pieces = await streamed(client, "/v1/completions", **several)
+            assert many["usage"]["completion_tokens"] <= 18
+            for i in range(3):
+                own = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == i]
+                assert "".join(p["text"] for p in own) == expected[i]
+                assert [p["finish_reason"] for p in own][:-1] == [None] * (len(own) - 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(stream):
+    """The text ends before the first stop string, also if it consists of several tokens, and its row is free."""
+    whole = text_alone("abcde", max_new_tokens=30)
+    stop = whole[9:11]
+
+    async def main():
+        async with running(served()) as (client, service):
+            body = {"prompt": "abcde", "max_tokens": 30, "stop": ["never there", stop], "logprobs": 0}
+            if stream:
+                made = await streamed(client, "/v1/completions", **body, stream_options={"include_usage": True})
+                *made, last = made
+                text = "".join(chunk["choices"][0]["text"] for chunk in made)
+                reason, usage = made[-1]["choices"][0]["finish_reason"], last["usage"]
+                assert last["choices"] == []
+            else:
+                answer = (await client.post("/v1/completions", json=body)).json()
+                text, reason = answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
+                usage = answer["usage"]
+            assert (text, reason) == (whole[: whole.index(stop)], "stop")
+            assert usage["completion_tokens"] < 30
+            await client.get("/health")
+            assert not service.models["rnn"].engine.rows.held
+
+    asyncio.run(main())
+
+
+def test_penalties():
+    async def main():
+        async with running(served()) as (client, _):
+            body = {"prompt": "abc", "max_tokens": 20, "frequency_penalty": 2.0, "presence_penalty": 2.0}
+            text = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+            plain = text_alone("abc", max_new_tokens=20)
+            assert len(set(text)) / len(text) > len(set(plain)) / len(plain)
+
+    asyncio.run(main())
+
+
+def test_a_chat():
+    """The template renders messages. A later call finds the state of what was said before."""
+
+    async def main():
+        async with running(served(stop=STOP)) as (client, _):
+            messages = [{"role": "system", "content": "xyz"}, {"role": "user", "content": "Hello"}]
+            body = {"messages": messages, "max_completion_tokens": 8}
+            answer = (await client.post("/v1/chat/completions", json=body)).json()
+            said = answer["choices"][0]["message"]
+            expected = text_alone("s~xyz|u~Hello|a~", stop=STOP, max_new_tokens=8)
+            assert said == {"role": "assistant", "content": expected, "refusal": None}
+            assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+            messages = [*messages, {"role": "assistant", "content": expected}, {"role": "user", "content": "And"}]
+            parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+            body = {"messages": parts, "max_tokens": 8, "stream_options": {"include_usage": True}}
+            chunks = await streamed(client, "/v1/chat/completions", **body, logprobs=True, top_logprobs=1)
+            text = f"s~xyz|u~Hello|a~{expected}|u~And|a~"
+            *chunks, last = chunks
+            made = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            assert made == text_alone(text, stop=STOP, max_new_tokens=8)
+            assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+            # The last token of the answer was not read.
+            cached = len("s~xyz|u~Hello|a~") + answer["usage"]["completion_tokens"] - 1
+            assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+            assert last["usage"]["prompt_tokens"] == len(text)
+            listed = [c["choices"][0]["logprobs"]["content"] for c in chunks if c["choices"][0]["logprobs"]]
+            assert sum(map(len, listed)) == last["usage"]["completion_tokens"]
+
+    asyncio.run(main())
+
+
+def test_a_translation():
+    """An encoder-decoder translates over the same routes, and its users run beside each other."""
+
+    async def main():
+        async with running(served("marian", name="mt")) as (client, _):
+            texts = [LETTERS[: 2 + 3 * i] for i in range(5)]
+            bodies = [{"messages": [{"role": "user", "content": t}], "max_tokens": 4 + i} for i, t in enumerate(texts)]
+            answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
+            found = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+            wanted = [text_alone(t, "marian", max_new_tokens=4 + i, num_beams=1) for i, t in enumerate(texts)]
+            assert found == wanted
+            answer = await client.post("/v1/completions", json={"prompt": texts[1], "max_tokens": 5})
+            assert answer.json()["choices"][0]["text"] == wanted[1]
+            answer = await client.post("/v1/responses", json={"input": texts[1], "max_output_tokens": 5})
+            assert answer.json()["output"][0]["content"][0]["text"] == wanted[1]
+            answer = await client.post("/v1/states", json={"text": "abc"})
+            assert "has no states" in answer.json()["error"]["message"]
+
+    asyncio.run(main())

@@ -1,0 +1,144 @@
+"""The verdicts on the pages of docs, and the table of quality against memory, say what the records say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import quality
+from t2r.errors import T2RError
+from t2r.experiments.cells import cells_of_record
+from t2r.experiments.record import recorded
+
+DOCS = Path(__file__).parent.parent / "docs"
+QUESTIONS = ("conversion", "memory", "translation", "paper", "performance")
+
+
+def text(name):
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def words(name):
+    return " ".join(text(name).split())
+
+
+def step(name, of):
+    return next(part["result"] for part in recorded(name)["steps"] if part["name"] == of)
+
+
+def controls(name):
+    return {(row["model"], row.get("variant")): row for row in step(name, "controls")}
+
+
+PURE, KEPT = controls("smollm2-pure"), controls("smollm2-kept")
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_page_has_the_question_one_table_a_verdict_and_what_qualifies_it(name):
+    head, _, rest = text(name).partition("## What qualifies it")
+    assert rest
+    assert re.match(r"# .+\n\n\*\*[^*]+\?\*\*", re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", head)), "begins with a question"
+    assert len(re.findall(r"^\| ---", head, re.MULTILINE)) == 1
+    assert re.search(r"^\*\*[^*?]+\.\*\*$", head, re.MULTILINE), "a verdict in one bold sentence"
+    assert name in re.findall(r"\((\w+)\.md\)", text("results"))
+
+
+def test_the_table_of_memory_budgets_has_the_recorded_rows():
+    teacher, *rows = quality.rows(text("memory"))
+    assert teacher.cells[1] == f"{PURE['smollm2', None]['measured'][1]['kept_bytes'] / 2**20:.1f} MiB"
+    assert teacher.cells[2].startswith(f"{PURE['smollm2', None]['measured'][1]['perplexity']:.2f} or ")
+    assert sum(row.kl is None for row in rows) == 0
+    each = {
+        ("7 of 30 layers kept, the others an RNN", 17.1): KEPT["kept", None],
+        ("one window for all heads", 17.1): KEPT["smollm2", "window 772 + 4 sinks"],
+        ("one window for all heads", 8.57): PURE["smollm2", "window 386 + 4 sinks"],
+        ("one window for all heads", 4.28): PURE["smollm2", "window 191 + 4 sinks"],
+        ("the RNN: a state for each head, trained", 8.57): PURE["pure", None],
+    }
+    shown = {(row.model, row.mebibytes): row for row in rows}
+    for key, result in each.items():
+        part = result["measured"][1]
+        assert part["kept_bytes"] / 2**20 == pytest.approx(key[1], abs=0.05)
+        accuracy = {row["distance"]: row["accuracy"] for row in result["recall"]}
+        wanted = [f"{part['perplexity']:.2f} ({100 * (part['ratio'] - 1):+.1f} %)", f"{part['kl']:.3f}"]
+        assert list(shown[key].cells[2:]) == wanted + [f"{100 * accuracy[n]:.0f} %" for n in (256, 1024, 2048)]
+
+
+def test_rows_that_are_not_recorded_are_relative_to_their_own_teacher():
+    teacher, *rows = quality.rows(text("memory"))
+    last, half = map(float, teacher.cells[2].split(" or "))
+    for row in rows:
+        perplexity, above = re.fullmatch(r"\**([\d.]+) \(\+([\d.]+) %\)\**", row.cells[2]).groups()
+        by = last if row.model.startswith(("one", "the RNN", "7 of")) else half
+        assert float(above) == pytest.approx(100 * (float(perplexity) / by - 1), abs=0.6 if "." not in above else 0.1)
+
+
+def test_the_verdict_on_memory_budgets():
+    shown = {
+        (row.model, row.mebibytes): re.search(r"\+([\d.]+) %", row.cells[2]) for row in quality.rows(text("memory"))
+    }
+    names = ("**a window and a state for each head, trained**", "the RNN: a state for each head, trained")
+    own, rnn, one = (shown[name, 8.57][1] for name in (*names, "one window for all heads"))
+    assert f"a window and a state for each head lose {own} %, where the RNN loses {rnn} % and one " in words("memory")
+    assert f"window for all heads {one} %." in words("memory")
+
+
+def test_a_page_without_the_table_is_refused():
+    with pytest.raises(T2RError, match="no table with the columns memory, perplexity"):
+        quality.rows("| a | b |\n| --- | --- |\n")
+
+
+def test_the_verdict_on_conversion():
+    losses = {}
+    for name, model in (("pure", "pure"), ("kept", "kept")):
+        (row,) = [row for row in step(f"smollm2-{name}", "texts") if row["model"] == model]
+        ratios = [100 * (part["ratio"] - 1) for part in row["measured"]]
+        losses[name] = f"{min(ratios):.1f} to {max(ratios):.1f} %"
+    long = [100 * (rows[name, None]["measured"][1]["ratio"] - 1) for rows, name in ((PURE, "pure"), (KEPT, "kept"))]
+    page = words("conversion")
+    assert f"it loses {losses['pure']} at 512 tokens and {long[0]:.1f} % at 2,048, and forgets words" in page
+    assert f"kept it loses {losses['kept']} and {long[1]:.1f} %" in page
+    rnn, window = PURE["pure", None]["measured"], PURE["smollm2", "window 386 + 4 sinks"]["measured"]
+    assert f"KL {window[0]['kl']:.3f} instead of {rnn[0]['kl']:.3f}" in page
+    assert f"it has {window[1]['kl']:.3f} instead of {rnn[1]['kl']:.3f}" in page
+    minutes = [recorded(f"smollm2-{name}")["steps"][0]["seconds"] / 60 for name in ("pure", "kept")]
+    assert f"took {minutes[0]:.1f} minutes and the model with 7 layers {minutes[1]:.1f}" in page
+
+
+def test_the_verdict_on_translation():
+    causal, best = (step("opus-zh-en", f"newstest2017-{name}")[1] for name in ("causal", "best"))
+    other = step("opus-zh-en", "newstest2018-best")[1]
+    assert causal["bleu_difference"] > 0
+    lost = {f"{-row['bleu_difference']:.2f}" for row in (best, other)}
+    assert f"newstest2017 loses no BLEU; with recurrent cross attention as well, the news loses {lost.pop()}." in words(
+        "translation"
+    )
+    assert not lost
+
+
+def test_the_verdict_on_performance():
+    report = next(each for each in step("smollm2-decode-gpu", "decode") if each["settings"]["batch"] == 16)
+    points = {(point["model"], point["length"]): point for point in report["points"]}
+    (short, other), (own, teacher) = (
+        [points[f"{model}, engine", n] for model in ("pure", "smollm2")] for n in (512, 8192)
+    )
+    assert short["milliseconds"] == pytest.approx(other["milliseconds"], rel=0.03)
+    less = 100 * (1 - own["milliseconds"] / teacher["milliseconds"])
+    share = 100 * own["cache_bytes"] / teacher["cache_bytes"]
+    assert f"{less:.0f} % less time after 8,192, where its state takes {share:.0f} % of the teacher" in words(
+        "performance"
+    )
+
+
+LONGER = ("30_000_000", "60_000_000")
+"""Tokens of longer conversions: half of the teacher's, and all."""
+
+
+def test_the_numbers_on_language_modeling_in_the_paper():
+    cells = cells_of_record(recorded("table1-small")) | cells_of_record(recorded("ablations-small"))
+    names = ("teacher", "pretrained-t2r-32", "random-t2r-32", "pretrained-distill", *(f"tokens-{n}" for n in LONGER))
+    teacher, paper, scratch, ours, half, whole = (f"{cells[name]['test']:.1f}" for name in names)
+    page = words("paper")
+    assert f"perplexity {paper} from the transformer, with a sixth of its tokens, against {scratch} from random" in page
+    assert f"it reaches {half} and {whole}, where the transformer has {teacher}" in page
+    assert f"the same state it reaches {ours}." in page
