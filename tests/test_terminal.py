@@ -16,7 +16,7 @@ from t2r.analysis import findings as analyses
 from t2r.bench import decoding, memory, ops, training
 from t2r.experiments.record import recorded
 from t2r.pages.sections import decoding_report
-from t2r.reporting import environment, inspection
+from t2r.reporting import environment, inspection, inspection_tables
 from t2r.training.sessions.session import as_table
 
 LONG = "/home/someone/experiments/2026/models"
@@ -88,7 +88,7 @@ def converted():
     [
         evaluated, decoded, batches, kernels, steps, analyzed, converted,
         lambda: environment.tables(environment.describe()),
-        lambda: inspection.tables(inspection.inspect_model(tiny("marian", torch.float32))),
+        lambda: inspection_tables.tables(inspection.inspect_model(tiny("marian", torch.float32))),
     ],
 )  # fmt: skip
 def test_every_table_is_readable_at_80_columns(tables):

@@ -90,7 +90,12 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
         base = vars(self).get("base_config")
         if name.startswith("_") or name in OF_GENERATION or not isinstance(base, PreTrainedConfig):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(base, name)
+        try:
+            return getattr(base, name)
+        except AttributeError:
+            raise
+        except Exception as error:  # Gemma 4 has values by layer, and another error for who asks for one of all layers
+            raise AttributeError(str(error)) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         base = vars(self).get("base_config")

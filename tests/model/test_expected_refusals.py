@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, EncoderDec
 from transformers.cache_utils import DynamicCache
 
 import t2r
-from families import PAD, VOCABULARY, batch, tiny
+from families import PAD, POSITIONS, VOCABULARY, batch, is_seq2seq, tiny
 from t2r import T2RError
 
 HOW = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": PAD}
@@ -185,3 +185,34 @@ def test_a_default_cache_is_not_refused():
     model, inputs = t2r.swap(tiny("llama", torch.float32), feature_size=8).eval(), batch("llama")
     cache = DynamicCache(config=model.config)
     assert torch.equal(model.generate(**inputs, **HOW, past_key_values=cache), model.generate(**inputs, **HOW))
+
+
+def test_a_trace_is_refused_and_an_export_has_any_length():
+    model, ids = t2r.swap(tiny("llama", torch.float32, layers=1), feature_size=4).eval(), torch.tensor([[5, 6, 7, 8]])
+    for traced in (model, lambda x: model(x, use_cache=False).logits):
+        with pytest.raises(t2r.T2RError, match=r"use torch\.export"):
+            torch.jit.trace(traced, (ids,), strict=False)
+    shapes = {"input_ids": {1: torch.export.Dim.AUTO}, "use_cache": None}
+    given = {"input_ids": ids, "use_cache": False}
+    exported = torch.export.export(model, (), given, dynamic_shapes=shapes).module()
+    longer = torch.randint(3, VOCABULARY, (1, 11))
+    found = exported(input_ids=longer, use_cache=False).logits
+    torch.testing.assert_close(found, model(longer, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "marian", "m2m_100"])
+def test_generation_in_inference_mode_leaves_a_model_that_can_be_trained(family):
+    """Longer than the tables of positions, which are extended in inference mode."""
+    model, ids = t2r.swap(tiny(family, torch.float32, layers=1), feature_size=4).eval(), torch.tensor([[5, 6, 7, 8]])
+    length = 10 if family == "gpt2" else POSITIONS + 8
+    with torch.inference_mode():
+        model.generate(ids, max_new_tokens=length)
+        t2r.Engine(model).generate(ids, max_new_tokens=length)
+    target = {"decoder_input_ids": ids} if is_seq2seq(family) else {}
+    model.train()(input_ids=ids, **target).logits.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    if not is_seq2seq(family):
+        cache = model.make_cache()
+        with torch.inference_mode():
+            model.eval()(ids, past_key_values=cache, use_cache=True)
+        model(ids[:, :1], past_key_values=cache, use_cache=True).logits.sum().backward()

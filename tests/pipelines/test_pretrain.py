@@ -409,11 +409,36 @@ def test_a_model_of_an_unknown_family_trains(world, tmp_path):
 # --- Errors ---------------------------------------------------------------------------------------------------
 
 
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize("model_type", ["bert", "electra"])
+def test_models_that_read_later_tokens_are_refused(world, tmp_path, model_type):
+    file = tmp_path / "bert.yaml"
+    fields = {"model_type": model_type, **BERT}
+    file.write_text(yaml.safe_dump({"model": fields, "tokenizer": {"kind": "bpe", "vocab_size": 300}}))
+    with pytest.raises(T2RError, match=f"{model_type} reads the tokens after each position: only causal"):
+        run(world, tmp_path / "out", file)
+    assert not list(tmp_path.glob("out*"))
+    results = run(world, tmp_path / "out", file, model_overrides=("is_decoder=true",))
+    assert results["stages"]
+
+
+def test_an_empty_name_of_the_output_is_refused(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for out in ("", " "):
+        with pytest.raises(T2RError, match="out is empty"):
+            run(world, out)
+    assert not [path for path in tmp_path.iterdir() if path.name != "cache"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"config": "gpt2"}, "no preset 'gpt2': choose one of adaptive-lm-medium"),
         ({"recipe": "best"}, "no recipe 'best'"),
+        ({"recipe": ""}, "recipe is empty"),
+        ({"model_overrides": ("n_layer=0",)}, "num_hidden_layers must be at least 1; got 0"),
         ({"recipe": "none", "overrides": ()}, "recipe none trains nothing"),
         ({"recipe": "distill-lm", "overrides": ()}, "objective transfer, which requires a teacher"),
         ({"overrides": ("pretrain.stepz=1",)}, "unknown option stepz"),

@@ -11,11 +11,13 @@ import torch
 import t2r
 from families import FAMILIES, VOCABULARY, is_seq2seq, tiny
 from t2r.attention.cache import cache_bytes
+from t2r.capacity import human
 from t2r.feature_maps import FEATURE_MAPS
 from t2r.model.merge import merge
 from t2r.model.modeling import T2RModel
 from t2r.reporting import inspection
 from t2r.reporting.inspection import inspect_model
+from t2r.reporting.inspection_tables import summary
 from t2r.surgery.adapters import family_of
 
 NO_CACHE = ("fsmt",)  # the base model's cache gets only the last token
@@ -118,7 +120,7 @@ def test_a_merged_model():
 def test_json_and_tables():
     found = inspect_model(tiny("marian", torch.float32), softmax_layers=[0], recurrent="both")
     assert json.loads(json.dumps(asdict(found)))["kv_bytes"]["4096"] == found.kv_bytes[4096]
-    lines = inspection.summary(found)
+    lines = summary(found)
     assert "self attention: 2 of 3 decoder layers recurrent, 1 softmax" in lines
     assert "cross attention: 2 of 3 decoder layers recurrent, 1 softmax" in lines
     assert "encoder: all 2 layers keep softmax attention" in lines
@@ -129,7 +131,7 @@ def test_a_table_of_positions_limits_what_is_shown(model_type, limit):
     """Lengths beyond the table are listed to compare, but cannot be read."""
     model = tiny(model_type, torch.float32)
     count = model.config.max_position_embeddings
-    lines = [line for line in inspection.summary(inspect_model(model)) if "positions" in line]
+    lines = [line for line in summary(inspect_model(model)) if "positions" in line]
     assert lines == ([f"positions are learned: {count} tokens at most, also after a conversion"] if limit else [])
 
 
@@ -137,7 +139,7 @@ def test_a_table_of_positions_limits_what_is_shown(model_type, limit):
     ("number", "says"), [(7, "7 B"), (1536, "1.5 KiB"), (500 * 1024, "500 KiB"), (3 << 40, "3.0 TiB")]
 )
 def test_formatting_bytes(number, says):
-    assert inspection.human(number) == says
+    assert human(number) == says
 
 
 def test_inspection_errors(tmp_path):
@@ -160,7 +162,7 @@ def test_the_source_length_from_which_cross_attention_saves_memory():
     state = sum(site.state_bytes for site in cross)
     length = found.cross_saves_from
     assert (length - 1) * per_token <= state < length * per_token
-    assert any(f"{length} tokens or more" in line for line in inspection.summary(found))
+    assert any(f"{length} tokens or more" in line for line in summary(found))
     assert t2r.inspect(tiny("gpt2")).cross_saves_from is None
 
 
@@ -169,12 +171,12 @@ def test_cross_attention_stays_exact_and_why_is_said():
     assert [site.recurrent for site in found.sites] == [not site.cross for site in found.sites]
     assert found.options["recurrent"] == "causal"
     assert found.options["cross_feature_size"] is None  # the recipe's, which is for recurrent cross attention
-    token = inspection.human(sum(site.kv_bytes[512] for site in found.sites if site.cross) // 512)
-    (line,) = [line for line in inspection.summary(found) if "--recurrent both" in line]
+    token = human(sum(site.kv_bytes[512] for site in found.sites if site.cross) // 512)
+    (line,) = [line for line in summary(found) if "--recurrent both" in line]
     assert f"({token} for each source token)" in line
     both = t2r.inspect(tiny("marian", torch.float32), recipe="default", recurrent="both")
     assert both.options["cross_feature_size"] == 32
-    assert not any("stays exact" in line for line in inspection.summary(both))
+    assert not any("stays exact" in line for line in summary(both))
 
 
 def test_layers_that_differ():
@@ -184,7 +186,7 @@ def test_layers_that_differ():
     found = inspect_model(base, softmax_layers="auto:1")
     assert found.cache_bytes[32768] == max(other.cache_bytes[32768] for other in one)
     assert len({other.cache_bytes[32768] for other in one}) > 1
-    assert any("bytes are those of the largest" in line for line in inspection.summary(found))
+    assert any("bytes are those of the largest" in line for line in summary(found))
 
 
 def test_the_recipe_of_convert():

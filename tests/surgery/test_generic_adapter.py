@@ -152,3 +152,41 @@ def test_layers_without_a_rotation_need_the_stock_rotation():
     t2r.swap(copy.deepcopy(teacher), feature_size=8)
     with pytest.raises(t2r.T2RError, match="not all rotated, or normalized after that: swap with rotary=True"):
         t2r.swap(teacher, feature_size=8, rotary=False)
+
+
+GEMMA4 = DECODER | {"num_hidden_layers": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0}
+GEMMA4 |= {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY}
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
+@pytest.mark.parametrize("options", [{}, {"softmax_layers": [1]}], ids=["recurrent", "kept"])
+def test_heads_of_different_sizes_are_saved(options, tmp_path):
+    model = t2r.swap(build("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4), feature_size=4, **options)
+    model.save_pretrained(tmp_path)
+    loaded = t2r.load(str(tmp_path)).eval()
+    ids = PADDING["input_ids"]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(t2r.Engine(loaded).generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("how", ["cannot be written", "changes"])
+def test_what_cannot_be_saved_and_loaded_is_not_swapped(how, monkeypatch):
+    """A configuration of another library may not survive its own file. The model is then as it was."""
+    model = build(*UNDERSTOOD["cohere"])
+    before, stock = model(**PADDING).logits, type(model)
+
+    def to_dict(self):
+        if how == "cannot be written":
+            raise RuntimeError("no file of this\nconfiguration")
+        return written(self) | {"intermediate_size": 8}
+
+    written = type(model.config).to_dict
+    monkeypatch.setattr(type(model.config), "to_dict", to_dict)
+    message = "cannot be saved and loaded" if how == "cannot be written" else "has another shape when it is loaded"
+    with pytest.raises(t2r.T2RError, match=message) as caught:
+        t2r.swap(model, feature_size=4)
+    assert "\n" not in str(caught.value)
+    assert type(model) is stock
+    assert torch.equal(model(**PADDING).logits, before)

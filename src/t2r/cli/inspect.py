@@ -49,6 +49,7 @@ def inspect(
             show(f"{name:12} {value}" for name, value in facts.items())
         return
     from t2r.reporting import inspection
+    from t2r.reporting.inspection_tables import tables
 
     with calm(as_json):
         source = inspection.empty_model(model, dtype, revision=revision, trust_remote_code=trust_remote_code)
@@ -59,5 +60,5 @@ def inspect(
     if as_json:
         print_json(asdict(found) | ({} if plan is None else {"recipe": plan.to_dict()}))
     else:
-        show(inspection.tables(found))
+        show(tables(found))
         show(["", *plan.told()] if plan is not None else [])

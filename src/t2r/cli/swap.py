@@ -50,7 +50,7 @@ def swap(
     t2r swap gpt2 swapped --recipe distill-lm    the model that convert trains
     """
     from t2r.pipelines.swap import swap_folder
-    from t2r.reporting import inspection
+    from t2r.reporting.inspection_tables import summary
 
     with calm(quiet or as_json):
         done = swap_folder(
@@ -66,7 +66,7 @@ def swap(
     if as_json:
         print_json(asdict(done))
     elif not quiet:
-        lines = [*inspection.summary(done), f"saved in {out}; its feature maps are not trained yet"]
+        lines = [*summary(done), f"saved in {out}; its feature maps are not trained yet"]
         if recipe is None:
             lines.append("these are the defaults of t2r.swap; with --recipe distill-lm, those of t2r convert")
         print("\n".join(lines))

@@ -48,6 +48,8 @@ def read_document(
             first question then completes this message. After a state inside such a message, the text goes on in it.
     """
     refuse_stateless(model)
+    if not isinstance(text, str):
+        raise T2RError(f"the text must be a str; got a {type(text).__name__}")
     if state is not None:
         state.checked(model)
     said = None

@@ -20,6 +20,7 @@ from t2r.data.languages import set_languages
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
 from t2r.generation.engine import Engine, ForGenerate, engine_for
+from t2r.generation.engine.arguments import check_options, check_texts, refuse
 from t2r.generation.engine.request import option_value, token_list
 from t2r.generation.state import check_source_length, check_vocabulary, refuse_stateless
 from t2r.generation.turns import by_user, next_turn, refuse_no_template, rendered, transcript_of
@@ -140,8 +141,13 @@ def complete(
             modified.
         options: options of `model.generate`.
     """
+    check_texts("prompts", prompts)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        refuse("tokenizer", "a tokenizer of transformers", tokenizer)
     if state is not None:
         refuse_stateless(model)
+        if not isinstance(state, T2RCache):
+            refuse("state", "a T2RCache, or the path of a saved state", state)
         state.check_prompts(len(prompts))
     check(RunOptions, {"batch_size": batch_size, "seed": seed})
     options = checked_options(model, options)
@@ -311,7 +317,10 @@ def until_stop(row: list[int], stops: list[int]) -> list[int]:
 
 
 def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for `model.generate`, with a default length. Raises T2RError for options without effect."""
+    """Return the options for `model.generate`, with a default length.
+
+    Raises T2RError for options of another type, or without effect."""
+    check_options(model, options)
     known = options_of(GenerationOptions)
     for name, value in options.items():
         if name in known:  # transformers checks the others

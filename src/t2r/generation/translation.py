@@ -24,11 +24,12 @@ from t2r.data.progress import progress_bar
 from t2r.data.text import check_unicode
 from t2r.errors import T2RError
 from t2r.generation.engine import Engine, ForGenerate
+from t2r.generation.engine.arguments import check_texts
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.state import check_vocabulary
 from t2r.generation.text import padded, run, special_tokens, until_stop
 from t2r.model.logits import evaluating, logits_at_once
-from t2r.options import RunOptions
+from t2r.options import RunOptions, check
 from t2r.storage import resumable_file
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,8 @@ def translate_to_tokens(
 
     `first` is the line number of the first line, for errors. With `whole`, lines that are too long for the model and
     translations that do not end give no tokens. Otherwise the former raise T2RError and the latter are truncated."""
+    check_texts("lines", lines)
+    check(RunOptions, {"beams": beams, "length_penalty": length_penalty})
     for number, line in enumerate(lines, first):
         check_unicode(line, f"{name}:{number}")
     rows = encode_sources(tokenizer, list(lines)) if lines else []
@@ -196,7 +199,7 @@ def lines_at_once(model: Any, ready: Any, size: int, length: int, beams: int) ->
     """Return how many lines to translate at a time, by their tokens, and by the sizes of logits and caches."""
     tokens = TOKENS.get(model.device.type, MANY) // size
     logits = logits_at_once(model.device) // model.get_output_embeddings().weight.shape[0]
-    held = tokens if ready is None else CACHE // ready.make_static_cache(1, length, size).nbytes
+    held = tokens if ready is None else CACHE // ready.row_bytes(length, size)
     return max(1, min(tokens, logits, held) // beams)
 
 

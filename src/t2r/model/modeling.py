@@ -68,6 +68,8 @@ class T2RModel(SavedModel, compat.ModelHooks):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the base model's forward with a recurrent cache. Raises T2RError for unsupported inputs."""
+        if torch.jit.is_tracing():
+            raise T2RError("torch.jit.trace would fix the length of a text: use torch.export, with dynamic_shapes")
         if len(args) > len(self._forward_names):
             raise TypeError(f"forward() takes {len(self._forward_names)} positional arguments, got {len(args)}")
         inputs = dict(zip(self._forward_names, args, strict=False))
@@ -140,12 +142,23 @@ class T2RModel(SavedModel, compat.ModelHooks):
 
     def memory_kinds(self) -> dict[str, list[Any]]:
         """Return the memories of each layer, and the shapes of their tensors without rows and tokens."""
-        model: Any = self
-        device = torch.device("meta")
-        room = Room(1, model.dtype, device, None, torch.zeros(1, dtype=torch.long, device=device))
-        made = self.by_layer(lambda site: self.allocate(site, room, tokens=1))
+        made = self.row_without_memory(1, 1)
         parts = {"self": made[False]} | ({"cross": made[True]} if self.config.is_encoder_decoder else {})
         return {part: [layer.kind() for layer in layers] for part, layers in parts.items()}
+
+    def row_bytes(self, tokens: int, source: int, state_dtype: torch.dtype | None = None) -> int:
+        """Return the size of a row of a static cache with room for these tokens."""
+        made = self.row_without_memory(tokens, source, state_dtype)
+        return sum(layer.nbytes for layers in made.values() for layer in layers)
+
+    def row_without_memory(
+        self, tokens: int, source: int, state_dtype: torch.dtype | None = None
+    ) -> dict[bool, list[SiteLayer]]:
+        """Return the layers of one row of a static cache, whose tensors have shapes only."""
+        model: Any = self
+        device = torch.device("meta")
+        room = Room(1, model.dtype, device, state_dtype, torch.zeros(1, dtype=torch.long, device=device))
+        return self.by_layer(lambda site: self.allocate(site, room, source if site.cross else tokens))
 
     def allocate(self, site: Site, room: Room, tokens: int | None) -> SiteLayer:
         """Return the layer of a site with memories at fixed addresses. Keys and values have room for `tokens`; None:
@@ -231,6 +244,8 @@ class T2RModel(SavedModel, compat.ModelHooks):
             raise T2RError(
                 f"a state is a T2RCache, from model.make_cache() or a forward call; got {type(cache).__name__}"
             )
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+            raise T2RError("continue_from requires a tensor of tokens [rows, tokens], which are whole numbers")
         rows, model = input_ids.shape[0], cast(Any, self)
         cache.check_prompts(rows, model)
         if input_ids.shape[1] == 0:

@@ -7,6 +7,8 @@ the swap is checked on the model itself.
 from __future__ import annotations
 
 import logging
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from t2r.attention.recurrence import exact_attention
 from t2r.config import T2RConfig
+from t2r.errors import T2RError
 from t2r.model.logits import evaluating
 from t2r.surgery.adapters import Family, Site, family_of, refusal
 from t2r.surgery.install import install
@@ -23,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference of logits, relative to the largest logit. 0.05 in half precision."""
+
+
+LEAK = 0.01
+"""Largest effect of later tokens on a causal model, relative to that of earlier ones. There is only rounding."""
 
 
 def announce(family: Family, model: PreTrainedModel, swapped: list[Site]) -> None:
@@ -79,6 +86,48 @@ def misunderstanding(model: PreTrainedModel, inputs: dict[str, Tensor], expected
         if not difference <= TOLERANCES.get(actual.dtype, 0.05) * max(1.0, largest):
             return f"{doubt} (logits differ by {difference:.2g})"
     return None
+
+
+def check_saved(model: Any) -> None:
+    """Raise T2RError unless a model of the saved configuration has the same tensors: before hours of training."""
+    if model.t2r_family.tested:
+        return
+    try:
+        with TemporaryDirectory() as folder, torch.device("meta"):
+            model.saved_config().save_pretrained(folder)
+            options: dict[str, Any] = {}
+            recurrent, base = type(model).building(T2RConfig.from_pretrained(folder), options)
+            again = recurrent(base, **options)
+        built, own = ({name: x.shape for name, x in m.state_dict().items()} for m in (again, model))
+        different = sorted(name for name in built.keys() | own.keys() if built.get(name) != own.get(name))
+        doubt = f"{different[0]} has another shape when it is loaded" if different else None
+    except Exception as error:  # each configuration and model checks its fields in its own way
+        doubt = f"it cannot be saved and loaded ({type(error).__name__}: {error})".replace("\n", " ")
+    if doubt is not None:
+        raise refusal(model.t2r_family.model_type, doubt)
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Raise T2RError for a language model that reads the tokens after a position, or none before it."""
+    ids = small_batch(model)["input_ids"][:1]
+    half = ids.shape[1] // 2
+    later, earlier = ids.clone(), ids.clone()
+    later[:, half:], earlier[:, :half] = ids[:, half:].flip(1).roll(1, 1), ids[:, :half].roll(1, 1)
+    kind = model.config.model_type
+    try:
+        with evaluating(model):
+            whole, first, rest = (model(input_ids=x, use_cache=False).logits for x in (ids, later, earlier))
+    except Exception as error:  # an unknown forward may raise anything
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise T2RError(f"this {kind} model cannot read tokens ({reason})") from error
+    leak, reach = (x.abs().max().item() for x in ((whole - first)[:, :half], (whole - rest)[:, half:]))
+    if not reach:
+        raise T2RError(f"this {kind} model reads no token before a position: give it layers with attention")
+    if not leak <= LEAK * reach:
+        raise T2RError(
+            f"{kind} reads the tokens after each position: only causal language models and encoder-decoders can be "
+            "trained (some models are causal with --model-set is_decoder=true)"
+        )
 
 
 def small_batch(model: PreTrainedModel) -> dict[str, Tensor]:

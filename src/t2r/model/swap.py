@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from t2r.config import SWAP, T2RConfig
 from t2r.errors import T2RError
 from t2r.model.modeling import T2RModel, t2r_class
-from t2r.model.proof import install_proved
+from t2r.model.proof import check_saved, install_proved
 from t2r.model.swapped import SwappedModel
 from t2r.options import refuse_unknown
 from t2r.options.entrance import entrance
@@ -50,9 +50,10 @@ def swap(model: PreTrainedModel, config: T2RConfig | None = None, **options: Any
     with undoing(model):
         own_configuration(model)
         install_proved(model, config)
-    change_class(model, recurrent)
-    swapped = cast(SwappedModel, model)
-    swapped.take_configuration(config)
+        change_class(model, recurrent)
+        swapped = cast(SwappedModel, model)
+        swapped.take_configuration(config)
+        check_saved(swapped)
     # PEFT saves this name as the base model of an adapter. On that model, the adapter would run with softmax attention.
     if name := model.name_or_path:
         model.name_or_path = f"{name}, swapped by t2r in memory: save the swapped model, and load the adapter on that"

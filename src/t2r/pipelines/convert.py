@@ -23,7 +23,7 @@ from t2r.pipelines import beside
 from t2r.pipelines.common import advice, complete
 from t2r.pipelines.continuation import remember_origin
 from t2r.pipelines.preparation import Start, prepare
-from t2r.reporting.inspection import state_lines
+from t2r.reporting.inspection_tables import state_lines
 from t2r.surgery.frozen import unfreeze
 from t2r.surgery.undo import undoing
 from t2r.training.planning.plan import trainable

@@ -22,7 +22,7 @@ from t2r.options import Conversion, SwapOptions, parse_auto
 from t2r.pipelines.budget import MemoryBudget, check_kind
 from t2r.pipelines.common import Texts, frozen_copy
 from t2r.pipelines.continuation import check_continued, continued_plan, load_teacher, origin_of
-from t2r.reporting.inspection import EXACT_CROSS
+from t2r.reporting.inspection_tables import EXACT_CROSS
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
 from t2r.surgery.adapters import family_of
 from t2r.tasks import Task

@@ -27,11 +27,12 @@ from t2r.data.vocabulary import train_tokenizer
 from t2r.errors import T2RError
 from t2r.hub import auto_class, choose_device, explained, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
+from t2r.model.proof import check_causal
 from t2r.model.swap import swap
 from t2r.options import Pretraining, SwapOptions
 from t2r.options.calls import flat
 from t2r.pipelines.common import Texts, complete, frozen_copy
-from t2r.reporting.inspection import state_lines
+from t2r.reporting.inspection_tables import state_lines
 from t2r.storage import check_destination, kind_of, refuse_deleting, refuse_replacing
 from t2r.tasks.translation import TEACHER
 from t2r.training.loop import processes
@@ -69,6 +70,9 @@ def pretrain(given: Pretraining) -> dict[str, Any]:
     config, out, minutes, seed = given.config, given.out, given.minutes, given.seed
     continued, tokenizer, options = given.continued, given.tokenizer, given.swap()
     check_report_to(given.report_to)
+    for name, value in (("out", out), ("recipe", given.recipe)):
+        if value is not None and not str(value).strip():
+            raise T2RError(f"{name} is empty: give a name, or leave it out")
     check_destination(out, given.overwrite)
     for folder in (out, run_folder(out)):
         refuse_replacing(config if continued else None, folder)
@@ -108,6 +112,7 @@ def pretrain(given: Pretraining) -> dict[str, Any]:
         model = load_model(config, dtype="float32", device="cpu")
     else:
         model = make_model(shape, chosen, seed, preset.init)
+    check_reading(model)
     if texts.translates:
         set_languages(model, tokens, given.source_language, given.target_language)
     facts = {"config": shape.to_dict(), "tokenizer": of_tokenizer(tokens), "swap": chosen}
@@ -235,6 +240,16 @@ def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int, init
         except (ValueError, RuntimeError) as error:
             raise T2RError(f"this configuration of {shape.model_type} is not valid: {error}") from error
     return swap(model, T2RConfig(**options)) if options else model
+
+
+def check_reading(model: PreTrainedModel) -> None:
+    """Raise T2RError unless the model has layers, and reads only what is before a position."""
+    counts = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+    for name in counts:
+        if (count := getattr(model.config, name, None)) is not None and count < 1:
+            raise T2RError(f"{name} must be at least 1; got {count}: the model would have nothing to train")
+    if not model.config.is_encoder_decoder:
+        check_causal(model)
 
 
 def initialize_as_fairseq(model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ import pytest
 from t2r.data.vocabulary import word_tokenizer
 from t2r.errors import T2RError
 from t2r.reporting.options import page as up_to_date
+from t2r.training.loop.trainer import batch_shape
 from t2r.training.recipes.preset import load_preset, shipped_presets
 from t2r.training.recipes.recipe import OBJECTIVES, OPTIMIZERS, TRAINED, Stage, load_recipe, shipped_recipes
 from t2r.training.recipes.schedule import KINDS, Schedule
@@ -136,6 +137,9 @@ def test_recipes_of_the_papers_translation_are_the_paper(name, paper, swap):
     assert (stage.noise, stage.min_learning_rate, stage.map_learning_rate) == (0, 0, None)
     (alone,) = recipe.a_block_at_a_time().stages
     assert alone.device_tokens == 3584  # so that 128 forwards make a step
+    (given,) = load_recipe(name, ["device_tokens=7168"]).a_block_at_a_time().stages
+    assert given == alone
+    assert batch_shape(given) == (1, 128)
 
 
 @pytest.mark.parametrize("step", [0, 1, 2_000, 3_999, 4_000, 4_001, 10_000, 19_999])

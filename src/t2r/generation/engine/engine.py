@@ -29,6 +29,7 @@ from t2r import compat
 from t2r.attention.cache import T2RCache
 from t2r.attention.masks import Padding, new_token_mask
 from t2r.errors import T2RError
+from t2r.generation.engine.arguments import check_options, check_sizes, own_tensors, refuse
 from t2r.generation.engine.beams import Beams, BeamSearch, one_per_prompt, uses_beams
 from t2r.generation.engine.prefill import prefill, whole_mask
 from t2r.generation.engine.request import (
@@ -44,12 +45,12 @@ from t2r.generation.engine.request import (
     seeding,
 )
 from t2r.generation.engine.room import Room, total_length
-from t2r.generation.engine.rows import Rows
+from t2r.generation.engine.rows import Rows, check_memory
 from t2r.generation.engine.scheduler import Scheduler
 from t2r.generation.engine.sequences import Event, Group, Sequence
 from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
-from t2r.model.modeling import T2RModel
+from t2r.model.modeling import T2RModel, option_value
 from t2r.ops.common import HALF
 
 logger = logging.getLogger(__name__)
@@ -113,13 +114,11 @@ class Engine:
     ) -> None:
         if state_dtype not in (None, torch.float32, *HALF):
             raise T2RError(f"state_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {state_dtype}")
-        sizes = {"rows": rows, "max_length": max_length, "source_length": source_length, "step_tokens": step_tokens}
-        for name, number in sizes.items():
-            if number is not None and number < 1:
-                raise T2RError(f"{name} must be at least 1; got {number}")
+        check_sizes(rows=rows, max_length=max_length, source_length=source_length, step_tokens=step_tokens)
         self.original: Any = model
         """The model as given. The engine decodes `self.model`, which shares its weights if it is not swapped."""
         self.model: Any = decoded_model(model)
+        check_options(model, {"generation_config": generation_config})
         self.generation_config = generation_config
         self.obstacle = no_static_cache(self.model)
         rotates = self.model.t2r_config.rotary or bool(self.model.kept_layers())
@@ -161,6 +160,7 @@ class Engine:
             streamer: receives the tokens as they are generated. Requires a single sequence.
             options: options of `model.generate`.
         """
+        check_options(self.original, options | {"streamer": streamer}, self.generation_config, seed)
         with self.lock:
             try:
                 return self._attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
@@ -194,7 +194,7 @@ class Engine:
             ForGenerate: if the engine does not support the call.
         """
         with self.lock:
-            request = self._prepared(input_ids, state, keep_state, options)
+            request = self._prepared(input_ids, state, keep_state, options, seed)
             if uses_beams(request):
                 if keep_state or streamer is not None:
                     raise ForGenerate("beam search with a streamer or a kept state is requested")
@@ -217,7 +217,7 @@ class Engine:
         """Yield pairs of the index of a sequence in the batch and its next token."""
         try:
             with self.lock:
-                group = self._admitted(self._prepared(input_ids, state, False, options), state, seed, False)
+                group = self._admitted(self._prepared(input_ids, state, False, options, seed), state, seed, False)
         except ForGenerate as reason:
             raise T2RError(f"the engine cannot stream this call: {reason}") from reason
         for event in self._until_done(group):
@@ -270,7 +270,7 @@ class Engine:
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         with self.lock:
             try:
-                request = self._prepared(input_ids, state, keep_state, options)
+                request = self._prepared(input_ids, state, keep_state, options, seed)
                 group = self._admitted(request, state, seed, keep_state, logprobs)
             except ForGenerate as reason:
                 raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
@@ -304,9 +304,11 @@ class Engine:
                     with self.lock:
                         if self.scheduler.queue:
                             break
+                        if not isinstance(batch, Mapping):
+                            refuse("a batch", "a dictionary of arguments of generate", batch)
                         options = dict(batch)
                         seed, state = options.pop("seed", None), options.pop("state", None)
-                        request = self._prepared(options.pop("input_ids", None), state, False, options)
+                        request = self._prepared(options.pop("input_ids", None), state, False, options, seed)
                         for sequence in self._admitted(request, state, seed, False).sequences:
                             numbers[sequence] = count
                             count += 1
@@ -356,8 +358,12 @@ class Engine:
 
     # --- For all calls --------------------------------------------------------------------------------------
 
-    def _prepared(self, input_ids: Tensor | None, state: Any, keep_state: bool, options: dict[str, Any]) -> Request:
-        """Prepare a call. Raises ForGenerate if the engine does not support it."""
+    def _prepared(
+        self, input_ids: Tensor | None, state: Any, keep_state: bool, options: dict[str, Any], seed: Any
+    ) -> Request:
+        """Check and prepare a call. Raises ForGenerate if the engine does not support it."""
+        check_options(self.original, options, self.generation_config, seed)
+        options = own_tensors(options)
         if state is not None and input_ids is None:
             raise T2RError("continuing from a state requires input_ids: give at least one token")
         if input_ids is not None:
@@ -376,7 +382,8 @@ class Engine:
             assert input_ids is not None
             state.check_prompts(input_ids.shape[0], self.model)
             read = state.get_seq_length()
-        ids = None if input_ids is None else input_ids.to(self.model.device)
+        ids = None if input_ids is None else input_ids.to(self.model.device, torch.long, copy=True)
+        self._check_memory(ids, options)
         # As in `continue_from`, tokens after a state are not padding unless a mask is given.
         if ids is not None and (mask is not None or state is not None):
             mask = new_token_mask(mask, ids, read)
@@ -395,6 +402,13 @@ class Engine:
                 f"beyond {self.longest} tokens, the rotation of this model depends on the longest sequence of a batch"
             )
         return request
+
+    def _check_memory(self, ids: Tensor | None, options: dict[str, Any]) -> None:
+        """Raise T2RError if the sequences of a call cannot fit into memory, before transformers repeats the prompts."""
+        if ids is not None:
+            config = options.get("generation_config") or self.generation_config
+            ways = [option_value(self.original, config, options, n) or 1 for n in ("num_beams", "num_return_sequences")]
+            check_memory(self.model, ids.shape[0] * max(ways), ids.shape[1] if self.model.grows() else 1)
 
     def _admitted(
         self, request: Request, state: Any, seed: int | None, keep_state: bool, logprobs: int | None = None

@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from t2r.attention.recurrence import computes_exactly
 from t2r.errors import T2RError
+from t2r.generation.engine.arguments import is_whole_dtype
 from t2r.generation.state import check_source_length, check_vocabulary
 from t2r.model.modeling import option_value
 
@@ -112,8 +113,6 @@ def prepare(
             raise ForGenerate(f"{name} is given")
     if input_ids is None and (not model.config.is_encoder_decoder or options.get("encoder_outputs") is None):
         raise T2RError("there are no prompts: give input_ids, or encoder_outputs of an encoder-decoder")
-    if options.get("encoder_outputs") is not None:  # transformers repeats its rows, for beams, in the object itself
-        options["encoder_outputs"] = copy.copy(options["encoder_outputs"])
     tokenizer = options.pop("tokenizer", None)
     generation_config = options.pop("generation_config", None) or generation_config
     # transformers does not pass the tokenizer to custom decoding methods.
@@ -153,6 +152,8 @@ def check_tokens(model: Any, input_ids: Any) -> None:
         raise T2RError(
             f"input_ids must be a tensor [batch, tokens]; got {what} (tokenizer(texts, return_tensors='pt') makes one)"
         )
+    if not is_whole_dtype(input_ids):
+        raise T2RError(f"input_ids must be tokens (whole numbers); got {str(input_ids.dtype).removeprefix('torch.')}")
     if input_ids.shape[0] == 0:
         raise T2RError("the batch has no prompts: give at least one")
     if input_ids.shape[1] == 0:

@@ -16,6 +16,7 @@ from t2r.errors import T2RError
 from t2r.generation.engine.room import BLOCK, Room, enlarged
 from t2r.generation.engine.sequences import Sequence
 from t2r.generation.engine.step import DecodeStep
+from t2r.words import counted
 
 MOST = 256
 """Rows of an engine whose number of rows is not given, if memory allows."""
@@ -114,8 +115,7 @@ class Rows:
     def by_memory(self, room: Room) -> int:
         """Return how many rows fit into the free memory, at most `MOST`."""
         size = Room.of(self.step)
-        one = self.model.make_static_cache(1, *self.lengths(room, size), self.state_dtype).nbytes
-        one += 8 * (getattr(self.model.config.get_text_config(), "vocab_size", None) or 0)  # scores and random numbers
+        one = bytes_of_a_row(self.model, *self.lengths(room, size), self.state_dtype)
         free = free_memory(self.model.device) + size.rows * one
         return max(1, min(MOST, int(SHARE * free / one)))
 
@@ -138,6 +138,7 @@ class Rows:
         before = before or Room(rows, 0, 0)
         how: dict[str, Any] = {"compiled": self.compiled, "reorders": reorders, "state_dtype": self.state_dtype}
         how["biases"] = enlarged(room.biases, before.biases, BIASES)
+        check_memory(self.model, rows, *self.lengths(room, before), self.state_dtype)
         return DecodeStep(self.model, rows, *self.lengths(room, before), **how, tuned=True)
 
     def lengths(self, room: Room, before: Room) -> tuple[int | None, int | None]:
@@ -146,4 +147,24 @@ class Rows:
         return (
             ((self.max_length or enlarged(room.length, before.length, self.block)) if own else None),
             ((self.source_length or enlarged(room.source, before.source, self.block)) if source else None),
+        )
+
+
+def bytes_of_a_row(model: Any, length: int | None, source: int | None, state_dtype: torch.dtype | None) -> int:
+    """Return the size of a row of a step: its cache, and its scores and random numbers."""
+    scores = 8 * (getattr(model.config.get_text_config(), "vocab_size", None) or 0)
+    return int(model.row_bytes(length or 1, source or 1, state_dtype) + scores)
+
+
+def check_memory(
+    model: Any, rows: int, length: int | None = None, source: int | None = None, state_dtype: torch.dtype | None = None
+) -> None:
+    """Raise T2RError if a step with this number of rows cannot fit into the free memory."""
+    one = bytes_of_a_row(model, length, source, state_dtype)
+    free = free_memory(model.device)
+    if rows * one > free:
+        tokens = f" of {counted(length, 'token')}" if model.grows() and length else ""
+        raise T2RError(
+            f"{counted(rows, 'sequence')}{tokens} at a time need {rows * one / 2**30:,.1f} GiB of memory, and "
+            f"{free / 2**30:,.1f} GiB are free: give fewer rows, beams, sequences or tokens"
         )

@@ -140,7 +140,7 @@ class Group:
         self.ids[:, self.length] = chosen
         self.length += 1
         self.unfinished &= ~self.request.criteria(self.ids[:, : self.length], scores).to(self.unfinished.device)
-        return chosen
+        return self.ids[:, self.length - 1].clone()  # a criterion may change it in place
 
     def drawn(self, scores: Tensor) -> Tensor:
         if not self.request.config.do_sample:
@@ -203,7 +203,9 @@ class Group:
             event.sequence.logprobs.append(LogProbability(own, list(zip(indices, values, strict=True))))
 
     def result(self) -> Tensor:
-        """Return prompts and generated tokens, as `generate` does."""
+        """Return prompts and generated tokens, as `generate` does. Processors may have changed any of them in place."""
+        if self.choice is None:
+            return self.ids[:, : self.length]
         ids = self.request.ids
         longest = max(len(sequence.tokens) for sequence in self.sequences)
         rows = [s.tokens + [self.pad] * (longest - len(s.tokens)) for s in self.sequences]

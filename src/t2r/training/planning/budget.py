@@ -248,4 +248,6 @@ def with_batch(stage: Stage, batch_tokens: int) -> Stage:
     rates = ("learning_rate", "min_learning_rate", "warmup_init")
     scaled = {name: scale * rate for name in rates if (rate := getattr(stage, name)) is not None}
     block_size = min(stage.block_size, batch_tokens // processes.count())
+    if block_size < stage.block_size:  # of a task that reads one block at a time
+        scaled["device_tokens"] = block_size
     return dataclasses.replace(stage, batch_tokens=batch_tokens, block_size=block_size, **scaled)

@@ -59,8 +59,20 @@ class Recipe:
         return lines
 
     def a_block_at_a_time(self) -> Recipe:
-        """Return the recipe with one block per forward pass, unless a stage sets `device_tokens`."""
-        stages = (dataclasses.replace(s, device_tokens=s.device_tokens or s.block_size) for s in self.stages)
+        """Return the recipe with one block per forward pass, for tasks whose blocks have different widths.
+
+        Padded to one width, several blocks may take several times the memory. The transfer would weigh their rows in
+        another way."""
+        for stage in self.stages:
+            if (stage.device_tokens or 0) > stage.block_size:
+                logger.warning(
+                    "stage %s: device_tokens %d has no effect, because a forward pass reads one block of %d tokens: "
+                    "set block_size",
+                    stage.name,
+                    stage.device_tokens,
+                    stage.block_size,
+                )
+        stages = (dataclasses.replace(stage, device_tokens=stage.block_size) for stage in self.stages)
         return dataclasses.replace(self, stages=tuple(stages))
 
     def for_positions(self, positions: int | None) -> Recipe:
