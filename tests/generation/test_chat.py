@@ -13,7 +13,7 @@ from t2r.attention.state_file import read_header
 from t2r.errors import T2RError
 from t2r.generation.chat import Conversation
 from t2r.generation.state import describe_state, read_document
-from t2r.generation.turns import MARK, Transcript, next_turn, rendered, transcript_of
+from t2r.generation.turns import MARK, Transcript, by_user, next_turn, rendered, transcript_of
 
 TURNS = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}a:{% endif %}"
@@ -244,7 +244,8 @@ def test_what_follows_an_answer_if_the_template_changes_earlier_turns():
     words = tokenizer(REWRITING)
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     for text in ("1u:one|a:two", "1u:one|a:two|"):  # with and without the end of the answer
-        new = next_turn(words, Transcript(messages, text, True), rendered(words, messages, "three"), "three")
+        said = Transcript(messages, text, True)
+        new = next_turn(words, said, rendered(words, messages, "three"), [by_user("three")])
         assert text + new == "1u:one|a:two|u:three|a:"
     assert MARK not in new
 
