@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "t2r"
 LAYERS = (
     ("_version", "errors", "words"),
     ("options", "terminal"),
-    ("storage", "compat", "threads", "context", "graphs", "plans"),
+    ("storage", "compat", "threads", "context", "graphs", "plans", "sharding"),
     ("architectures",),
     ("config",),
     ("ops",),
