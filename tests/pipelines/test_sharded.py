@@ -119,9 +119,10 @@ def assert_results(ours, theirs):
 
 def test_if_one_process_ends_all_do_with_one_line(world, killed):
     assert killed.returncode != 0
-    lines = [line for line in killed.stderr.splitlines() if line.startswith("t2r: ")]
+    # Either a connection broke, or torchrun terminated the other process before it needed the connection.
+    lines = [line for line in killed.stderr.splitlines() if "the same command resumes this run" in line]
     assert len(lines) == 1, killed.stderr
-    assert "another process of this run has ended" in lines[0]
+    assert "another process" in lines[0]
     assert str(-signal.SIGKILL) in killed.stderr  # torchrun tells which one
     assert not (world / "cut").exists()
     assert not (world / "cut.run" / "start").exists()

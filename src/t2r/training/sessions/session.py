@@ -113,7 +113,10 @@ class Session:
             if processes.is_main():
                 self.run.write()  # records the working time
             if processes.first_to_tell():
-                logger.warning("interrupted: the same command resumes this run, with --restart it starts again")
+                ended = ", as torchrun does if another process has ended" if processes.count() > 1 else ""
+                logger.warning(
+                    "interrupted%s: the same command resumes this run, with --restart it starts again", ended
+                )
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         self.run.__exit__(kind, error, trace)
