@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "t2r"
 LAYERS = (
     ("_version", "errors", "words"),
     ("options", "terminal"),
-    ("storage", "compat", "threads", "context", "graphs", "plans", "capacity"),
+    ("storage", "compat", "threads", "context", "graphs", "plans", "sharding", "capacity"),
     ("architectures",),
     ("config",),
     ("ops",),

@@ -146,11 +146,16 @@ def test_tied_weights_are_known():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_a_module_around_a_model_is_split_like_the_model():
+def test_a_module_around_a_model_is_divided_like_the_model():
     class Around(compat.WrapsModel, torch.nn.Module):
         wrapped = tiny("gpt2")
 
-    assert set(Around()._no_split_modules) == {"GPT2Block"}
+    around = Around()
+    assert not around.is_distributed_loading_by_transformers
+    assert around.fsdp_size is None
+    Around.wrapped._fsdp_size, Around.wrapped._is_distributed_loading_by_transformers = 2, True
+    assert bool(around.fsdp_size == 2) == all(hasattr(Around.wrapped, name) for name in compat.DISTRIBUTES)
+    assert bool(around.is_distributed_loading_by_transformers) == (around.fsdp_size == 2)
 
 
 def test_pipelines_know_swapped_models(caplog):
@@ -205,6 +210,14 @@ def test_a_trainer_asks_how_to_save_and_load_its_checkpoints(tmp_path):
             asked.append(("load", folder.name))
             return True
 
+        def save_optimizer(self, folder):
+            asked.append(("save optimizer", folder.name))
+            return False
+
+        def load_optimizer(self, folder):
+            asked.append(("load optimizer", folder.name))
+            return False
+
     rows = [{"input_ids": torch.arange(3, 9), "labels": torch.arange(3, 9)}] * 4
     for steps in (1, 2):
         arguments = TrainingArguments(
@@ -217,9 +230,12 @@ def test_a_trainer_asks_how_to_save_and_load_its_checkpoints(tmp_path):
     assert asked == [
         "checkpoint",
         ("save", "checkpoint-1"),
+        ("save optimizer", "checkpoint-1"),
         ("load", "checkpoint-1"),
+        ("load optimizer", "checkpoint-1"),
         "checkpoint",
         ("save", "checkpoint-2"),
+        ("save optimizer", "checkpoint-2"),
     ]
 
 

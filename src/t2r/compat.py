@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +29,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+
+from t2r.errors import T2RError
 
 # --- Attention ----------------------------------------------------------------------------------------------
 
@@ -175,16 +179,74 @@ def forget_renamings(model: PreTrainedModel) -> None:
     model._weight_conversions = None  # type: ignore[assignment]
 
 
+# --- Several processes --------------------------------------------------------------------------------------
+
+
+DISTRIBUTES = ("maybe_distribute_model", "is_distributed_loading_by_transformers")
+"""Attributes of models of a transformers that divides them and trains them so."""
+
+
+def distributed_config(size: int) -> Any:
+    """Return the configuration with which transformers divides a model among `size` processes by FSDP 2.
+
+    Raises T2RError if this version of transformers does not do so, or not as `Trainer` requires."""
+    try:
+        from transformers.distributed import DistributedConfig
+
+        config = DistributedConfig(fsdp_size=size)
+    except (ImportError, TypeError):
+        config = None
+    if config is None or not all(hasattr(PreTrainedModel, name) for name in DISTRIBUTES):
+        raise T2RError(
+            f"fsdp_size requires a newer transformers than {transformers.__version__}, which does not train models "
+            "with FSDP 2: update it, or leave fsdp_size out"
+        )
+    return config
+
+
+class Sharded:
+    """Mixin for classes of models that `from_pretrained(distributed_config=...)` divides among processes."""
+
+    def layer_names(self) -> list[str]:
+        """Return the names of the modules that gather their weights one at a time."""
+        raise NotImplementedError
+
+    def without_maps(self) -> AbstractContextManager[None]:
+        """Remove what is not divided from the model, for the duration of a block."""
+        raise NotImplementedError
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        """Divide the model. Called by `from_pretrained` before it loads the weights."""
+        model._fsdp_plan = dict.fromkeys(model.layer_names(), "free_full_weight")
+        # transformers ties weights after it has divided them. If the vocabulary is not a multiple of the processes, the
+        # embeddings and the head would then be two parameters, of which one would keep its first values.
+        model.tie_weights()
+        with model.without_maps():
+            return super().maybe_distribute_model(model, distributed_config, mesh_manager)  # type: ignore[misc]
+
+
+def stock_class(config: Any, auto_class: Any) -> Any:
+    """Return the class of transformers that an Auto class builds for a configuration, or None if there is none."""
+    known: Any = auto_class._model_mapping
+    found = known.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
 class WrapsModel:
-    """For a module around a model: FSDP asks it for the classes of modules that it must not split."""
+    """For a module around a model: Trainer asks it how the model is divided among processes."""
 
     @property
     def wrapped(self) -> nn.Module:
         raise NotImplementedError
 
     @property
-    def _no_split_modules(self) -> Any:
-        return getattr(self.wrapped, "_no_split_modules", None)
+    def is_distributed_loading_by_transformers(self) -> bool:
+        return bool(getattr(self.wrapped, "is_distributed_loading_by_transformers", False))
+
+    @property
+    def fsdp_size(self) -> int | None:
+        return getattr(self.wrapped, "fsdp_size", None)
 
 
 # --- Models by name -----------------------------------------------------------------------------------------
@@ -351,6 +413,14 @@ class TrainerHooks:
         """Read the weights written by `save_weights`. Returns False to let Trainer do it."""
         raise NotImplementedError
 
+    def save_optimizer(self, folder: Path) -> bool:
+        """Write the states of optimizer and learning rate. Returns False to let Trainer do it."""
+        raise NotImplementedError
+
+    def load_optimizer(self, folder: Path) -> bool:
+        """Read what `save_optimizer` wrote. Returns False to let Trainer do it."""
+        raise NotImplementedError
+
     def checkpoint_now(self) -> None:
         """Write a checkpoint of the last finished step, outside of the training loop."""
         self._save_checkpoint(self.model_wrapped, None)  # type: ignore[attr-defined]
@@ -366,6 +436,17 @@ class TrainerHooks:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.load_weights(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.save_optimizer(Path(output_dir)):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.load_optimizer(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
+        """Do nothing: t2r averages the gradients of weights that are not divided. gloo has no such operation."""
 
 
 def use_one_gpu(arguments: Any) -> None:

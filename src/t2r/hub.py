@@ -30,13 +30,17 @@ from transformers import (
 )
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
+from t2r import compat
 from t2r.capacity import shortage
+from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.model.saved_sizes import check_sizes
 from t2r.model.saving import refuse_incomplete
+from t2r.model.sharded import sharded_class
 from t2r.model.swapped import SwappedModel
 from t2r.options import RunOptions, options_of
 from t2r.options.entrance import entrance
+from t2r.sharding import allow_inside, own
 from t2r.storage import kind_of, shortened
 from t2r.surgery.adapters import FAMILIES
 
@@ -104,21 +108,48 @@ def load_model(
     device: str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    fsdp_size: int | None = None,
 ) -> PreTrainedModel:
-    """Load a model in evaluation mode. Missing weights, which transformers would initialize randomly, are an error."""
+    """Load a model in evaluation mode. Missing weights, which transformers would initialize randomly, are an error.
+
+    With `fsdp_size`, all processes must call this, and each gets a part of the weights."""
     torch_dtype, place = choose_dtype(dtype), choose_device(device)
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     check_index(source)
-    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    how: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    loader = auto_class(config)
+    if fsdp_size is not None:
+        how["distributed_config"] = compat.distributed_config(fsdp_size)
+        loader = class_to_shard(source, config, loader)
+        del how["trust_remote_code"]
     with explained(source):
-        model, info = auto_class(config).from_pretrained(
-            source, config=config, dtype=torch_dtype, output_loading_info=True, **hub
-        )
+        model, info = loader.from_pretrained(source, config=config, dtype=torch_dtype, output_loading_info=True, **how)
         # A checkpoint of a base model may have extra weights, such as the head of another task.
         refuse_incomplete(source, {name: keys for name, keys in info.items() if name != "unexpected_keys"})
-        model = model.to(place).eval()
+        model = (model if fsdp_size is not None else model.to(place)).eval()
     refuse_not_finite(source, model)
+    if fsdp_size is not None:
+        allow_inside(model)
     return model
+
+
+def load_shell(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return a model without the values of its weights, on torch's meta device."""
+    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    with explained(source), torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    model.config.name_or_path = source
+    return model.eval()
+
+
+def class_to_shard(source: str, config: Any, loader: Any) -> Any:
+    """Return the class that loads a model in parts. Raises T2RError if it is not one of transformers or t2r."""
+    if config.model_type == T2RConfig.model_type:
+        return loader
+    base = compat.stock_class(config, loader)
+    if base is None:
+        raise T2RError(f"{source} has code of its own: fsdp_size is for models of transformers")
+    return sharded_class(base)
 
 
 @entrance()
@@ -208,8 +239,8 @@ def check_index(source: str) -> None:
 def refuse_not_finite(source: str, model: PreTrainedModel) -> None:
     """Raise T2RError if a weight is NaN or infinite."""
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.numel() and not weight.is_meta:
-            low, high = weight.detach().aminmax()
+        if weight.is_floating_point() and own(weight).numel() and not weight.is_meta:
+            low, high = own(weight.detach()).aminmax()
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise T2RError(f"{source} has NaN or infinite weights in {name}: the model was saved in a broken state")
 

@@ -81,8 +81,18 @@ def main() -> None:
             sys.exit(CLOSED)
         if os.environ.get("T2R_DEBUG") or (message := _mistake(error)) is None:
             raise
-    print(f"t2r: {message}", file=sys.stderr)
+    if is_first_to_tell():
+        print(f"t2r: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def is_first_to_tell() -> bool:
+    """Return whether this process prints an error: of several processes, one does."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return True
+    from t2r.training.loop.processes import first_to_tell
+
+    return first_to_tell()
 
 
 def check_arguments(arguments: list[str]) -> None:

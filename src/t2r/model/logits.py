@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from t2r.sharding import reshard, run_inside
+
 AT_ONCE = {"cpu": 1 << 25}
 LARGE = 1 << 28
 """The number of logits computed at a time: 128 MB of float32 on a CPU, 1 GB on an accelerator."""
@@ -125,7 +127,7 @@ class Readout:
     def _body(self, inputs: Mapping[str, Tensor]) -> Tensor:
         assert self.body is not None
         options = {"use_cache": False} if takes(self.body.forward, "use_cache") else {}
-        out = self.body(**inputs, **options)
+        out = run_inside(self.model, self.body, dict(inputs) | options)
         states: Tensor = out.last_hidden_state if hasattr(out, "last_hidden_state") else out[0]
         return states
 
@@ -203,5 +205,7 @@ def evaluating(*models: Any) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        for model in models:
+            reshard(model)
         for module in training:
             module.training = True

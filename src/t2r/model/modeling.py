@@ -31,12 +31,13 @@ from t2r.config import SWAP, T2RConfig, reading_class
 from t2r.errors import T2RError
 from t2r.model.inputs import is_packed, note_padding, restarts
 from t2r.model.saving import SavedModel
+from t2r.model.sharded import ShardedByLayer
 from t2r.ops.constants import constant_weights
 from t2r.surgery.adapters import Family, Site, family_of
 from t2r.surgery.install import install
 
 
-class T2RModel(SavedModel, compat.ModelHooks):
+class T2RModel(SavedModel, ShardedByLayer, compat.ModelHooks):
     """Mixin with the methods that a swapped model adds to its base class. `t2r_class` builds the combined class."""
 
     config_class: ClassVar[type[PreTrainedConfig]] = T2RConfig

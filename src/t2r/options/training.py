@@ -206,6 +206,13 @@ class Conversion(Training):
         type=str,
         unset="where it was then",
     )
+    fsdp_size: int | None = option(
+        None,
+        help="Divide the weights of model and teacher, gradients and optimizer states among this many processes (FSDP "
+        "2): the number that torchrun starts. For models that do not fit on one device.",
+        minimum=2,
+        unset="each process has all",
+    )
     merged: bool = option(
         False,
         help="Merge the feature maps into the projections. A merged model cannot be trained further.",

@@ -20,6 +20,7 @@ from t2r.errors import T2RError
 from t2r.evaluation.logits import evaluating
 from t2r.generation.text import complete
 from t2r.reporting.inspection import lengths_within, memory_by_length
+from t2r.sharding import is_sharded
 from t2r.storage import finite
 from t2r.tasks.base import max_positions
 from t2r.training.loop import processes
@@ -48,11 +49,12 @@ def measure_teacher(
     """Measure the recall and the samples of the teacher, before the first stage. Reserves the time for `compare`.
     `precise` is the teacher in the precision in which students are evaluated.
 
-    Runs that are too short to be timed have no samples and no speed, which would take longer than their training."""
+    Runs that are too short to be timed have no samples and no speed, which would take longer than their training.
+    Models that are divided among processes have none either."""
 
     def measured() -> dict[str, Any]:
         recall, of_recall = timed(lambda: session.task.recall(precise))
-        if session.timetable is None:
+        if session.timetable is None or is_sharded(teacher):  # processes that generate must end at the same token
             return {"recall": recall, "samples": [], "seconds": of_recall, "speed": None}
         samples, of_samples = timed(lambda: sample(session, teacher, tokenizer))
         # At the end: recall and samples of the student, and the speed of both.

@@ -11,12 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data.mixture import parse_sources
 from t2r.errors import T2RError
+from t2r.hub import load_model, load_shell
 from t2r.options import Sources
 from t2r.options.training import Training
 from t2r.reporting import environment
 from t2r.storage import finite
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
+from t2r.training.loop import processes
 from t2r.training.planning.budget import ADVISED_STEPS
 from t2r.training.recipes.recipe import Recipe
 from t2r.training.sessions.session import Session, caching
@@ -85,6 +87,11 @@ class Texts:
         return LanguageModeling(
             tokenizer, self.sources(plan), self.valid, documents=self.documents, **of_text, **common
         )
+
+
+def load_whole(source: str, **hub: Any) -> PreTrainedModel:
+    """Return a model in float32 on the CPU, in the main process. In the others its weights have no values."""
+    return load_model(source, dtype="float32", **hub) if processes.is_main() else load_shell(source, **hub)
 
 
 def frozen_copy(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:

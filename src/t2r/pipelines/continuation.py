@@ -16,6 +16,7 @@ from t2r.data.fingerprint import of_weights
 from t2r.errors import T2RError
 from t2r.hub import load_model
 from t2r.options import SwapOptions, options_of
+from t2r.pipelines.common import load_whole
 from t2r.storage import kind_of
 from t2r.training.recipes.recipe import Recipe
 
@@ -63,9 +64,15 @@ def check_continued(student: Any, options: Mapping[str, Any], softmax_layers: An
 
 
 def load_teacher(
-    student: Any, given: str | Path | PreTrainedModel | None, place: torch.device, trust_remote_code: bool = False
+    student: Any,
+    given: str | Path | PreTrainedModel | None,
+    place: torch.device,
+    trust_remote_code: bool = False,
+    *,
+    divided: bool = False,
 ) -> PreTrainedModel:
     """Return the teacher of a converted model, in float32: its base model, or the `given` one, which must be the same.
+    If it will be divided among processes, the main one loads and compares its weights.
 
     Raises T2RError if the base model is not known or not found, or if the teacher has other weights."""
     config, name = student.t2r_config, name_of(student)
@@ -76,7 +83,10 @@ def load_teacher(
         if known is None:
             raise T2RError(f"{name} does not say which model it was converted from: give it (--teacher, teacher=)")
         try:
-            teacher = load_model(known, dtype="float32", device=str(place), trust_remote_code=trust_remote_code)
+            if divided:
+                teacher = load_whole(known, trust_remote_code=trust_remote_code)
+            else:
+                teacher = load_model(known, dtype="float32", device=str(place), trust_remote_code=trust_remote_code)
         except T2RError as error:
             if given is not None:
                 raise
@@ -87,7 +97,8 @@ def load_teacher(
     if hasattr(teacher, "t2r_config"):
         raise T2RError(f"the teacher {name_of(teacher)} is a t2r model: give the base model of {name}")
     told = name_of(teacher)
-    if config.base_weights is not None and of_weights(teacher) != config.base_weights:
+    valued = teacher.device.type != "meta"
+    if valued and config.base_weights is not None and of_weights(teacher) != config.base_weights:
         raise T2RError(
             f"{told} has other weights than the model that {name} was converted from: give that as --teacher"
         )

@@ -23,6 +23,7 @@ from t2r.pipelines import beside
 from t2r.pipelines.common import advice, complete
 from t2r.pipelines.continuation import remember_origin
 from t2r.pipelines.preparation import Start, prepare
+from t2r.pipelines.sharded import Shards
 from t2r.reporting.inspection_tables import state_lines
 from t2r.surgery.frozen import unfreeze
 from t2r.surgery.undo import undoing
@@ -62,21 +63,27 @@ def convert(given: Conversion) -> dict[str, Any]:
         undoing(start.base) as swapped,
         Session(given.out, start.plan, start.task, settings, start.place, facts, **how) as session,
     ):
-        student, frozen = start.models()
+        shards = Shards.of(given, session, start.base if start.teacher is None else start.teacher)
+        if shards is not None:
+            student, frozen, reference = shards.models(start.base, start.config, continued=start.teacher is not None)
+            swapped.keep()
+            start.base, start.teacher = student, reference  # frees the memory of the main process
+        else:
+            student, frozen = start.models()
         session.plan = trainable(session.plan, student)
-        if given.merged:
+        if given.merged and shards is None:
             mergeable_sites(student)  # raises before training if merging is not possible
         session.prepare(student, frozen, scans=start.auto is not None)
         swapped.keep()
 
         results = measure_before(session, start, student, frozen)
-        student, trained = train_stages(session, student, frozen, start.config, start.auto)
+        student, trained = train_stages(session, student, frozen, start.config, start.auto, shards)
         results |= trained
         results = complete(results | {"recall": session.recall(student), "merged": bool(given.merged)}, session)
         if (far := advice(start.task, results, limited=given.minutes is not None)) is not None:
             results["advice"] = far
-        student.eval()
-        if given.merged:
+        student = student.eval() if shards is None else shards.whole(student)
+        if given.merged and student.device.type != "meta":
             merge(student, force=True)
         remember_origin(student.t2r_config, start.origin)  # type: ignore[arg-type]
         results |= beside.compare(session, student, frozen, start.tokenizer)
@@ -106,7 +113,12 @@ def measure_before(session: Session, start: Start, student: PreTrainedModel, fro
 
 
 def train_stages(
-    session: Session, student: PreTrainedModel, teacher: PreTrainedModel, config: T2RConfig, auto: int | None
+    session: Session,
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    config: T2RConfig,
+    auto: int | None,
+    shards: Shards | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Train all stages and measure the model after each. With `auto`, softmax is restored in this many layers after the
     first stage. Returns the trained model and the results."""
@@ -116,7 +128,12 @@ def train_stages(
         results["stages"][stage.name] = session.measure(stage, student, teacher)
         if auto is not None and index == 0:
             results["sensitivity"] = scan = session.most_sensitive(student, stage.block_size)
-            student = with_softmax(student, teacher, config, sorted(int(layer) for layer, _ in scan[:auto]))
+            kept = sorted(int(layer) for layer, _ in scan[:auto])
+            logger.info("most sensitive layers, which keep softmax attention: %s", kept)
+            if shards is not None:
+                student = shards.swap_again(student, config, kept)
+            else:
+                student = with_softmax(student, teacher, config, kept)
     return student, results
 
 
@@ -129,7 +146,6 @@ def with_softmax(
     student: PreTrainedModel, teacher: PreTrainedModel, config: T2RConfig, kept: list[int]
 ) -> PreTrainedModel:
     """Return the student after a transfer, with softmax restored in the `kept` layers."""
-    logger.info("most sensitive layers, which keep softmax attention: %s", kept)
     weights = student.state_dict()
     # A transfer trains only the maps, so the student is swapped again from the teacher, with the trained maps.
     base = copy.deepcopy(teacher).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,17 @@ from t2r.budgets.planning import Planned
 from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
 from t2r.data.languages import set_languages
+from t2r.data.mixture import parse_sources
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import Conversion, SwapOptions, parse_auto
+from t2r.pipelines import sharded
 from t2r.pipelines.budget import MemoryBudget, check_kind
-from t2r.pipelines.common import Texts, frozen_copy
+from t2r.pipelines.common import Texts, frozen_copy, load_whole
 from t2r.pipelines.continuation import check_continued, continued_plan, load_teacher, origin_of
+from t2r.pipelines.sharded import by_main
 from t2r.reporting.inspection_tables import EXACT_CROSS
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
 from t2r.surgery.adapters import family_of
@@ -64,10 +68,16 @@ class Asked:
             raise T2RError(
                 f"recipe {self.recipe.name} makes windows only, without feature maps: do not give {', '.join(unused)}"
             )
+        sources = [entry.source for entry in parse_sources(self.texts.sources(self.recipe))]
+        sharded.check(given, self.recipe, [*self.texts.names(), *sources])
+        self.divided = given.fsdp_size is not None
         self.plan = within(self.recipe, given.minutes)
         self.auto = parse_auto(given.softmax_layers)
         self.place = processes.join(choose_device(given.device))
         self.settings = Settings.on(self.place, **given.part(Settings))
+        if self.divided:
+            sharded.check_place(self.place)
+            self.settings = dataclasses.replace(self.settings, compiled=False)
 
     def check_without_budget(self) -> None:
         """Raise T2RError for options of a memory budget without one."""
@@ -79,7 +89,8 @@ class Asked:
             raise T2RError(f"{told}: give memory, for example --memory 8MiB")
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load the model in float32, for training, and its tokenizer."""
+        """Load the model in float32, for training, and its tokenizer. If it will be divided among processes, only the
+        main one loads its weights."""
         model, tokenizer = self.given.model, self.given.tokenizer
         if isinstance(model, str | Path):
             hub: dict[str, Any] = {
@@ -87,7 +98,10 @@ class Asked:
                 "trust_remote_code": self.given.trust_remote_code,
             }
             # The model first: a wrong name then fails at the first request, not after one for each tokenizer file.
-            base = load_model(str(model), dtype="float32", device=str(self.place), **hub)
+            if self.divided:
+                base = load_whole(str(model), **hub)
+            else:
+                base = load_model(str(model), dtype="float32", device=str(self.place), **hub)
             tokenizer = tokenizer or load_tokenizer(str(model), **hub)
         else:
             base = model.float().to(self.place)
@@ -110,7 +124,7 @@ class Asked:
         if isinstance(base, T2RModel):
             check_continued(base, self.swap, given.softmax_layers)
             refuse_replacing(base.t2r_config.base_model, given.out)
-            return load_teacher(base, given.teacher, self.place, given.trust_remote_code)
+            return load_teacher(base, given.teacher, self.place, given.trust_remote_code, divided=self.divided)
         if given.teacher is not None:
             raise T2RError("a model is its own teacher: give another one only to continue a conversion of it")
         return None
@@ -171,7 +185,8 @@ def prepare(given: Conversion) -> Start:
         asked.budget,
     )
     if teacher is not None:
-        plan = within(continued_plan(asked.recipe, base, teacher), given.minutes)
+        known = teacher
+        plan = within(by_main(lambda: continued_plan(asked.recipe, base, known), asked.divided), given.minutes)
     asked.set_languages([base] if teacher is None else [base, teacher], tokenizer)
     longest = None
     if budget is not None:
@@ -193,10 +208,10 @@ def prepare(given: Conversion) -> Start:
         if planned.cross_features:
             options["cross_feature_size"] = planned.cross_features
         config = T2RConfig(**options, plan=planned.plan.to_dict())
-    origin = origin_of(base if teacher is None else teacher)
+    origin = by_main(lambda: origin_of(base if teacher is None else teacher), asked.divided)
     facts = {
         "model": base.config.name_or_path,
-        "weights": of_model(base),
+        "weights": by_main(lambda: of_model(base), asked.divided),
         "swap": options,
         "softmax_layers": given.softmax_layers,
     }

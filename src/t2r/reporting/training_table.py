@@ -1,6 +1,7 @@
-"""Generates the table of training memory in docs/training.md: weights are counted, activations follow a formula.
+"""Generates the tables of training memory in docs/training.md and docs/cluster.md: weights are counted, activations
+follow a formula.
 
-Run `python -m t2r.reporting.training_table docs/training.md` to update the page.
+Run `python -m t2r.reporting.training_table docs/training.md docs/cluster.md` to update the pages.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from t2r.training.planning.weights import FLOAT, weight_bytes
 
-TABLE = re.compile(r"(<!-- memory -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- (memory|cluster) -->\n).*?(<!-- end -->)", re.DOTALL)
 FEATURES = 32
 """The feature size of the default recipe."""
 
@@ -28,6 +29,13 @@ class Size:
     intermediate: int
     heads: int
     vocabulary: int
+    tied: bool = False
+    """Whether embeddings and head are one matrix."""
+
+    @property
+    def tables(self) -> int:
+        """Parameters of embeddings and head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def maps(self) -> int:
@@ -44,6 +52,15 @@ SIZES = (
     Size("TinyLlama-1.1B", 1_100_048_384, 22, 2048, 5632, 32, 32_000),
     Size("Mistral-7B", 7_241_732_096, 32, 4096, 14_336, 32, 32_000),
 )
+
+CLUSTER = (
+    (Size("SmolLM2-135M", 134_515_008, 30, 576, 1536, 9, 49_152, tied=True), 1),
+    (Size("Qwen2.5-1.5B", 1_543_714_304, 28, 1536, 8960, 12, 151_936, tied=True), 1),
+    (Size("Mistral-7B", 7_241_732_096, 32, 4096, 14_336, 32, 32_000), 8),
+    (Size("Llama-3.1-70B", 70_553_706_496, 80, 8192, 28_672, 64, 128_256), 32),
+)
+"""Models and numbers of processes of docs/cluster.md."""
+CLUSTER_TOKENS = 4096
 
 
 def trained_parameters(size: Size, method: str, rank: int = 16) -> int:
@@ -85,6 +102,38 @@ def training_bytes(size: Size, method: str, tokens: int, *, checkpointing: bool 
     return held + activation_bytes(size, method, tokens, checkpointing=checkpointing, bytes_=bytes_)
 
 
+def sharded_bytes(size: Size, tokens: int, processes: int) -> int:
+    """Return the bytes of one of several processes that divide a model (FSDP 2), for training all parameters with
+    gradient checkpointing and a teacher in bfloat16, with `tokens` tokens per forward pass.
+
+    Each process has its part of weights, gradients, optimizer and teacher, and all feature maps. Beside them it holds
+    what is gathered: embeddings and head with their gradients, and two layers, the one that runs and the next, with the
+    gradients of one, each of the student in float32 and of the teacher in bfloat16."""
+    teacher = 2
+    maps = weight_bytes(size.maps, size.maps)
+    held = weight_bytes(size.parameters, size.parameters, teacher=size.parameters, teacher_bytes=teacher)
+    if processes == 1:
+        gathered = 0
+    else:
+        layer = (size.parameters - size.tables) // size.layers
+        gathered = size.tables * (2 * FLOAT + teacher) + layer * (2 * FLOAT + FLOAT + 2 * teacher)
+    return held // processes + maps + gathered + activation_bytes(size, "all", tokens, checkpointing=True, bytes_=2)
+
+
+def cluster_table() -> str:
+    """Return a Markdown table of the memory, in GB, of each process, and of the CPU of the main one."""
+    lines = [
+        "| model | processes | each process, all parameters | main process, CPU | swapped model on disk |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for size, processes in CLUSTER:
+        whole = FLOAT * (size.parameters + size.maps)
+        cells = [sharded_bytes(size, CLUSTER_TOKENS, processes), whole, whole if processes > 1 else 0]
+        told = " | ".join(f"{cell / 1e9:.1f}" if cell else "" for cell in cells)
+        lines.append(f"| {size.name} | {processes} | {told} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
 def table(tokens: int = 16384) -> str:
     """Return a Markdown table of the memory, in GB, of a batch of this many tokens."""
     lines = [
@@ -100,7 +149,8 @@ def table(tokens: int = 16384) -> str:
 
 def page(text: str) -> str:
     """Return the page with its table updated."""
-    return TABLE.sub(lambda found: f"{found[1]}{table()}{found[2]}", text)
+    tables = {"memory": table, "cluster": cluster_table}
+    return TABLE.sub(lambda found: f"{found[1]}{tables[found[2]]()}{found[3]}", text)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from t2r import compat
 from t2r.errors import T2RError
+from t2r.sharding import is_part, is_sharded, own, state_of
 from t2r.storage import writing
 from t2r.surgery.adapters import Family
-from t2r.training.loop import processes
+from t2r.training.loop import processes, shards
 from t2r.training.loop.averaging import Average, averaging_points
 from t2r.training.loop.checkpoints import COMPLETE, last_checkpoint, seal
 from t2r.training.loop.deadline import AGREE, FASTER, Deadline
@@ -83,7 +84,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         reached = float if self.deadline is None else self.deadline.planned_step
         self.average = make_average(model, stage, steps, self.order, reached)
         self.stage, self.task, self.learner = stage, task, Learner(job, model, stage)
-        clock = Clock() if job.settings.save_steps is None else None
+        saves = self.when_to_save(job.settings.save_steps, sharded=is_sharded(model))
         capturing = captures(model, job.settings)
         shaped = partial(task.in_few_shapes, block_size=stage.block_size) if capturing else None
         super().__init__(
@@ -92,18 +93,25 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             train_dataset=self.order,
             data_collator=partial(collate, batch=task.collate, rows=task.rows_of, shaped=shaped),
             optimizers=make_optimizers(model, stage, steps, reached),
-            callbacks=[x for x in (Intervals(), Watch(), self.deadline, clock, self.average) if x is not None],
+            callbacks=[x for x in (Intervals(), Watch(), self.deadline, saves, self.average) if x is not None],
         )
         self.replace_callbacks(logs)
-        # FSDP gathers weights only inside a forward, so the head cannot be applied separately.
-        self.learner.whole = bool(self.is_fsdp_enabled)
-        if self.learner.whole and self.average is not None:
-            raise T2RError(f"stage {stage.name!r}: average is not supported with FSDP: average model folders instead")
+        self.sharded = is_sharded(model)
+        if self.sharded and self.average is not None:
+            raise T2RError(f"stage {stage.name!r}: average is not supported with fsdp_size")
         # True: the loss is divided by the count of `get_batch_samples`. False: it is a mean, divided by accumulation.
         self.model_accepts_loss_kwargs = stage.objective != "transfer"
         self.terms: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
         self.captured = CapturedStep(self.whole_step, model.parameters()) if capturing else None
+
+    @staticmethod
+    def when_to_save(steps: int | None, *, sharded: bool) -> TrainerCallback | None:
+        """Return what requests checkpoints. None: Trainer does, after as many steps. Of a sharded model it refuses to,
+        because it does not save the states of its optimizer, as t2r does."""
+        if steps is None:
+            return Clock()
+        return EverySteps(steps) if sharded else None
 
     def replace_callbacks(self, logs: Path | None) -> None:
         """Remove what prints logs to stdout, where the results go, and write log files to `logs`."""
@@ -141,6 +149,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         if self.captured is None:
             loss = super().training_step(model, inputs, num_items_in_batch)
             sums = self.sums
+            if self.sharded and self.accelerator.sync_gradients:
+                average_gradients(p for p in self.learner.student.parameters() if not is_part(p))
         else:
             count = {} if num_items_in_batch is None else {COUNT: num_items_in_batch}
             divided = self.current_gradient_accumulation_steps
@@ -169,7 +179,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
     # --- Checkpoints ----------------------------------------------------------------------------------------
 
     def save_checkpoint(self, save: Callable[[], None]) -> None:
-        if not all(p.isfinite().all() for p in self.learner.student.parameters() if p.requires_grad):
+        trained = [own(p) for p in self.learner.student.parameters() if p.requires_grad]
+        if not processes.everywhere(all(bool(p.isfinite().all()) for p in trained)):
             raise T2RError(
                 f"weights are not finite at step {self.state.global_step}: lower the learning rate; {kept(self.args)}"
             )
@@ -192,8 +203,9 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def save_weights(self, folder: Path) -> bool:
-        if self.is_fsdp_enabled:
-            return False
+        if self.sharded:
+            shards.save(folder / shards.WEIGHTS, self.changing())
+            return True
         folder.mkdir(parents=True, exist_ok=True)
         # Buffers are copied because they may share memory, which safetensors refuses.
         tensors = {
@@ -204,19 +216,48 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         return True
 
     def load_weights(self, folder: Path) -> bool:
-        if self.is_fsdp_enabled:
-            return False
+        if (folder / shards.WEIGHTS).is_dir():
+            shards.load(folder / shards.WEIGHTS, self.changing())
+            return True
+        if self.sharded:
+            raise T2RError(f"{folder} was saved without fsdp_size: resume it without, or start again with --restart")
         saved = load_file(folder / LEARNED)
         for name, x in self.changing().items():
             x.data.copy_(saved[name])
         return True
 
+    def save_optimizer(self, folder: Path) -> bool:
+        if self.sharded:
+            shards.save_optimizer(folder, *self.resumable())
+        return self.sharded
+
+    def load_optimizer(self, folder: Path) -> bool:
+        if there := (folder / shards.STATES).is_dir():
+            shards.load_optimizer(folder, *self.resumable())
+        return there
+
+    def resumable(self) -> tuple[Any, Any, Any]:
+        """Return the model, the optimizer without accelerate's wrapper, and the schedule."""
+        return self.learner.student, getattr(self.optimizer, "optimizer", self.optimizer), self.lr_scheduler
+
     def changing(self) -> dict[str, Tensor]:
         """Return the trained parameters, tied ones once, and the persistent buffers."""
-        student = self.learner.student
-        parameters = {name for name, _ in student.named_parameters(remove_duplicate=False)}
-        buffers = {name: x for name, x in student.state_dict(keep_vars=True).items() if name not in parameters}
-        return {name: p for name, p in student.named_parameters() if p.requires_grad} | buffers
+        return {
+            n: x
+            for n, x in state_of(self.learner.student).items()
+            if not isinstance(x, nn.Parameter) or x.requires_grad
+        }
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Replace the gradients of parameters that every process has by their mean over the processes."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        joined = torch.cat([x.flatten() for x in gradients])
+        torch.distributed.all_reduce(joined)
+        joined /= processes.count()
+        for x, mean in zip(gradients, joined.split([x.numel() for x in gradients]), strict=True):
+            x.copy_(mean.view_as(x))
 
 
 def training_arguments(
@@ -232,7 +273,7 @@ def training_arguments(
         max_grad_norm=stage.clip_norm or 0.0,
         bf16=settings.bf16,
         use_cpu=next(model.parameters()).device.type == "cpu",
-        save_strategy="no" if settings.save_steps is None else "steps",
+        save_strategy="no" if settings.save_steps is None or is_sharded(model) else "steps",
         save_steps=settings.save_steps or 500,
         save_total_limit=2,
         logging_steps=max(1, min(20, steps // 20)),
@@ -287,6 +328,17 @@ class Clock(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saved = time.monotonic()
+
+
+class EverySteps(TrainerCallback):
+    """Requests a checkpoint every so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.steps == 0:
+            control.should_save = True
 
 
 class Intervals(TrainerCallback):

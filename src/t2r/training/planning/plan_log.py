@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
+from t2r.sharding import own
 from t2r.training.planning.budget import Timetable, Work, steps_of
 from t2r.training.planning.weights import states_of, weight_bytes
 from t2r.training.recipes.recipe import Stage
@@ -64,13 +65,14 @@ def about(seconds: float | None) -> str:
 
 
 def stage_bytes(model: PreTrainedModel, stage: Stage, teacher: PreTrainedModel | None) -> int:
-    """Return the bytes of weights, gradients and optimizer states of a stage, without LoRA adapters (a few percent)."""
-    sizes = {id(p): p.numel() for p in model.parameters()}
+    """Return the bytes that this process holds of weights, gradients and optimizer states of a stage, without LoRA
+    adapters (a few percent)."""
+    sizes = {id(p): own(p).numel() for p in model.parameters()}
     chosen = "maps" if stage.train == "lora" else stage.train
     learning = trained_by(model, Stage("memory", "task", chosen, steps=1))
     of_teacher, bytes_ = 0, 4
     if teacher is not None:
-        of_teacher = sum(p.numel() for p in teacher.parameters())
+        of_teacher = sum(own(p).numel() for p in teacher.parameters())
         bytes_ = teacher.dtype.itemsize
     trained = sum(size for key, size in sizes.items() if key in learning)
     return weight_bytes(sum(sizes.values()), trained, teacher=of_teacher, teacher_bytes=bytes_, states=states_of(stage))

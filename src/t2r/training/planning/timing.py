@@ -21,6 +21,7 @@ from t2r.generation.teacher import WritingSpeed
 from t2r.graphs import WARM_UP
 from t2r.hub import synchronize
 from t2r.model.logits import evaluating
+from t2r.sharding import own, reshard
 from t2r.tasks import Task
 from t2r.training.loop import processes
 from t2r.training.loop.preparation import prepared, with_lora
@@ -143,6 +144,7 @@ class undisturbed:
     def __exit__(self, *error: Any) -> None:
         self.random.__exit__(*error)
         self.model.train(self.training)
+        reshard(self.model)
         self.model.zero_grad(set_to_none=True)
         for parameter, learns in self.learn:
             parameter.requires_grad_(learns)
@@ -186,8 +188,9 @@ def time_stage(job: Job, model: PreTrainedModel, stage: Stage) -> Cost:
 def time_optimizer(model: Any, stage: Stage) -> float:
     """Return the seconds of one optimizer step, with the current gradients and a learning rate of 0."""
     optimizer = make_optimizer(model, stage)
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not all(bool(gradient.isfinite().all()) for gradient in gradients):  # 0 times infinity is NaN
+    gradients = [own(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+    if not processes.everywhere(finite):  # 0 times infinity is NaN
         return 0.0
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -247,11 +250,13 @@ def time_slices(
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of a call. All processes get the main one's, so that they agree on what is timed next."""
     synchronize(device)
     started = time.perf_counter()
     work()
     synchronize(device)
-    return time.perf_counter() - started
+    seconds: float = processes.agreed(time.perf_counter() - started)
+    return seconds
 
 
 def scanned_layers(model: PreTrainedModel) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from t2r.sharding import own
 from t2r.training.recipes.recipe import Stage
 
 FLOAT = 4
@@ -23,11 +24,12 @@ def weight_bytes(
 
 
 def held_bytes(model: nn.Module, stage: Stage, teacher: nn.Module | None = None) -> int:
-    """Return the bytes of weights, gradients and optimizer of a model, by its parameters' `requires_grad`."""
-    size = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    """Return the bytes that this process holds of weights, gradients and optimizer of a model, by its parameters'
+    `requires_grad`."""
+    size = sum(own(p).numel() for p in model.parameters())
+    trained = sum(own(p).numel() for p in model.parameters() if p.requires_grad)
     bytes_: int = weight_bytes(size, trained, states=states_of(stage))
-    bytes_ += sum(p.numel() * (p.element_size() - FLOAT) for p in model.parameters())
+    bytes_ += sum(own(p).numel() * (p.element_size() - FLOAT) for p in model.parameters())
     if teacher is not None:
-        bytes_ += sum(p.numel() * p.element_size() for p in teacher.parameters())
+        bytes_ += sum(own(p).numel() * p.element_size() for p in teacher.parameters())
     return bytes_

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from t2r import compat
 from t2r.errors import T2RError
+from t2r.sharding import fill, gathered, is_sharded, state_of
 from t2r.storage import take_lock, whole_file, write_text, writing
 from t2r.training.loop import processes
 from t2r.training.loop.checkpoints import checksum
@@ -227,7 +228,7 @@ class Run:
     def finish(self, stage: str, model: PreTrainedModel) -> None:
         """Save the weights of a finished stage, and remove its checkpoints."""
         path = self.weights(stage)
-        if processes.is_main():
+        if processes.is_main() or is_sharded(model):
             save_weights(model, path)
         processes.wait()
         self.facts.pop(f"{stage}.checksum", None)
@@ -312,18 +313,40 @@ def difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:
 
 
 def save_weights(model: PreTrainedModel, path: Path) -> None:
+    """Write all weights, tied ones once. All processes call this for a sharded model, of which the main one writes."""
     tensors: dict[str, Any] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen or tensor.numel() == 0:  # tied weights are saved once
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor.detach().cpu().contiguous()
+    if is_sharded(model):
+        for name, tensor in gathered(model):
+            if processes.is_main():
+                tensors[name] = tensor.contiguous()
+        if not processes.is_main():
+            return
+    else:
+        seen: set[int] = set()
+        for name, tensor in model.state_dict().items():
+            if tensor.data_ptr() not in seen or tensor.numel() == 0:  # tied weights are saved once
+                seen.add(tensor.data_ptr())
+                tensors[name] = tensor.detach().cpu().contiguous()
     with writing(path), whole_file(path) as temporary:
         save_file(tensors, temporary)
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
-    missing, unexpected = model.load_state_dict(load_file(path), strict=False)
+    if is_sharded(model):
+        missing, unexpected = load_parts(model, path)
+    else:
+        missing, unexpected = model.load_state_dict(load_file(path), strict=False)
     if unexpected or set(missing) - compat.tied_weights(model):
         raise T2RError(f"{path} has the weights of another model: remove its folder to start again")
-    model.tie_weights()
+    if not is_sharded(model):
+        model.tie_weights()
+
+
+def load_parts(model: PreTrainedModel, path: Path) -> tuple[list[str], list[str]]:
+    """Load the parts of this process. Returns the names that are missing and those that are not in the model."""
+    known = state_of(model)
+    with safe_open(path, "pt") as file:
+        there = set(file.keys())
+        for name in known.keys() & there:
+            fill(known[name], file.get_tensor(name))
+    return sorted(known.keys() - there), sorted(there - model.state_dict().keys())

@@ -108,12 +108,21 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)  # by Ctrl-C, by SIGTERM
-        if stopped and processes.is_main() and self.run.begun:
-            self.run.write()  # records the working time
-            logger.warning("interrupted: the same command resumes this run, with --restart it starts again")
+        begun = self.run.begun
+        if stopped and begun:
+            if processes.is_main():
+                self.run.write()  # records the working time
+            if processes.first_to_tell():
+                ended = ", as torchrun does if another process has ended" if processes.count() > 1 else ""
+                logger.warning(
+                    "interrupted%s: the same command resumes this run, with --restart it starts again", ended
+                )
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         self.run.__exit__(kind, error, trace)
+        if processes.lost_another(error):
+            again = "the same command resumes this run from its last checkpoint" if begun else "start all of them again"
+            raise T2RError(f"another process of this run has ended, so this one does too: {again}") from error
 
     def prepare(
         self,

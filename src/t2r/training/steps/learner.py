@@ -26,14 +26,12 @@ class Learner(compat.WrapsModel, nn.Module):
         job: the task, the teacher and the settings. If they say so, the loss is compiled; the errors of a transfer only
             if all batches have the same shape.
         student: the model that learns, with its LoRA adapters if there are any.
-        whole: compute the logits of a whole batch with the model's own forward. Otherwise they are computed in slices
-            where the model's head allows it.
     """
 
-    def __init__(self, job: Job, student: PreTrainedModel, stage: Stage, *, whole: bool = False) -> None:
+    def __init__(self, job: Job, student: PreTrainedModel, stage: Stage) -> None:
         super().__init__()
         self.student = student
-        self.stage, self.task, self.compiled, self.whole = stage, job.task, job.settings.compiled, whole
+        self.stage, self.task, self.compiled = stage, job.task, job.settings.compiled
         self._teacher = (job.teacher_of(stage),)  # in a tuple, so that it is not registered as a submodule
         self._readouts: dict[int, Readout] = {}
         # An adaptive softmax computes only the logits that the loss needs.
@@ -111,8 +109,6 @@ class Learner(compat.WrapsModel, nn.Module):
 
     def read(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Any]:
         """Return the inputs of the model's head, one row per position, and the head; or the logits and None."""
-        if self.whole:
-            return model(**inputs, use_cache=False).logits.flatten(0, 1), None
         readout = self.readout(model, inputs)
         return readout.states(inputs).flatten(0, 1), readout.projection
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
+from t2r.sharding import is_part
 from t2r.surgery.frozen import frozen_parameters
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.muon import Muon
@@ -64,6 +65,8 @@ class Kind(NamedTuple):
     rate: float
     orthogonal: bool
     decays: bool
+    divided: bool = False
+    """Among processes. One operation cannot update such parameters together with others."""
 
 
 def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
@@ -79,7 +82,7 @@ def make_optimizer(model: nn.Module, stage: Stage) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in sorted(trained, key=lambda p: id(p) not in maps):  # the order of the groups in checkpoints
         rate = map_rate * paces.get(id(p), 1.0) if id(p) in maps else stage.learning_rate
-        alike[Kind(rate, id(p) in matrices, id(p) in decaying or not stage.weight_decay)].append(p)
+        alike[Kind(rate, id(p) in matrices, id(p) in decaying or not stage.weight_decay, is_part(p))].append(p)
     groups: list[dict[str, Any]] = [
         {
             "params": own,
