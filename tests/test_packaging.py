@@ -65,7 +65,7 @@ def test_imports_and_declared_dependencies_agree():
 
 
 def test_an_extra_that_a_message_names_exists():
-    named = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r"t2r\[([\w-]+)\]", path.read_text())}
+    named = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r"extra\(['\"]([\w-]+)", path.read_text())}
     assert named
     assert named <= set(EXTRAS)
 
