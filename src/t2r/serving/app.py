@@ -15,13 +15,13 @@ from starlette.middleware.cors import CORSMiddleware
 from t2r._version import __version__
 from t2r.errors import T2RError
 from t2r.options.serving import MIB
-from t2r.serving.api import chat, completions, models, responses, states
+from t2r.serving.api import chat, completions, models, page, responses, states
 from t2r.serving.api.answers import Json, refusal
 from t2r.serving.errors import ApiError
 from t2r.serving.gate import Gate
 from t2r.serving.service import Service
 
-ROUTERS = tuple(part.router for part in (models, completions, chat, responses, states))
+ROUTERS = tuple(part.router for part in (models, completions, chat, responses, states, page))
 ARRIVAL = 60.0
 """Seconds in which a request must arrive."""
 

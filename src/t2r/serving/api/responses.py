@@ -143,19 +143,29 @@ def item_of(id: str, text: str | None, status: str) -> dict[str, Any]:
     return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def finished(service: Service, running: Running, head: dict[str, Any], item: str, text: str) -> dict[str, Any]:
-    """Return a response that has ended, and keep its state."""
-    job, read = running.jobs[0], running.prompt_tokens
-    status = "incomplete" if job.reason == "length" else "completed"
-    details = {"reason": "max_output_tokens"} if job.reason == "length" else None
-    usage = {
+def usage(running: Running) -> dict[str, Any]:
+    """Return the numbers of tokens of a response, also of one that runs."""
+    read, generated = running.prompt_tokens, running.generated
+    return {
         "input_tokens": read,
         "input_tokens_details": {"cached_tokens": running.cached, "cache_write_tokens": 0},
-        "output_tokens": running.generated,
+        "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": read + running.generated,
+        "total_tokens": read + generated,
     }
-    told = {"status": status, "incomplete_details": details, "output": [item_of(item, text, status)], "usage": usage}
+
+
+def finished(service: Service, running: Running, head: dict[str, Any], item: str, text: str) -> dict[str, Any]:
+    """Return a response that has ended, and keep its state."""
+    job = running.jobs[0]
+    status = "incomplete" if job.reason == "length" else "completed"
+    details = {"reason": "max_output_tokens"} if job.reason == "length" else None
+    told = {
+        "status": status,
+        "incomplete_details": details,
+        "output": [item_of(item, text, status)],
+        "usage": usage(running),
+    }
     response = head | told
     if running.call.keep:
         service.keep(running, head["id"], text, response)
@@ -192,7 +202,7 @@ class Stream:
         job: Job = self.running.jobs[0]
         place: dict[str, Any] = {"item_id": self.item, "output_index": 0, "content_index": 0}
         yield self.event("created", response=self.head)
-        yield self.event("in_progress", response=self.head)
+        yield self.event("in_progress", response=self.head | {"usage": usage(self.running)})
         yield self.event("output_item.added", output_index=0, item=item_of(self.item, None, "in_progress"))
         yield self.event("content_part.added", **place, part=part_of(""))
         text = ""
