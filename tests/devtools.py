@@ -23,6 +23,15 @@ SECONDS = 60.0
 """How long is waited for anything."""
 KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
 
+PLACE = """selector => {
+  const found = [...document.querySelectorAll(selector)].find(element => element.checkVisibility());
+  if (!found) return null;
+  found.scrollIntoView({block: "center"});
+  const box = found.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+}"""
+"""A function that returns the middle of an element, in the window."""
+
 
 class Page:
     """A page. `problems` is what the browser complained about, `requests` are the addresses it has asked for."""
@@ -88,7 +97,8 @@ class Page:
         self.ask("Emulation.setEmulatedMedia", features=features)
 
     def open(self, address: str) -> None:
-        self.ask("Page.navigate", url=address)
+        went = self.ask("Page.navigate", url=address)
+        assert "errorText" not in went, went["errorText"]
         self.wait("document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
@@ -107,11 +117,7 @@ class Page:
 
     def click(self, selector: str) -> None:
         """Click the middle of the first element that is visible."""
-        place = self.wait(
-            f"(() => {{ const e = [...document.querySelectorAll({json.dumps(selector)})].find(e => e.checkVisibility());"
-            "if (!e) return null; e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
-            "return [r.x + r.width / 2, r.y + r.height / 2]; })()"
-        )
+        place = self.wait(f"({PLACE})({json.dumps(selector)})")
         for kind in ("mousePressed", "mouseReleased"):
             self.ask("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
 

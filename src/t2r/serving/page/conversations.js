@@ -65,16 +65,16 @@ export class Conversations {
     const path = turn ? this.path(turn) : [];
     const empty = this.all.find((other) => !other.turns.length);
     if (empty) this.all = this.all.filter((other) => other !== empty);
-    this.begin(path);
+    this.begin(path).forked = path.length > 0;
     this.keep();
   }
 
   title(conversation) {
     const turns = this.shown(conversation);
     if (!turns.length) return "New conversation";
-    const asked = turns.find((turn) => turn.kind === "question");
-    const text = (asked ?? turns[0]).text.trim().replace(/\s+/g, " ");
-    return `${turns[0].kind === "document" ? "Document: " : ""}${text.slice(0, 60)}`;
+    const short = (turn) => turn.text.trim().replace(/\s+/g, " ").slice(0, 60);
+    if (conversation.forked) return `↳ ${short(turns.at(-1))}`;
+    return `${turns[0].kind === "document" ? "Document: " : ""}${short(turns.find((turn) => turn.kind === "question") ?? turns[0])}`;
   }
 
   /** Keep everything while the tab is open, also when it is loaded again. */

@@ -3,7 +3,7 @@
 import { bytes, counted, make, seconds, speed, whole } from "./dom.js";
 import { cost } from "./memory.js";
 
-const LONG = 600;
+const LONG = 300;
 
 export class TurnView {
   /**
@@ -25,7 +25,7 @@ export class TurnView {
   said() {
     const { kind, text } = this.turn;
     if (kind === "question") {
-      const edit = make("button", { type: "button", class: "small", click: this.actions.edit }, "Edit");
+      const edit = small("Edit", "Ask something else here, in a new conversation", this.actions.edit);
       return make("div", { class: "said" }, make("h2", { class: "hidden" }, "You"), make("p", { class: "text" }, text), edit);
     }
     const short = text.length > LONG;
@@ -40,24 +40,32 @@ export class TurnView {
     const all = this.models.map((model) => turn.answers[model.id]);
     const ended = all.every((answer) => !["waiting", "running"].includes(answer.status));
     if (!ended || this.buttons.childElementCount) return;
-    const { fork, save } = this.actions;
-    const button = (text, action, about) =>
-      make("button", { type: "button", class: "small", title: about, click: action }, text);
     const told = turn.kind === "document" ? "Begin here" : "Fork here";
-    this.buttons.append(button(told, fork, "A new conversation that goes on from here. Nothing is read again."));
+    const about = "A new conversation that goes on from here. Nothing is read again.";
+    this.buttons.append(small(told, about, this.actions.fork));
     this.models.forEach((model, i) => {
-      if (!all[i].state) return;
-      const name = this.models.length > 1 ? `Save state of ${model.id}` : "Save state";
-      this.buttons.append(button(name, () => save(model, all[i]), "Download what the model remembers, as a file"));
+      const { text, state } = all[i];
+      const place = this.answers[i].tools;
+      // Only pages of this machine or with HTTPS may write to the clipboard.
+      const copy = (event) => navigator.clipboard.writeText(text).then(() => (event.target.textContent = "Copied"));
+      if (text && navigator.clipboard) place.append(small("Copy", `Copy the answer of ${model.id}`, copy));
+      const save = () => this.actions.save(model, all[i]);
+      if (state) place.append(small("Save state", `Download what ${model.id} remembers, as a file`, save));
     });
   }
+}
+
+function small(text, about, click) {
+  return make("button", { type: "button", class: "small", title: about, click }, text);
 }
 
 function answerView(model) {
   const text = make("p", { class: "text" });
   const note = make("p", { class: "note" });
   const stats = make("p", { class: "stats" });
-  const head = make("h3", {}, make("span", { class: "name" }, model.id), " ", make("span", { class: "kind" }, kindOf(model)));
+  const tools = make("div", { class: "actions" });
+  const title = make("h3", {}, make("span", { class: "name" }, model.id), " ", make("span", { class: "kind" }, kindOf(model)));
+  const head = make("div", { class: "head" }, title, tools);
   const element = make("section", { class: "answer", "data-model": model.number, "aria-label": model.id }, head, text, note, stats);
   const update = (answer, kind) => {
     element.dataset.status = answer.status;
@@ -67,7 +75,7 @@ function answerView(model) {
     note.textContent = noteOf(answer, kind);
     stats.replaceChildren(...(kind === "document" ? readings(answer, model) : measurements(answer)).map(part));
   };
-  return { element, update };
+  return { element, tools, update };
 }
 
 export function kindOf(model) {
@@ -81,7 +89,7 @@ function noteOf(answer, kind) {
   if (answer.again) notes.push("The server had forgotten this conversation, and read it again.");
   if (answer.status === "stopped") notes.push("Stopped.");
   if (answer.status === "failed") notes.push(answer.error);
-  if (answer.cut) notes.push("It ends here because of the limit for the tokens of an answer.");
+  if (answer.cut) notes.push("The limit of tokens is reached.");
   if (answer.status === "running" && kind === "document") notes.push("Reading…");
   if (answer.status === "done" && kind !== "document" && !answer.text) notes.push("The answer is empty.");
   return notes.join(" ");
@@ -92,7 +100,7 @@ function measurements(answer) {
   if (answer.first !== undefined) found.push(`first token ${seconds(answer.first)}`);
   if (answer.speed !== undefined) found.push(speed(answer.speed));
   if (answer.generated) found.push(counted(answer.generated, "token"));
-  if (answer.read !== null) found.push(`${whole(answer.read)} read${answer.cached ? `, ${whole(answer.cached)} known` : ""}`);
+  if (answer.read !== null) found.push(`${whole(answer.read)} read${answer.cached ? `, ${whole(answer.cached)} from the state` : ""}`);
   return found;
 }
 
@@ -100,5 +108,5 @@ function readings(answer, model) {
   if (answer.status !== "done") return [];
   const tokens = answer.read + answer.cached;
   const found = [`${counted(tokens, "token")} read in ${seconds(answer.time)}`, bytes(cost(model, tokens))];
-  return answer.cached ? [...found, `${whole(answer.cached)} known`] : found;
+  return answer.cached ? [...found, `${whole(answer.cached)} from a state`] : found;
 }
