@@ -1,11 +1,14 @@
-"""Tiny models for tests of the server, and a server in this process without a network."""
+"""Tiny models for tests of the server, and a server in this process, without a network or with a port."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from typing import Any
 
 import httpx
+import uvicorn
 
 from engines import swapped, words
 from families import tiny
@@ -56,3 +59,24 @@ async def running(
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=120) as client:
             yield client, service
+
+
+@contextmanager
+def listening(*models: ServedModel, key: str | None = None, **options: Any) -> Iterator[tuple[str, Service]]:
+    """A server of these models on a port of this machine. Yields its address and its service."""
+    service = Service(models, ServeOptions(**options))
+    app = make_app(service, key)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="on", log_config=None, ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until = time.monotonic() + 60
+        while not server.started:
+            assert thread.is_alive()
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        host, port = server.servers[0].sockets[0].getsockname()[:2]
+        yield f"http://{host}:{port}/", service
+    finally:
+        server.should_exit = True
+        thread.join(60)

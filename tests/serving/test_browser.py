@@ -5,19 +5,14 @@ import os
 import re
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from browser import PROGRAM
 from devtools import opened
-from serving_models import model, served, teacher, tokenizer
-from t2r.options.serving import ServeOptions
-from t2r.serving.app import make_app
+from serving_models import listening, model, served, teacher, tokenizer
 from t2r.serving.served import ServedModel
-from t2r.serving.service import Service
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium or Chrome is installed")
 
@@ -25,27 +20,6 @@ PICTURES = os.environ.get("T2R_PICTURES")
 """A folder in which tests leave what they have seen, to be looked at."""
 IDLE = "document.querySelector('#send')?.checkVisibility()"
 ANSWERS = "[...document.querySelectorAll('.turn:last-child .answer')]"
-
-
-@contextmanager
-def listening(*models, key=None, **options):
-    """A server of these models on a port of this machine. Yields its address and its service."""
-    service = Service(models, ServeOptions(**options))
-    app = make_app(service, key)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="on", log_config=None, ws="none"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        until = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive()
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        host, port = server.servers[0].sockets[0].getsockname()[:2]
-        yield f"http://{host}:{port}/", service
-    finally:
-        server.should_exit = True
-        thread.join(60)
 
 
 @pytest.fixture(scope="module")

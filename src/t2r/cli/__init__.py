@@ -16,6 +16,7 @@ from t2r.cli import (
     analyze,
     average,
     bench,
+    bench_serve,
     convert,
     evaluate,
     generate,
@@ -56,6 +57,7 @@ app.command(name="import")(import_.import_)
 app.command()(reproduce.reproduce)
 app.command()(report.report)
 app.command()(info.info)
+bench.app.command("serve")(bench_serve.bench_serve)
 app.add_typer(bench.app, name="bench")
 
 INTERRUPTED = 130
