@@ -1,6 +1,8 @@
 """A page in a headless browser that is used as people use it: opened, clicked, typed into, and looked at.
 
 The browser is asked over a pipe, by the protocol of its developer tools. Nothing is installed for it.
+
+`python tests/devtools.py URL docs/serve.png MESSAGE...` draws the page of a server after some messages.
 """
 
 import base64
@@ -9,6 +11,7 @@ import json
 import os
 import select
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -160,3 +163,24 @@ def opened() -> Iterator[Page]:
             except subprocess.TimeoutExpired:
                 program.kill()
                 program.wait()
+
+
+def draw(address: str, image: Path, *messages: str) -> None:
+    """Draw the page of a server after these messages, such as the one in the documentation."""
+    with opened() as page:
+        page.show(1180, 760)
+        page.open(address)
+        page.wait("document.querySelector('.welcome')")
+        for name, value in (("max_output_tokens", 48), ("temperature", 0.7), ("seed", 3)):
+            page.run(f"document.querySelector('[name={name}]').value = {value}")
+        for number, message in enumerate(messages, 1):
+            page.click("#message")
+            page.type(message)
+            page.press("Enter")
+            page.wait(f"document.querySelectorAll('.turn > .actions > button').length === {number}")
+        page.run("document.activeElement.blur()")
+        page.picture(image)
+
+
+if __name__ == "__main__":
+    draw(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

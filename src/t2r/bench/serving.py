@@ -252,7 +252,7 @@ async def read(client: Client, model: dict[str, Any], tokens: int) -> tuple[floa
 @contextmanager
 def started(model: str, arguments: Sequence[str], key: str | None = None) -> Iterator[str]:
     """Start `t2r serve` as a process of its own, and yield its URL. Raises T2RError if it does not start."""
-    command = [sys.executable, "-m", "t2r.cli", "serve", model, "--port", "0", *arguments]
+    command = [sys.executable, "-m", "t2r", "serve", model, "--port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != KEY}
     environment |= {} if key is None else {KEY: key}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:

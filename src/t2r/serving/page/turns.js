@@ -70,8 +70,9 @@ function answerView(model) {
   const update = (answer, kind) => {
     element.dataset.status = answer.status;
     // While a text grows, only its end is added, so that a selection stays.
-    if (answer.text.startsWith(text.textContent)) text.append(answer.text.slice(text.textContent.length));
-    else text.textContent = answer.text;
+    const shown = answer.text.trimStart();
+    if (shown.startsWith(text.textContent)) text.append(shown.slice(text.textContent.length));
+    else text.textContent = shown;
     note.textContent = noteOf(answer, kind);
     stats.replaceChildren(...(kind === "document" ? readings(answer, model) : measurements(answer)).map(part));
   };
