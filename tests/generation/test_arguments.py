@@ -96,15 +96,15 @@ def test_other_arguments(model):
         "generation_config must be": lambda: Engine(model, {"max_new_tokens": 2}),
         "not a str": lambda: Engine("gpt2"),
         "a batch must be a dictionary": lambda: list(Engine(model).generate_each([IDS])),
-        "prompts must be a list of texts; got None": lambda: t2r.generate(model, None, tokenizer=tokenizer),
-        "prompts must be a list of texts; got 5": lambda: t2r.generate(model, 5, tokenizer=tokenizer),
-        "each of prompts must be a text; got 1.5": lambda: t2r.generate(model, ["a", 1.5], tokenizer=tokenizer),
-        "each of prompts must be a text; got None": lambda: t2r.generate(model, [None], tokenizer=tokenizer),
+        "prompts must be .*; got None": lambda: t2r.generate(model, None, tokenizer=tokenizer),
+        "prompts must be .*; got 5": lambda: t2r.generate(model, 5, tokenizer=tokenizer),
+        "prompts must be .*; got (a list|1.5)": lambda: t2r.generate(model, ["a", 1.5], tokenizer=tokenizer),
+        "prompts must be .*; got (a list|None)": lambda: t2r.generate(model, [None], tokenizer=tokenizer),
         "tokenizer must be": lambda: t2r.generate(model, "a", tokenizer="gpt2"),
         "state must be": lambda: t2r.generate(model, "a", tokenizer=tokenizer, state=5),
         "batch_size must be": lambda: t2r.generate(model, "a", tokenizer=tokenizer, batch_size=2.0),
         "seed must be": lambda: t2r.generate(model, "a", tokenizer=tokenizer, seed="1"),
-        "the text must be": lambda: t2r.read_document(model, tokenizer, 5),
+        "text must be": lambda: t2r.read_document(model, tokenizer, 5),
         "continue_from requires a tensor": lambda: model.continue_from(read, [[1, 2]]),
         "lines must be a list of texts": lambda: translate(source, tokenizer, "abc"),
         "each of lines must be a text": lambda: translate(source, tokenizer, ["abc", None]),
@@ -112,8 +112,9 @@ def test_other_arguments(model):
         "length_penalty must be": lambda: translate(source, tokenizer, ["abc"], length_penalty="1"),
     }
     for message, call in calls.items():
-        with pytest.raises(T2RError, match=message):
+        with pytest.raises(T2RError, match=message) as caught:
             call()
+        assert "\n" not in str(caught.value)
 
 
 def test_more_than_fits_into_memory_is_one_line(model):
