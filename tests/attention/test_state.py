@@ -222,6 +222,7 @@ def test_a_file_that_is_not_a_state_is_refused(tmp_path):
     refused(model, path, "is not a saved state, or is truncated")
     save_file({"x": torch.zeros(2)}, path)
     refused(model, path, "a safetensors file, but not a saved state")
+    path.unlink()  # a state replaces nothing but a state
     read(model, text()).save(path)
     whole = path.read_bytes()
     for length in (0, 5, 100, len(whole) - 1):
