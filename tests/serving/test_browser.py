@@ -138,6 +138,13 @@ def test_a_conversation_is_forked_at_an_earlier_answer(page, both):
     titles = "[...document.querySelectorAll('#conversations [title]')].map(e => e.textContent)"
     assert page.run(titles) == ["↳ three", "↳ three", "one"]
     look(page, "fork")
+    # What a model remembers is a file that one can keep.
+    page.ask("Page.setDownloadBehavior", behavior="deny")
+    page.click("[title^='Download what rnn']")
+    page.wait(
+        "performance.getEntriesByType('resource').some("
+        "e => e.name.endsWith('/content') && e.responseStatus === 200 && e.transferSize > 3456)"
+    )
     check(page, address, 1280)
 
 
