@@ -436,7 +436,7 @@ def test_chat_template_errors(tmp_path, build, tokenizer):
 
 def test_datasets_need_the_extra(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(T2RError, match=r"datasets:a requires the datasets extra: pip install 't2r\[datasets\]'"):
+    with pytest.raises(T2RError, match=r"datasets:a requires the datasets extra: pip install '\.\[datasets\]'"):
         tokenize_corpus("datasets:a", tokenizer)
 
 

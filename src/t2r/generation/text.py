@@ -33,7 +33,6 @@ from t2r.surgery.adapters import FAMILIES, family_of
 # Options that have no effect without sampling or beam search. transformers would only warn.
 NEEDS_SAMPLING = ("temperature", "top_p", "top_k")
 NEEDS_BEAMS = ("length_penalty",)
-OF_TOKENS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -325,7 +324,6 @@ def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in known:  # transformers checks the others
             known[name].check(value)
-    check_configuration(model, options)
     if given_length(options) is None:
         options = {"max_new_tokens": GenerationOptions.max_new_tokens} | options
     if not option(model, options, "do_sample"):
@@ -337,23 +335,6 @@ def checked_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
             if name in options:
                 raise T2RError(f"{name} is for beam search: set num_beams to 2 or more too (--num-beams)")
     return options
-
-
-def check_configuration(model: Any, options: Mapping[str, Any]) -> None:
-    """Raise T2RError if the model's own options of generation, which are read from its folder, are not valid."""
-    where = "the generation configuration of the model: "
-    own = getattr(model, "generation_config", None)
-    unused = () if option(model, options, "do_sample") else NEEDS_SAMPLING  # some models have a temperature of 0 there
-    for name, each in options_of(GenerationOptions).items():
-        if name not in unused and options.get(name) is None and (value := getattr(own, name, None)) is not None:
-            each.check(value, where)
-    for name in OF_TOKENS:
-        value = getattr(own, name, None)
-        for token in value if isinstance(value, list) else [value]:
-            if token is not None and (type(token) is not int or not -1 <= token < 2**31):
-                raise T2RError(
-                    f"{where}{name} must be the number of a token, or a list of them; got {str(value)[:60]!r}"
-                )
 
 
 def check_rows(model: Any, count: int, options: Mapping[str, Any]) -> None:

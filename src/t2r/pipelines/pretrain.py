@@ -70,9 +70,6 @@ def pretrain(given: Pretraining) -> dict[str, Any]:
     config, out, minutes, seed = given.config, given.out, given.minutes, given.seed
     continued, tokenizer, options = given.continued, given.tokenizer, given.swap()
     check_report_to(given.report_to)
-    for name, value in (("out", out), ("recipe", given.recipe)):
-        if value is not None and not str(value).strip():
-            raise T2RError(f"{name} is empty: give a name, or leave it out")
     check_destination(out, given.overwrite)
     for folder in (out, run_folder(out)):
         refuse_replacing(config if continued else None, folder)
