@@ -148,5 +148,5 @@ def test_other_models_are_refused_in_one_line(caplog):
 
 def test_help_shows_the_calls_of_a_user():
     public = {name for name in dir(Engine) if not name.startswith("_")}
-    assert public == {"generate", "stream", "submit", "generate_each", "step", "run", "cancel", "busy"}
+    assert public == {"generate", "stream", "submit", "generate_each", "step", "run", "stop", "cancel", "busy"}
     assert all(getattr(t2r.Engine, name).__doc__ for name in public)

@@ -427,7 +427,7 @@ def test_models_that_read_later_tokens_are_refused(world, tmp_path, model_type):
 def test_an_empty_name_of_the_output_is_refused(world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for out in ("", " "):
-        with pytest.raises(T2RError, match="out is empty"):
+        with pytest.raises(T2RError, match="has no name: give its path"):
             run(world, out)
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"]
 
@@ -437,7 +437,7 @@ def test_an_empty_name_of_the_output_is_refused(world, tmp_path, monkeypatch):
     [
         ({"config": "gpt2"}, "no preset 'gpt2': choose one of adaptive-lm-medium"),
         ({"recipe": "best"}, "no recipe 'best'"),
-        ({"recipe": ""}, "recipe is empty"),
+        ({"recipe": ""}, "no recipe ''"),
         ({"model_overrides": ("n_layer=0",)}, "num_hidden_layers must be at least 1; got 0"),
         ({"recipe": "none", "overrides": ()}, "recipe none trains nothing"),
         ({"recipe": "distill-lm", "overrides": ()}, "objective transfer, which requires a teacher"),

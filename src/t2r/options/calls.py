@@ -34,9 +34,10 @@ def flat(group: Callable[P, G]) -> Callable[[Callable[[G], R]], Callable[P, R]]:
             signature.bind(*args, **kwargs)  # raises TypeError if an argument is missing
             chosen = group(*args, **kwargs)
             chosen.given = frozenset(kwargs)
+            known = options_of(group)
             for name, hint in hints_of_group(group).items():
                 if name in chosen.given or name in required:
-                    check_type(name, getattr(chosen, name), hint)
+                    check_type(name, getattr(chosen, name), hint, known.get(name))
             check(type(chosen), chosen.numbers())
             return function(chosen)
 

@@ -57,7 +57,7 @@ def entrance(*groups: type, unchecked: Collection[str] = ()) -> Callable[[Callab
             for name, value in given.items():
                 if name in unchecked or signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
                     continue
-                check_type(name, value, hints.get(name, Any))
+                check_type(name, value, hints.get(name, Any), known.get(name))
                 if name in known and value is not None and not is_device(name, value):
                     for one in value if isinstance(value, list | tuple) and not known[name].many else [value]:
                         known[name].check(one)
@@ -68,13 +68,14 @@ def entrance(*groups: type, unchecked: Collection[str] = ()) -> Callable[[Callab
     return decorate
 
 
-def check_type(name: str, value: Any, hint: Any) -> None:
-    """Raise T2RError unless a value has the type of an annotation."""
+def check_type(name: str, value: Any, hint: Any, option: Option | None = None) -> None:
+    """Raise T2RError unless a value has the type of an annotation. An `option` may have a hint for the user."""
     if is_device(name, value) or matches(value, hint):
         return
     shown = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
     shown = shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}..."
-    raise T2RError(f"{name} must be {described(hint)}; got {shown}")
+    told = f"; {option.hint}" if option is not None and option.hint else ""
+    raise T2RError(f"{name} must be {described(hint)}; got {shown}{told}")
 
 
 def is_device(name: str, value: Any) -> bool:

@@ -106,7 +106,7 @@ def is_model(folder: Path) -> bool:
 
 def check_destination(out: str | Path, overwrite: bool) -> None:
     """Raise T2RError unless the path is free, an empty folder, or a saved model that may be overwritten."""
-    if not str(out):
+    if not str(out).strip():
         raise T2RError("the output folder has no name: give its path")
     final, kind = Path(out), kind_of(out)
     if kind == "file":
