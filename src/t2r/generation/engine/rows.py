@@ -24,7 +24,7 @@ SHARE = 0.5
 """Share of the free memory that these rows may take. A recorded step also keeps its intermediate results."""
 BIASES = 16
 """A step has room for a multiple of this number of biases in each row."""
-CALM = 256
+CALM = 64
 """On a CPU, the number of steps with few sequences after which the step is built again with fewer rows."""
 
 
