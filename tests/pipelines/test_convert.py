@@ -258,8 +258,8 @@ class Dataset:
         ({"teacher_tokens": 0, "train": "teacher"}, "teacher_tokens must be a whole number, at least 1"),
         ({"minutes": "1"}, "minutes must be a number"),
         ({"save_steps": 0}, "save_steps must be a whole number, at least 1"),
-        ({"train": Dataset()}, "train is a Dataset object: give a name"),
-        ({"valid": Dataset()}, "valid is a Dataset object: give a name"),
+        ({"train": Dataset()}, "train must be text, a list, .* got a Dataset, a dataset in memory: give a name"),
+        ({"valid": Dataset()}, "valid must be text or None; got a Dataset, a dataset in memory: give a name"),
     ],
 )
 def test_options_are_checked_before_anything_is_written(world, tmp_path, wrong, words):

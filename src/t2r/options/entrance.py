@@ -74,6 +74,8 @@ def check_type(name: str, value: Any, hint: Any, option: Option | None = None) -
         return
     shown = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
     shown = shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}..."
+    if hasattr(value, "column_names"):
+        shown += ", a dataset in memory: give a name, datasets:NAME, or write it to a file (to_json) and give the file"
     told = f"; {option.hint}" if option is not None and option.hint else ""
     raise T2RError(f"{name} must be {described(hint)}; got {shown}{told}")
 

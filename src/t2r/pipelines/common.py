@@ -41,12 +41,6 @@ class Texts:
     valid_target: str | None = None
 
     def __post_init__(self) -> None:
-        for name, given in vars(self).items():
-            if hasattr(given, "column_names"):
-                raise T2RError(
-                    f"{name} is a {type(given).__name__} object: give a name, datasets:NAME, or write it to a file "
-                    "(to_json('text.jsonl')) and give the file"
-                )
         for name in ("valid", "valid_source", "valid_target"):
             if isinstance(given := getattr(self, name), Path):
                 object.__setattr__(self, name, str(given))

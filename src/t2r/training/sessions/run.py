@@ -161,7 +161,9 @@ class Run:
             self.before = float(facts.pop("seconds", 0.0))
             self.check("plan", known_then(self.plan, facts["plan"]))
             return
-        if left := [name for name in self.contents() if name not in (FACTS, BACKUP, LOCK)]:
+        found = self.contents()
+        left = [name for name in found if name not in (FACTS, BACKUP, LOCK)]
+        if left and LOCK in found:  # without a lock it is no run: `take_lock` says so
             raise T2RError(
                 f"{self.folder} has unfinished work ({left[0]}), but no {FACTS} that says of which run: "
                 "use --restart to start again"
