@@ -265,10 +265,11 @@ def test_a_server_that_is_misused_and_killed(folder, tmp_path):
         use(server.client)
         the_page(server)
         in_the_terminal(server, tmp_path)
-        text, made = wanted("abc", 700), []
+        text, made = wanted("ab", 700), []  # a prompt whose answer does not end by itself
+        assert len(text) > 500
 
         def beside():
-            for chunk in server.client.completions.create(model="tiny", prompt="abc", max_tokens=700, stream=True):
+            for chunk in server.client.completions.create(model="tiny", prompt="ab", max_tokens=700, stream=True):
                 made.append(chunk.choices[0].text)
 
         other = threading.Thread(target=beside)
@@ -293,13 +294,13 @@ def test_a_server_that_is_misused_and_killed(folder, tmp_path):
         id, second = converse(server.client)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["states"]
         # a client that goes in the middle of a stream
-        stream = server.client.completions.create(model="tiny", prompt="abc", max_tokens=4000, stream=True)
+        stream = server.client.completions.create(model="tiny", prompt="ab", max_tokens=4000, stream=True)
         next(iter(stream))
         stream.close()
         until(lambda: not server.running())
         # and one that goes while it waits for its answer
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            connection.sendall(post("/v1/completions", b'{"prompt": "abc", "max_tokens": 4000}'))
+            connection.sendall(post("/v1/completions", b'{"prompt": "ab", "max_tokens": 4000}'))
             until(server.running)
         until(lambda: not server.running())
         until(lambda: all(state["saved"] for state in server.http.get("/v1/states").json()["data"]))
@@ -317,7 +318,7 @@ def test_a_server_that_is_misused_and_killed(folder, tmp_path):
         assert after.usage.input_tokens_details.cached_tokens == again.usage.total_tokens - 1
         until(lambda: "t2r_state_failures 2.0" in server.http.get("/metrics").text)
         # What runs is finished.
-        stream = iter(server.client.completions.create(model="tiny", prompt="abc", max_tokens=700, stream=True))
+        stream = iter(server.client.completions.create(model="tiny", prompt="ab", max_tokens=700, stream=True))
         first = next(stream).choices[0].text
         server.process.send_signal(signal.SIGTERM)
         assert first + "".join(chunk.choices[0].text for chunk in stream) == text
