@@ -3,6 +3,7 @@
 Models whose positions depend on more than their own row join a running batch only if that changes nothing."""
 
 import copy
+import inspect
 import logging
 
 import pytest
@@ -134,7 +135,13 @@ def test_rotations_that_depend_on_the_longest_sequence(kind, options, caplog):
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_model_without_a_rotation_has_no_such_limit(kind):
-    model = t2r.swap(scaled(kind), feature_size=4, rotary=False)
+    stock = scaled(kind)
+    prepare = inspect.getsource(type(stock).prepare_inputs_for_generation)
+    if "past_key_values = None" in prepare and "next_sequence_length" not in prepare:
+        pytest.skip(
+            "generate() of this transformers drops the cache at the original length and reads the last token only"
+        )
+    model = t2r.swap(stock, feature_size=4, rotary=False)
     found, expected, _ = joined(model, lengths=(5, 20, 9), options=GREEDY | {"max_new_tokens": 8})
     assert found == expected
 
