@@ -52,6 +52,7 @@ def test_a_recurrence_is_replayed_in_place():
 
 
 X, COUNTS, MASK = torch.ones(3), torch.tensor([1, 2, 1]), torch.tensor([True, False, True])
+ON_A_DEVICE = torch.ones(2, device="meta")
 READS = {
     "bool": lambda: X.sum() > 3 and None,
     "item": lambda: X[0].item(),
@@ -89,6 +90,7 @@ DOES_NOT_READ = {
     "length": lambda: len(X) + X.shape[0],
     "tensor of numbers": lambda: torch.tensor([1.0, 2.0, 3.0]) + torch.as_tensor(X),
     "top": lambda: X.topk(2),
+    "address on a device": lambda: ON_A_DEVICE.data_ptr(),
 }
 
 

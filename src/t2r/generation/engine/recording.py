@@ -76,6 +76,8 @@ class NoLists(TorchFunctionMode):
     """Raises `CannotRecord` if a method of a tensor gives its values to Python without an operation."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_address_on_a_device(function, args):
+            return function(*args, **(kwargs or {}))
         if function in TO_PYTHON or (function in FROM_PYTHON and reads_tensors(function, args, kwargs)):
             raise CannotRecord(f"{function.__name__} reads the values of a tensor")
         return function(*args, **(kwargs or {}))
@@ -97,6 +99,11 @@ class NoValues(TorchDispatchMode):
         if reads_values(function, args, kwargs or {}):
             raise CannotRecord(f"{function._schema.name} reads the value of a tensor")
         return function(*args, **(kwargs or {}))
+
+
+def is_address_on_a_device(function: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether this is the address of a tensor that Python cannot read: launching a kernel requires it."""
+    return function is Tensor.data_ptr and args[0].device.type != "cpu"
 
 
 def reads_tensors(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
