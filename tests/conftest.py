@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; child processes inherit it
@@ -37,6 +38,13 @@ def seed() -> int:
     # product. float32 products then differ in their last bits from those of a new process.
     torch.backends.mkldnn.enabled = True
     return 0
+
+
+@pytest.fixture(autouse=True)
+def stock_generate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `generate()` be that of transformers, with which the engine is compared, unless its recording is tested."""
+    if (module := sys.modules.get("t2r.model.modeling")) is not None and "recorded" not in request.node.nodeid:
+        monkeypatch.setattr(module.T2RModel, "recorded", None)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -90,7 +90,7 @@ def test_the_numbers_of_the_limits_are_recorded():
         for point in report["points"]
     }
     faster = [times[b, "smollm2", n] / times[b, "pure", n] for b in (1, 16) for n in (512, 8192)]
-    assert f"In `generate()` the RNN is {min(faster):.1f} to {max(faster):.1f} times as fast" in WORDS
+    assert f"On a GPU, in `generate()` the RNN is {min(faster):.1f} to {max(faster):.1f} times as fast" in WORDS
     gains = [times[16, m, n] / times[16, f"{m}, engine", n] for m in ("smollm2", "pure") for n in (512, 8192)]
     assert f"both are {min(gains):.0f} to {max(gains):.0f} times as fast as in `generate()`" in WORDS
     (short, other), (long, longer) = (

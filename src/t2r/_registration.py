@@ -1,8 +1,9 @@
 """Registration with transformers' Auto classes.
 
-Each module that defines a configuration or a model registers it in its last statement. `import t2r` imports these
-modules, so that the Auto classes load models saved by t2r. They import torch and transformers, which takes seconds. The
-command line therefore imports them only when a command needs a model, so that `--help` is fast.
+Each module that defines a configuration or a model registers it in its last statement, and so does the recorded step
+of `generate()`. `import t2r` imports these modules, so that the Auto classes load models saved by t2r. They import
+torch and transformers, which takes seconds. The command line therefore imports them only when a command needs a model,
+so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ MODULES = (
     "t2r.config",
     "t2r.architectures",
     "t2r.model.modeling",
+    "t2r.generation.recorded",
 )
 
 

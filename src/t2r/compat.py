@@ -13,8 +13,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -177,6 +180,14 @@ def forget_renamings(model: PreTrainedModel) -> None:
     transformers renames tensors of some files when it loads them (`embed_out` of GPT-NeoX), and names them back when it
     saves. It knows the renamings by the class of the model, and a swapped model is of another class."""
     model._weight_conversions = None  # type: ignore[assignment]
+
+
+def is_watched(model: nn.Module) -> bool:
+    """Return whether hooks or modes see the calls of a model's modules, or the forward of one is replaced."""
+    modes = torch.overrides._get_current_function_mode_stack() or _get_current_dispatch_mode_stack()
+    if modes or hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        return True
+    return any(part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ for part in model.modules())
 
 
 # --- Several processes --------------------------------------------------------------------------------------

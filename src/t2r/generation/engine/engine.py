@@ -163,7 +163,7 @@ class Engine:
         check_options(self.original, options | {"streamer": streamer}, self.generation_config, seed)
         with self.lock:
             try:
-                return self._attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
+                return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
             except ForGenerate as reason:
                 self._say_elsewhere(reason)
         options["generation_config"] = options.get("generation_config") or self.generation_config
@@ -176,7 +176,7 @@ class Engine:
                 sequences = self.original.generate(input_ids, streamer=streamer, **options)
         return sequences
 
-    def _attempt(
+    def attempt(
         self,
         input_ids: Tensor | None = None,
         *,
@@ -194,7 +194,20 @@ class Engine:
             ForGenerate: if the engine does not support the call.
         """
         with self.lock:
-            request = self._prepared(input_ids, state, keep_state, options, seed)
+            request = self.prepared(input_ids, options, state, keep_state=keep_state, seed=seed)
+            return self.answer(request, state, seed=seed, streamer=streamer, keep_state=keep_state)
+
+    def answer(
+        self,
+        request: Request,
+        state: T2RCache | None = None,
+        *,
+        seed: int | None = None,
+        streamer: BaseStreamer | None = None,
+        keep_state: bool = False,
+    ) -> Group | Beams:
+        """Run a prepared call to its end. Raises ForGenerate if the engine does not support it."""
+        with self.lock:
             if uses_beams(request):
                 if keep_state or streamer is not None:
                     raise ForGenerate("beam search with a streamer or a kept state is requested")
@@ -217,7 +230,7 @@ class Engine:
         """Yield pairs of the index of a sequence in the batch and its next token."""
         try:
             with self.lock:
-                group = self._admitted(self._prepared(input_ids, state, False, options, seed), state, seed, False)
+                group = self._admitted(self.prepared(input_ids, options, state, seed=seed), state, seed, False)
         except ForGenerate as reason:
             raise T2RError(f"the engine cannot stream this call: {reason}") from reason
         for event in self._until_done(group):
@@ -270,7 +283,7 @@ class Engine:
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         with self.lock:
             try:
-                request = self._prepared(input_ids, state, keep_state, options, seed)
+                request = self.prepared(input_ids, options, state, keep_state=keep_state, seed=seed)
                 group = self._admitted(request, state, seed, keep_state, logprobs)
             except ForGenerate as reason:
                 raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
@@ -308,7 +321,7 @@ class Engine:
                             refuse("a batch", "a dictionary of arguments of generate", batch)
                         options = dict(batch)
                         seed, state = options.pop("seed", None), options.pop("state", None)
-                        request = self._prepared(options.pop("input_ids", None), state, False, options, seed)
+                        request = self.prepared(options.pop("input_ids", None), options, state, seed=seed)
                         for sequence in self._admitted(request, state, seed, False).sequences:
                             numbers[sequence] = count
                             count += 1
@@ -342,6 +355,12 @@ class Engine:
             yield from self.step()
 
     @property
+    def is_captured(self) -> bool:
+        """Whether the last step that was built is replayed. Some models cannot be captured, and run eagerly."""
+        step = self.rows.step or self.beam_step
+        return step is not None and step.captured_as is not None
+
+    @property
     def busy(self) -> bool:
         """Whether sequences are running or waiting."""
         return self.scheduler.busy
@@ -358,8 +377,14 @@ class Engine:
 
     # --- For all calls --------------------------------------------------------------------------------------
 
-    def _prepared(
-        self, input_ids: Tensor | None, state: Any, keep_state: bool, options: dict[str, Any], seed: Any
+    def prepared(
+        self,
+        input_ids: Tensor | None,
+        options: dict[str, Any],
+        state: Any = None,
+        *,
+        keep_state: bool = False,
+        seed: Any = None,
     ) -> Request:
         """Check and prepare a call. Raises ForGenerate if the engine does not support it."""
         check_options(self.original, options, self.generation_config, seed)
