@@ -1,13 +1,17 @@
 """The trial of rules: the gated delta rule in chunks is its definition, and it is a rule like any other."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import delta
+import rules
 import t2r
 from delta import CHUNK, DeltaMap, GatedDelta, UnitLowerInverse, chunked, recurrent
 from families import batch, tiny
 from t2r.attention.recurrence import recurrent_sites
+from t2r.errors import T2RError
 from t2r.ops import State
 from t2r.plans import MemoryPlan
 
@@ -112,3 +116,52 @@ def test_it_keeps_the_bytes_of_sums():
         for site in (recurrent_sites(planned())[0], recurrent_sites(sums)[0])
     )
     assert [x.shape for x in own[:2]] == [x.shape for x in other[:2]]
+
+
+def trial(folder, **changes):
+    scale = dataclasses.replace(rules.SCALES["smoke"], **changes)
+    return rules.Trial("model", folder, scale, ["train.txt"], "valid.txt", "cpu", None)
+
+
+def test_a_trial_is_resumed_by_rule_and_its_results_are_written_after_each(tmp_path, monkeypatch):
+    measured = {
+        "measured": [{"window": 64, "perplexity": 20.0, "kl": 0.0, "kept_bytes": 2**20}],
+        "recall": [{"distance": 16, "accuracy": 0.5}],
+    }
+    done = []
+
+    def train(self, rule):
+        if rule == "delta" and len(done) == 1:
+            raise KeyboardInterrupt
+        done.append(rule)
+        return {"seconds": {"transfer": 2.0, "distill": 3.0}, "log": {"transfer": [{"loss": 0.5}], "distill": []}}
+
+    monkeypatch.setattr(rules.Trial, "trained", train)
+    monkeypatch.setattr(rules.Trial, "measured", lambda self, folder: measured)
+    monkeypatch.setattr(rules.Trial, "plan", lambda self: {})
+    with pytest.raises(KeyboardInterrupt):
+        trial(tmp_path).run(["sums", "delta"])
+    assert "and sums" in (tmp_path / "table.md").read_text()
+    done.append("interrupted")
+    trial(tmp_path).run(["sums", "delta"])
+    assert done == ["sums", "interrupted", "delta"]
+    table = (tmp_path / "table.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == [
+        "| the model itself",
+        "| and sums",
+        f"| {rules.TITLES['delta']}",
+    ]
+    assert table[-1].endswith("20.000 (+0.00 %) | 0.0000 | 50 % | 0.500 | 2 + 3 |")
+    with pytest.raises(T2RError, match="another distill"):
+        trial(tmp_path, distill=9).run(["sums"])
+
+
+def test_a_plan_is_read_from_a_converted_model(tmp_path):
+    model = planned()
+    model.save_pretrained(tmp_path)
+    found = rules.known_plan(tmp_path / "config.json")
+    assert found["features"] == 8
+    assert MemoryPlan.of(found["plan"]) == model.t2r_config.memory_plan
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(T2RError, match="no plan with states"):
+        rules.known_plan(tmp_path / "other.json")
