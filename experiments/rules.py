@@ -93,7 +93,7 @@ LAST = 5
 SIZES, FEATURES = (8, 16, 32), 8
 SCALES = {
     "smoke": Scale(128, None, 2, 2, 256, 4, (128,), (16, 64), 8),
-    "small": Scale(256, None, 120, 60, 512, 32, (256,), (64, 128), 32, ("novels/train",), "novels/valid"),
+    "small": Scale(256, None, 120, 30, 512, 32, (256,), (64, 128), 32, ("novels/train",), "novels/valid"),
     "full": Scale(
         2048, "4.28MiB", 150, 400, 16384, 100, (2048, 4096), (256, 1024, 4096), 128,
         ("wiki/enwiki2018-core", "wikitext/train:2"), "wikitext/valid",
