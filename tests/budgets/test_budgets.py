@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import threading
+import time
 
 import pytest
 import torch
@@ -261,6 +263,37 @@ def test_a_descent_is_resumed_and_kept(monkeypatch):
     whole = descent_of(limited, blocks)
     whole.windows(costs.least, costs)
     torch.testing.assert_close(torch.tensor(whole.path), torch.tensor(resumed.path), rtol=0.02, atol=0.2)
+
+
+def test_two_processes_make_a_path_once(monkeypatch):
+    """One waits for the other, and goes on as soon as the path is long enough for its own budget."""
+    monkeypatch.setitem(descent.STEPS, "cpu", 12)
+    _, blocks, limited = limited_llama(dtype=torch.float32)
+    costs, taken, half_way = limited.costs, [], threading.Event()
+    half = (costs.least + costs.whole) // 2
+
+    def step(own, number, real=Descent.step):
+        taken.append(threading.current_thread().name)
+        divergence = real(own, number)
+        if len(taken) == 10:
+            half_way.wait(60)
+        return divergence
+
+    monkeypatch.setattr(descent, "SAVE_EVERY", 1)
+    monkeypatch.setattr(descent, "POLL", 0.01)
+    monkeypatch.setattr(Descent, "step", step)
+    ways = [descent_of(limited, blocks), descent_of(limited, blocks)]
+    first = threading.Thread(target=lambda: ways[0].windows(costs.least, costs), name="first")
+    first.start()
+    while not taken:
+        time.sleep(0.01)
+    windows = ways[1].windows(half, costs)  # which the other has reached before its tenth step
+    assert first.is_alive()
+    half_way.set()
+    first.join()
+    assert set(taken) == {"first"}
+    assert len(taken) == len(ways[0].path) == 12
+    assert windows == ways[0].windows(half, costs)
 
 
 def test_questions_are_asked_if_the_model_can_answer(world, monkeypatch):

@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +31,7 @@ from t2r.budgets.text import Batch, Text
 from t2r.data.fingerprint import cache_folder, digest
 from t2r.data.progress import progress_bar
 from t2r.ops.soft_windows import REACH
-from t2r.storage import write_text
+from t2r.storage import take_lock, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,10 @@ words after 1,024 tokens in a tenth of its memory; with this, it answers all que
 LEAST = 1e-12
 """Worth below it counts as this."""
 SAVE_EVERY = 5
+POLL = 2.0
+"""Seconds between two looks at the path of another process."""
+PATIENCE = 900.0
+"""Seconds without a step of it after which the work is done twice: it has stalled, or the file system has no locks."""
 
 Ask = Callable[[int], tuple[Tensor, Tensor] | None]
 """Returns questions for a step: token ids, and which tokens precede an answer. None: the model does not answer any."""
@@ -73,15 +79,14 @@ class Descent:
         self.steps = STEPS.get(kind, MANY)
         self.rows = max(1, TOKENS.get(kind, TEXT) // self.text.tokens)
         self.file = cache_folder("windows") / f"{digest([name, self.constants()])}.json"
-        saved = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
-        self.path: list[list[list[float]]] = saved.get("path", [])
+        self.path: list[list[list[float]]] = []
         """The sizes of all windows after each step."""
-        longest = [[math.log2(layer.longest / REACH)] * layer.heads for layer in self.costs.layers]
-        self.longest = [torch.tensor(row) for row in longest]
-        self.logs = [torch.tensor(row) for row in saved.get("logs", longest)]
+        self.longest = [torch.full((x.heads,), math.log2(x.longest / REACH)) for x in self.costs.layers]
+        self.logs = [row.clone() for row in self.longest]
         """Logarithms of the sizes, to base 2."""
-        self.value = [torch.tensor(row) for row in saved.get("value", [[0.0] * len(row) for row in longest])]
+        self.value = [torch.zeros_like(row) for row in self.longest]
         """What one more token is worth to each head, a running mean."""
+        self.load()
 
     def constants(self) -> list[Any]:
         return [self.costs.layers, self.steps, self.rows, PACE, FARTHEST, MEMORY, ANSWERS]
@@ -92,10 +97,37 @@ class Descent:
         Args:
             costs: the costs of a plan, which may have states.
         """
-        if not self.path or costs.of_windows(fitted(self.path[-1], costs)) > memory:
-            self.descend(lambda sizes: costs.of_windows(fitted(sizes, costs)) <= memory)
+
+        def enough(sizes: list[list[float]]) -> bool:
+            return costs.of_windows(fitted(sizes, costs)) <= memory
+
+        with self.turn(enough) as mine:
+            if mine:
+                self.descend(enough)
         sizes = next((s for s in self.path if costs.of_windows(fitted(s, costs)) <= memory), self.path[-1])
         return fitted(sizes, costs, memory)
+
+    @contextmanager
+    def turn(self, enough: Callable[[list[list[float]]], bool]) -> Iterator[bool]:
+        """Wait while another process makes the same path, until it is enough. Yields whether to go on from there."""
+        lock, changed, length = None, time.monotonic(), len(self.path)
+        try:
+            while not (self.path and (enough(self.path[-1]) or len(self.path) == self.steps)):
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                if lock is not None or time.monotonic() - changed > PATIENCE:
+                    yield True
+                    return
+                if (lock := take_lock(self.file.with_suffix(".lock"))) is None:
+                    if time.monotonic() - changed < POLL:
+                        logger.info("windows: another process makes the same plan: waiting for it")
+                    time.sleep(POLL)
+                self.load()
+                if len(self.path) > length:
+                    changed, length = time.monotonic(), len(self.path)
+            yield False
+        finally:
+            if lock is not None:
+                lock.close()
 
     def descend(self, enough: Callable[[list[list[float]]], bool]) -> None:
         """Go on until the windows are small enough, or the smallest."""
@@ -110,6 +142,15 @@ class Descent:
                     self.save()
                 if stop:
                     return
+
+    def load(self) -> None:
+        """Take the path as far as it was saved."""
+        if not self.file.exists():
+            return
+        saved = json.loads(self.file.read_text(encoding="utf-8"))
+        if len(saved["path"]) > len(self.path):
+            self.path = saved["path"]
+            self.logs, self.value = ([torch.tensor(row) for row in saved[name]] for name in ("logs", "value"))
 
     def save(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
