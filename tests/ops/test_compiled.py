@@ -23,10 +23,10 @@ from t2r.ops.triton.decode_kernel import decode
 
 def instructions(**constants):
     names = decode.arg_names
-    kinds = {"mask": "*u8", **{name: "*fp32" for name in ("s", "z", "z_abs", "decay")}}
+    kinds = {name: "*fp32" for name in ("s", "z", "z_abs", "decay", "dens", "logs")} | {"mask": "*u8", "places": "*i64"}
     kinds |= {name: "*bf16" for name in ("q", "k", "v", "out", "q_weight", "q_bias", "k_weight", "k_bias")}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    loose = ("key_heads", "group", "k_share", "v_share", "mask_share")  # sizes that are any number
+    loose = ("key_heads", "group", "k_share", "v_share", "mask_share", "logs_b")  # sizes that are any number
     even = [i for i, name in enumerate(names) if name not in constants and name not in loose]
     source = ASTSource(
         decode, signature, constexprs={(names.index(name),): value for name, value in constants.items()},
@@ -40,22 +40,30 @@ print(json.dumps([instructions(**each) for each in json.loads(sys.argv[1])]))
 SMOLLM2 = {
     "FEATURE": 128, "VALUE": 64, "DIM": 64, "HAS_Z_ABS": False, "HAS_MASK": False, "HAS_DECAY": True, "GROUPED": False,
     "MAPPED": True, "HAS_BIAS": True, "ACTIVATION": "softmax", "WEIGHS": True, "BF": 128, "BV": 64, "BLOCKS": 1,
-    "BD": 64,
+    "BD": 64, "BG": 1, "CHUNKS": 1, "NORMALIZED": True, "BESIDE": False, "PLACED": False, "WEIGHS_QUERIES": False,
 }  # fmt: skip
 """A layer of SmolLM2 in the default recipe."""
+PLANNED = SMOLLM2 | {
+    "FEATURE": 32, "BF": 32, "GROUPED": True, "BG": 4, "NORMALIZED": False, "BESIDE": True, "PLACED": True,
+    "HAS_MASK": True, "WEIGHS_QUERIES": True,
+}  # fmt: skip
+"""A layer with windows, and states for some heads."""
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.slow
 def test_the_decoding_step_loads_wide_words_before_it_computes():
     """A thread of 128 loads 64 values of the state and of each map, in words of 16 bytes: scalar loads are 200."""
-    grouped = {**SMOLLM2, "GROUPED": True, "BLOCKS": 2, "HAS_MASK": True, "HAS_Z_ABS": True, "MAPPED": False}
+    grouped = SMOLLM2 | {
+        "GROUPED": True, "BLOCKS": 2, "HAS_MASK": True, "HAS_Z_ABS": True, "MAPPED": False, "CHUNKS": 3,
+    }  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps([SMOLLM2, grouped])],
+        [sys.executable, "-c", COMPILE, json.dumps([SMOLLM2, grouped, PLANNED])],
         capture_output=True, text=True, env=environment, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found, _ = json.loads(done.stdout.splitlines()[-1])
+    found, _, planned = json.loads(done.stdout.splitlines()[-1])
     assert found.count("ld.global") < 60
-    assert "ld.global" not in found[found.index("bar.sync") :]
+    for each in (found, planned):
+        assert "ld.global" not in each[each.index("bar.sync") :]

@@ -10,6 +10,8 @@ from t2r.ops.triton.blocks import block, inner, on_device
 from t2r.ops.triton.decode_kernel import decode, read
 from t2r.ops.triton.launch import Arguments, Repeated
 
+AT_ONCE = 8192
+"""The largest tile of numbers that the query heads of a group have together: in registers, of 128 threads."""
 _decode, _read = Repeated(decode), Repeated(read)
 _NONE = Features(0, "")
 
@@ -49,6 +51,7 @@ def _launch(
         rows = block(feature, 256)
         columns = block(value, max(16, 8192 // rows))
         dim = 0 if how.q_weight is None else how.q_weight.shape[2]
+        heads_at_once = at_once(group, rows, dim, columns)
         integers = (
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             s.stride(0), s.stride(1), s.stride(2), z.stride(0), z.stride(1),
@@ -64,7 +67,8 @@ def _launch(
             GROUPED=group > 1, NORMALIZED=normalized and beside is None, BESIDE=beside is not None, PLACED=placed,
             MAPPED=how.q_weight is not None, HAS_BIAS=how.q_bias is not None,
             ACTIVATION=how.activation, WEIGHS=how.weighs_keys, WEIGHS_QUERIES=how.weighs_queries,
-            BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256),
+            BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256), BG=heads_at_once,
+            CHUNKS=-(-group // heads_at_once),
         )  # fmt: skip
         return (batch * key_heads,), integers, constants
 
@@ -123,6 +127,12 @@ def step(
     else:
         out, dens = _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features, normalized, beside)
     return out if normalized else Sums(out, dens)
+
+
+def at_once(group: int, rows: int, dim: int, columns: int) -> int:
+    """Return how many query heads of a group are read at a time, a power of two."""
+    most = max(1, AT_ONCE // (rows * max(block(dim, 256) if dim else 1, columns)))
+    return 1 << min(most.bit_length() - 1, (group - 1).bit_length())
 
 
 def look(q: Tensor, state: State, dtype: torch.dtype) -> Tensor:

@@ -66,6 +66,79 @@ def query_log(x, weight, bias, last, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, 
 
 
 @triton.jit
+def group_operands(
+    x, stride, weight, bias, heads, rows_of_head, f, ok, DIM: tl.constexpr, MAPPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Load what the features `f` of several query heads `[heads]` are computed from: `operands` with one more
+    dimension. `rows_of_head` are the first rows of their maps, and `ok [heads, features]` says which there are."""
+    here = heads.to(tl.int64) * stride
+    if MAPPED:
+        d = tl.arange(0, BD)
+        d_ok = d < DIM
+        any_ok = tl.max(ok.to(tl.int32), 1) > 0
+        given = tl.load(x + here[:, None] + d[None, :], mask=any_ok[:, None] & d_ok[None, :], other=0.0)
+        row = rows_of_head[:, None] + f[None, :]
+        rows = tl.load(
+            weight + row[:, :, None] * DIM + d[None, None, :], mask=ok[:, :, None] & d_ok[None, None, :], other=0.0
+        )
+        shift = tl.load(bias + row, mask=ok, other=0.0) if HAS_BIAS else given
+        return given, rows, shift
+    else:
+        given = tl.load(x + here[:, None] + f[None, :], mask=ok, other=0.0)
+        return given, given, given
+
+
+@triton.jit
+def group_affine(given, rows, shift, MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    y = given.to(tl.float32)
+    if MAPPED:
+        y = tl.sum(rows.to(tl.float32) * y[:, None, :], 2)
+        if HAS_BIAS:
+            y += shift.to(tl.float32)
+    return y
+
+
+@triton.jit
+def group_features(given, rows, shift, f_ok, MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Compute the features of several heads `[heads, features]` from their `group_operands`."""
+    y = group_affine(given, rows, shift, MAPPED, HAS_BIAS)
+    if ACTIVATION == "relu":
+        y = tl.maximum(y, 0.0)
+    elif ACTIVATION == "softmax":
+        y = tl.where(f_ok[None, :], y, float("-inf"))
+        y = tl.exp(y - tl.max(y, 1)[:, None])
+        y = y / tl.sum(y, 1)[:, None]
+    return tl.where(f_ok[None, :], y, 0.0)
+
+
+@triton.jit
+def of_group(
+    q, q_h, weight, bias, logs, out, out_h, heads, group, map_rows, f, f_ok, d, d_ok,
+    FEATURE: tl.constexpr, DIM: tl.constexpr, MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    WEIGHS_QUERIES: tl.constexpr, BESIDE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Load what several query heads of a group require: the operands of their features, of the logarithms of their
+    factors (the last row of the query map), and what they are added to."""
+    ok = heads < group
+    given, rows, shift = group_operands(
+        q, q_h, weight, bias, heads, map_rows, f, ok[:, None] & f_ok[None, :], DIM, MAPPED, HAS_BIAS, BD
+    )
+    last_given, last_row, last_shift = given, rows, shift
+    if WEIGHS_QUERIES:
+        last = tl.zeros([1], tl.int32) + FEATURE
+        last_given, last_row, last_shift = group_operands(
+            q, q_h, weight, bias, heads, map_rows, last, ok[:, None], DIM, True, HAS_BIAS, BD
+        )
+    to = out + heads[:, None] * out_h + d[None, :]
+    other, mean = heads, to
+    if BESIDE:
+        other = tl.load(logs + heads, mask=ok, other=0.0)
+        mean = tl.load(to, mask=ok[:, None] & d_ok[None, :], other=0.0).to(tl.float32)
+    return given, rows, shift, last_given, last_row, last_shift, to, other, mean
+
+
+@triton.jit
 def read_block(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr, NORMALIZED: tl.constexpr):
     """Read a block of a state with the features of one query. Returns the output or the numerator; the denominator."""
     num = tl.sum(query[:, None] * new, 0)
@@ -86,17 +159,18 @@ def decode(
     NORMALIZED: tl.constexpr, BESIDE: tl.constexpr, PLACED: tl.constexpr,
     MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr,
     WEIGHS_QUERIES: tl.constexpr,
-    BF: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Run one program per sequence and key head. It alone accesses the state.
 
     With an ACTIVATION, q and k are not features yet: `features` computes them. `k_share`, `v_share` and `mask_share`
     are the numbers of key heads that share a head of k, of v and of the mask. BESIDE another memory, `out` has the
     averages of that memory, to which those of the state are added; `logs` are the logarithms of its weights. If the
-    state has only some heads of k and v, `places` are their numbers. A state in half precision is computed in float32
-    and rounded when it is stored. There are few programs, and each waits for memory most of the time: so everything is
-    loaded before anything is computed, and stored at the end, because a load does not move before a store or a
-    reduction."""
+    state has only some heads of k and v, `places` are their numbers. The query heads of a group are read BG at a time,
+    in CHUNKS. A state in half precision is computed in float32 and rounded when it is stored. There are few programs,
+    and each waits for memory most of the time: so everything is loaded before anything is computed, and stored at the
+    end, because a load does not move before a store or a reduction."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     f, d = tl.arange(0, BF), tl.arange(0, BV)
@@ -117,6 +191,14 @@ def decode(
         q_given, q_map, q_add = operands(
             q_here, q_weight + h * query_rows * DIM, q_bias + h * query_rows, f, f_ok, DIM, MAPPED, HAS_BIAS, BD
         )
+    if GROUPED:
+        g = tl.arange(0, BG)
+        i = g
+        g_given, g_map, g_add, c_given, c_map, c_add, to, other, mean = of_group(
+            q_here, q_h, q_weight, q_bias, logs + b * logs_b + q_first, out + b * out_b + q_first * out_h,
+            out_h, i, group, (h * group + i) * query_rows, f, f_ok, d, d_ok,
+            FEATURE, DIM, MAPPED, HAS_BIAS, WEIGHS_QUERIES, BESIDE, BD,
+        )  # fmt: skip
     if WEIGHS:  # the last row is the logarithm of the key's weight
         last = one + FEATURE
         w_given, w_map, w_add = operands(k_here, k_rows, k_shift, last, last < key_rows, DIM, MAPPED, HAS_BIAS, BD)
@@ -155,25 +237,27 @@ def decode(
             val = tl.load(v_here + d, mask=d_ok & live, other=0.0)
         new = first.to(tl.float32) * left[:, None] + key[:, None] * val.to(tl.float32)[None, :]
         if GROUPED:
-            for i in range(0, group):
-                head = h * group + i
-                q_given, q_map, q_add = operands(
-                    q_here + i * q_h, q_weight + head * query_rows * DIM, q_bias + head * query_rows, f, f_ok, DIM,
-                    MAPPED, HAS_BIAS, BD,
-                )  # fmt: skip
-                query = features(q_given, q_map, q_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
-                row, den = read_block(query, new, sum_k, sum_abs, HAS_Z_ABS, NORMALIZED)
-                here = out + b * out_b + (q_first + i) * out_h + d
-                if BESIDE:
-                    log = query_log(
-                        q_here + i * q_h, q_weight + head * query_rows * DIM, q_bias + head * query_rows, one + FEATURE,
-                        DIM, HAS_BIAS, WEIGHS_QUERIES, BD,
+            for chunk in tl.static_range(CHUNKS):
+                if block + chunk > 0:
+                    i = chunk * BG + g
+                    g_given, g_map, g_add, c_given, c_map, c_add, to, other, mean = of_group(
+                        q_here, q_h, q_weight, q_bias, logs + b * logs_b + q_first, out + b * out_b + q_first * out_h,
+                        out_h, i, group, (h * group + i) * query_rows, f, f_ok, d, d_ok,
+                        FEATURE, DIM, MAPPED, HAS_BIAS, WEIGHS_QUERIES, BESIDE, BD,
                     )  # fmt: skip
-                    other = tl.load(logs + b * logs_b + q_first + i + one)
-                    row = mix(row, den, log, tl.load(here, mask=d_ok, other=0.0).to(tl.float32), other)
-                tl.store(here, saturate(row, out.dtype.element_ty), mask=d_ok)
+                queries = group_features(g_given, g_map, g_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
+                row = tl.sum(queries[:, :, None] * new[None, :, :], 1)
+                den = tl.sum(queries * sum_k[None, :], 1)
+                if NORMALIZED:
+                    row = divide(row, den, tl.sum(tl.abs(queries) * sum_abs[None, :], 1), HAS_Z_ABS)
+                if BESIDE:
+                    factor = tl.zeros([BG], tl.float32)
+                    if WEIGHS_QUERIES:
+                        factor = tl.sum(group_affine(c_given, c_map, c_add, True, HAS_BIAS), 1)
+                    row = mix(row, den[:, None], factor[:, None], mean, other[:, None])
+                tl.store(to, saturate(row, out.dtype.element_ty), mask=(i < group)[:, None] & d_ok[None, :])
                 if not NORMALIZED and not BESIDE:
-                    tl.store(dens + b * key_heads * group + head + one, den)
+                    tl.store(dens + b * key_heads * group + h * group + i, den, mask=i < group)
         else:
             row, den = read_block(query, new, sum_k, sum_abs, HAS_Z_ABS, NORMALIZED)
             here = out + b * out_b + q_first * out_h + d
