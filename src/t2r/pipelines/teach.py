@@ -96,7 +96,8 @@ def teach(
     folder = Path(out)
     check_folder(folder)
     place = processes.join(choose_device(device))
-    teacher = load_model(str(model), device=str(place), revision=revision, trust_remote_code=trust_remote_code)
+    # In float32, as a conversion loads it, which compares its weights; on a GPU there is only what computes.
+    teacher = load_model(str(model), dtype="float32", revision=revision, trust_remote_code=trust_remote_code)
     tokenizer = need_tokenizer(str(model), revision=revision, trust_remote_code=trust_remote_code)
     if isinstance(teacher, T2RModel):
         raise T2RError(f"{model} is a conversion: give the model that it was made from, which is its teacher")
@@ -106,7 +107,8 @@ def teach(
     task = LanguageModeling(tokenizer, train, **how)
     if TEACHER in task.sources:
         raise T2RError("t2r teach reads texts that are there: give files to train on")
-    lesson = Lesson(teacher, task, block_size, top_k, float(temperature), Settings.on(place, bf16=bf16).bf16)
+    half = Settings.on(place, bf16=bf16).bf16
+    lesson = Lesson(teacher, task, place, block_size=block_size, top_k=top_k, temperature=float(temperature), bf16=half)
     begin(folder, lesson.header, lesson.keys)
     began, before = time.monotonic(), len(there(folder, lesson.header))
     Writer(folder, lesson, progress=progress and processes.is_main()).run()
@@ -117,15 +119,19 @@ class Lesson:
     """A teacher and its text. Raises T2RError if they do not belong together.
 
     Args:
+        teacher: the teacher in float32, which is moved to the device.
+        place: the device.
         block_size: tokens per block. None: the default.
         top_k: the number of tokens of each position.
-        bf16: compute in bfloat16. The teacher is modified.
+        bf16: compute in bfloat16.
     """
 
     def __init__(
         self,
         teacher: PreTrainedModel,
         task: LanguageModeling,
+        place: torch.device,
+        *,
         block_size: int | None,
         top_k: int,
         temperature: float,
@@ -134,14 +140,14 @@ class Lesson:
         size = block_size or min(BLOCK_SIZE, max_positions(teacher) or BLOCK_SIZE)
         task.check(teacher, [size])
         task.read()
-        weights = of_weights(teacher)  # those that were saved, which are not rounded
+        weights = of_weights(teacher)
         if bf16:
             halve(teacher)
-        else:
-            teacher.float()
-        self.teacher, self.task, self.items = teacher, task, task.dataset(size)
+        model: Any = teacher
+        self.teacher: PreTrainedModel = model.to(place)
+        self.task, self.items = task, task.dataset(size)
         example = task.inputs(task.collate([self.items[0]]))
-        self.readout = Readout(teacher, {name: x.to(teacher.device) for name, x in example.items()})
+        self.readout = Readout(self.teacher, {name: x.to(place) for name, x in example.items()})
         if top_k > self.readout.out_features:
             raise T2RError(f"top_k is {top_k:,}, and the model has {self.readout.out_features:,} logits: give fewer")
         self.keys = block_keys(self.items)
