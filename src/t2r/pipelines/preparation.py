@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,7 @@ def prepare(given: Conversion) -> Start:
     check_auto(asked.auto, plan, config, base)
     task.check(base, [stage.block_size for stage in plan.stages])
     if budget is not None:
-        planned = budget.plan(base, tokenizer, task, options, trains=bool(plan.stages), progress=given.progress)
+        planned = make_plan(budget, asked, base, tokenizer, task, options)
         options["feature_size"] = planned.features or options.get("feature_size")
         if planned.cross_features:
             options["cross_feature_size"] = planned.cross_features
@@ -232,6 +233,26 @@ def prepare(given: Conversion) -> Start:
     return Start(
         base, teacher, tokenizer, task, plan, config, place, settings, auto, planned, facts, origin, asked.logits
     )
+
+
+def make_plan(
+    budget: MemoryBudget,
+    asked: Asked,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    options: dict[str, Any],
+) -> Planned:
+    """Return the plan of a memory budget. If the model will be divided among processes, the main one makes it, with the
+    whole model on its device."""
+    trains, shown = bool(asked.plan.stages), asked.given.progress
+
+    def made() -> Planned:
+        with sharded.on_device(base, asked.place) if asked.divided else nullcontext():
+            return budget.plan(base, tokenizer, task, options, trains=trains, progress=shown)
+
+    task.read()  # all processes read the text: the main one first
+    return by_main(made, asked.divided)
 
 
 def check_auto(count: int | None, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:

@@ -109,9 +109,13 @@ def teach(
         raise T2RError("t2r teach reads texts that are there: give files to train on")
     half = Settings.on(place, bf16=bf16).bf16
     lesson = Lesson(teacher, task, place, block_size=block_size, top_k=top_k, temperature=float(temperature), bf16=half)
-    begin(folder, lesson.header, lesson.keys)
+    lesson.header = begin(folder, lesson.header, lesson.keys)
     began, before = time.monotonic(), len(there(folder, lesson.header))
-    Writer(folder, lesson, progress=progress and processes.is_main()).run()
+    try:
+        Writer(folder, lesson, progress=progress and processes.is_main()).run()
+    except KeyboardInterrupt:
+        logger.warning("interrupted: the same command writes what is missing in %s", folder)
+        raise
     return result(folder, lesson.header, time.monotonic() - began, resumed=before)
 
 
@@ -212,16 +216,18 @@ def check_folder(folder: Path) -> None:
         raise T2RError(f"{folder} has other files ({others[0]}): give another folder")
 
 
-def begin(folder: Path, header: Header, keys: NDArray[Any]) -> None:
-    """Write the header of a new folder, or compare it with the one that is there. Raises T2RError if they differ, or if
-    the disk has too little space."""
+def begin(folder: Path, header: Header, keys: NDArray[Any]) -> Header:
+    """Write the header of a new folder, or compare it with the one that is there, and return it. Raises T2RError if
+    they differ, or if the disk has too little space."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = take_lock(folder / f"{HEADER}.lock", wait=True)
     assert lock is not None
     with lock:
         if (folder / HEADER).exists():
-            check_same(folder, Header.load(folder), header)
+            known = Header.load(folder)
+            check_same(folder, known, header)
+            header = known
         else:
             needed, free = header.bytes, shutil.disk_usage(folder).free
             if needed > free:
@@ -233,6 +239,7 @@ def begin(folder: Path, header: Header, keys: NDArray[Any]) -> None:
                 save_file({"keys": torch.from_numpy(keys)}, temporary)
             header.save(folder)
         (folder / f"{HEADER}.lock").unlink(missing_ok=True)
+    return header
 
 
 def check_same(folder: Path, known: Header, header: Header) -> None:
