@@ -105,7 +105,8 @@ def test_blocks_are_found_in_any_mixture_and_with_text_held_out(world, tmp_path)
     both = [str(world / "train.txt"), str(world / "more.txt")]
     made(world, "both", train=both, top_k=4, documents=True)
     mixed = {both[1]: "60%", both[0]: "40%"}
-    results = taught(world, tmp_path / "out", "both", train=mixed, documents=True, minutes=0.05, restart=True)
+    timed = (*SHORT, "distill.steps=50")  # enough steps to time them before training
+    results = taught(world, tmp_path / "out", "both", train=mixed, documents=True, overrides=timed)
     assert results["teacher"] is not None  # measured on what is held out
 
 
