@@ -179,7 +179,7 @@ def time_stage(job: Job, model: PreTrainedModel, stage: Stage) -> Cost:
         with stage_step(job, model, stage, trained) as step:
             sizes = sizes_to_time(stage, model.device, settings.compiled)
             warm_up = WARM_UP + 1 if captures(trained, settings) else int(settings.compiled)
-            token = time_slices(step, partial(job.example, stage), job.task, model.device, sizes, warm_up)
+            token = time_slices(step, job.task, model.device, sizes, warm_up, partial(job.example, stage))
             return Cost(token * OVERHEAD / processes.count(), time_optimizer(trained, stage))
     finally:
         if stage.train == "lora":
@@ -206,7 +206,7 @@ def time_reading(task: Task, model: PreTrainedModel, stage: Stage) -> float:
         model(**task.inputs(batch), use_cache=False)
 
     with evaluating(model), torch.no_grad():
-        return time_slices(read, task.example, task, model.device, sizes_to_time(stage, model.device))
+        return time_slices(read, task, model.device, sizes_to_time(stage, model.device))
 
 
 def sizes_to_time(stage: Stage, device: torch.device, compiled: bool = False) -> Iterable[tuple[int, int]]:
@@ -229,21 +229,21 @@ def slices(rows: int, block_size: int) -> Iterator[tuple[int, int]]:
 
 def time_slices(
     work: Callable[[dict[str, Any]], None],
-    example: Callable[[int, int], dict[str, Any]],
     task: Task,
     device: torch.device,
     sizes: Any,
     warm_up: int = 0,
+    example: Callable[[int, int], dict[str, Any]] | None = None,
 ) -> float:
     """Return the seconds per token of the first slice that takes long enough, after `warm_up` calls. `example` returns
-    a batch of a number of rows and a length.
+    a batch of a number of rows and a length. None: the task's.
 
     On a GPU, the first calls on a new shape load and tune kernels, so each slice is warmed up."""
     token, warm = 0.0, False
     if device.type != "cpu":
         warm_up = max(warm_up, GPU_WARM_UP)
     for rows, length in sizes:
-        batch = {name: x.to(device) for name, x in example(rows, length).items()}
+        batch = {name: x.to(device) for name, x in (example or task.example)(rows, length).items()}
         tokens = task.labels(batch).numel()
         for _ in range(warm_up):
             work(batch)
