@@ -27,6 +27,7 @@ CALLS = {
     "load_tokenizer": {"source": NOWHERE},
     "pretrain": {"config": NOWHERE, "out": "out", "train": "text.txt"},
     "report": {"source": NOWHERE},
+    "teach": {"model": NOWHERE, "out": "out", "train": "text.txt"},
 }
 
 

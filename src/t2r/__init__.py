@@ -37,6 +37,7 @@ _EXPORTS = {
     "report": "t2r.pages.report:report",
     "reporting": "t2r.reporting",
     "swap": "t2r.model.swap:swap",
+    "teach": "t2r.pipelines.teach:teach",
 }
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "report",
     "reporting",
     "swap",
+    "teach",
 ]
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from t2r.pipelines.average import average
     from t2r.pipelines.convert import convert
     from t2r.pipelines.pretrain import pretrain
+    from t2r.pipelines.teach import teach
     from t2r.reporting.inspection import inspect_model as inspect
 else:
 

@@ -13,6 +13,7 @@ import t2r
 from converting import SHORT, make_model, make_tokenizer, make_world, run, weights
 from processes import same_threads
 from t2r import compat
+from t2r.budgets.costs import Costs
 from t2r.errors import T2RError
 
 SIZE = 2
@@ -68,6 +69,12 @@ def launch(world, calls, killed=None):
     return subprocess.run([*command, str(script), given], env=environment, capture_output=True, text=True, timeout=280)
 
 
+def memory():
+    """Return a budget of bytes with windows of several sizes."""
+    costs = Costs.of(make_model("llama"), 64)
+    return int(costs.least + 0.7 * (costs.whole - costs.least))
+
+
 @pytest.fixture(scope="module")
 def killed(world):
     """The output of a conversion whose second process was killed after a checkpoint."""
@@ -83,6 +90,7 @@ def sharded(world, killed):
         (world / "llama", world / "again", {}),
         (world / "gpt2", world / "kept", KEPT | {"gradient_checkpointing": True}),
         (world / "again", world / "more", {"bf16": True, "restart": True, "save_steps": 3}),
+        (world / "llama", world / "windows", {"memory": memory()}),
     ]
     done = launch(world, calls)
     assert done.returncode == 0, done.stderr
@@ -162,6 +170,15 @@ def test_the_scan_keeps_the_same_layer(world, sharded):
     assert_close(world / "kept-by-one", world / "kept")
 
 
+def test_a_memory_budget_is_planned_by_one_process_for_all(world, sharded):
+    two = results_of(world / "windows")
+    one = run(world, world / "windows-by-one", "llama", **options(world, memory=memory()))
+    assert two["planned"] == one["planned"]
+    assert len({size for row in two["planned"]["plan"]["windows"] for size in row}) > 1
+    assert_results(one, two)
+    assert_close(world / "windows-by-one", world / "windows")
+
+
 def test_a_conversion_is_continued(world, sharded):
     results = results_of(world / "more")
     assert list(results["stages"]) == ["distill"]
@@ -188,7 +205,6 @@ def test_two_processes_agree_on_a_time_budget(world):
         ({"overrides": (*SHORT, "distill.average=2")}, "an average of weights, which distill has"),
         ({"overrides": (*SHORT, "optimizer=muon")}, "muon of transfer and distill"),
         ({"compiled": True}, "compile: leave it out"),
-        ({"memory": "1MiB"}, "a memory budget"),
         ({"train": "teacher"}, "text by the teacher: generate it first"),
     ],
 )

@@ -30,6 +30,7 @@ from t2r.cli import (
     reproduce,
     serve,
     swap,
+    teach,
 )
 from t2r.cli.common import OutputError, checked_output
 from t2r.cli.stages import ShowsRecipe
@@ -47,6 +48,7 @@ app.command()(pretrain.pretrain)
 app.command()(swap.swap)
 app.command()(merge.merge)
 app.command()(average.average)
+app.command()(teach.teach)
 app.command(cls=ShowsRecipe)(inspect.inspect)
 app.command()(plan.plan)
 app.command()(generate.generate)

@@ -6,7 +6,16 @@ them. This package does not import torch, because `t2r --help` imports it.
 """
 
 from t2r.options.definition import Option, check, option, options_of, parse_auto, refuse_unknown
-from t2r.options.groups import BOTH, CAUSAL, CROSS, AnalysisOptions, GenerationOptions, RunOptions, SwapOptions
+from t2r.options.groups import (
+    BOTH,
+    CAUSAL,
+    CROSS,
+    AnalysisOptions,
+    GenerationOptions,
+    RunOptions,
+    SwapOptions,
+    TeachingOptions,
+)
 from t2r.options.training import Conversion, Pretraining, Sources
 
 __all__ = [
@@ -21,6 +30,7 @@ __all__ = [
     "RunOptions",
     "Sources",
     "SwapOptions",
+    "TeachingOptions",
     "check",
     "option",
     "options_of",

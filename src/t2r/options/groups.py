@@ -122,6 +122,20 @@ class AnalysisOptions:
 
 
 @dataclass(kw_only=True)
+class TeachingOptions:
+    """Options of `teach`."""
+
+    top_k: int = option(64, help="The number of most likely tokens of each position that are stored.", minimum=1)
+    block_size: int | None = option(
+        None,
+        help="Tokens per block, as in the recipe's distillation: 512 in distill-lm, 2048 in memory-lm.",
+        minimum=2,
+        unset="512, or fewer if the model has fewer positions",
+    )
+    temperature: float = option(1.0, help="Temperature of the distribution, as in the recipe's distillation.", above=0)
+
+
+@dataclass(kw_only=True)
 class RunOptions:
     """Options shared by several commands and functions."""
 

@@ -206,6 +206,12 @@ class Conversion(Training):
         type=str,
         unset="where it was then",
     )
+    teacher_logits: str | None = option(
+        None,
+        help="Folder of t2r teach, which has the teacher's distribution of --train: distillations read it, and do not "
+        "run the teacher.",
+        unset="the teacher runs beside the student",
+    )
     fsdp_size: int | None = option(
         None,
         help="Divide the weights of model and teacher, gradients and optimizer states among this many processes (FSDP "

@@ -57,7 +57,7 @@ def convert(given: Conversion) -> dict[str, Any]:
     """
     began = time.monotonic()
     start = prepare(given)
-    how: dict[str, Any] = {"minutes": given.minutes, "began": began, "restart": given.restart}
+    how: dict[str, Any] = {"minutes": given.minutes, "began": began, "restart": given.restart, "logits": start.logits}
     facts, settings = start.facts, start.settings
     with (
         undoing(start.base) as swapped,
@@ -107,6 +107,8 @@ def measure_before(session: Session, start: Start, student: PreTrainedModel, fro
     results: dict[str, Any] = {"task": start.task.name, "teacher": measured}
     if start.planned is not None:
         results["planned"] = start.planned.to_dict()
+    if start.logits is not None:
+        results["teacher_logits"] = start.logits.to_dict()
     before = "swapped" if swaps else "before"
     results[before] = session.measure(before, student, frozen)
     return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from t2r.config import OPTIONS, T2RConfig
 from t2r.data.fingerprint import of_model
 from t2r.data.languages import set_languages
 from t2r.data.mixture import parse_sources
+from t2r.data.teacher_logits import TeacherLogits
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import Conversion, SwapOptions, parse_auto
-from t2r.pipelines import sharded
+from t2r.pipelines import sharded, taught
 from t2r.pipelines.budget import MemoryBudget, check_kind
 from t2r.pipelines.common import Texts, frozen_copy, load_whole
 from t2r.pipelines.continuation import check_continued, continued_plan, load_teacher, origin_of
@@ -71,6 +73,7 @@ class Asked:
         sources = [entry.source for entry in parse_sources(self.texts.sources(self.recipe))]
         sharded.check(given, self.recipe, [*self.texts.names(), *sources])
         self.divided = given.fsdp_size is not None
+        self.logits = taught.find(given, self.recipe, self.texts, sources)
         self.plan = within(self.recipe, given.minutes)
         self.auto = parse_auto(given.softmax_layers)
         self.place = processes.join(choose_device(given.device))
@@ -158,6 +161,8 @@ class Start:
     """What a run that is resumed must have in common with this one."""
     origin: dict[str, str | None]
     """What the result remembers of its base model."""
+    logits: TeacherLogits | None
+    """The teacher's distribution of the text, from the disk."""
 
     def models(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """Return the student, which is the base model with its class changed, and the teacher of its training."""
@@ -193,7 +198,8 @@ def prepare(given: Conversion) -> Start:
         check_kind(base, texts)
         budget.check(base, texts, given.softmax_layers, options, trains=bool(plan.stages))
         longest = budget.context_of(base)
-    task = texts.task(plan, tokenizer, given, teacher_tokens=given.teacher_tokens, hold_out=True, longest=longest)
+    of_text: dict[str, Any] = {"teacher_tokens": given.teacher_tokens, "hold_out": True, "longest": longest}
+    task = texts.task(plan, tokenizer, given, **of_text, joined=asked.logits is None)
     plan = texts.fitted(plan, base)
     config, planned = T2RConfig(**options), None
     if texts.translates and teacher is None:
@@ -203,12 +209,14 @@ def prepare(given: Conversion) -> Start:
     check_auto(asked.auto, plan, config, base)
     task.check(base, [stage.block_size for stage in plan.stages])
     if budget is not None:
-        planned = budget.plan(base, tokenizer, task, options, trains=bool(plan.stages), progress=given.progress)
+        planned = make_plan(budget, asked, base, tokenizer, task, options)
         options["feature_size"] = planned.features or options.get("feature_size")
         if planned.cross_features:
             options["cross_feature_size"] = planned.cross_features
         config = T2RConfig(**options, plan=planned.plan.to_dict())
     origin = by_main(lambda: origin_of(base if teacher is None else teacher), asked.divided)
+    if asked.logits is not None:
+        taught.check(asked.logits, given, plan, origin["base_weights"])
     facts = {
         "model": base.config.name_or_path,
         "weights": by_main(lambda: of_model(base), asked.divided),
@@ -219,8 +227,32 @@ def prepare(given: Conversion) -> Start:
         facts["memory_plan"] = planned.plan.to_dict()
     if teacher is not None:
         facts["teacher"] = origin["base_weights"]
+    if asked.logits is not None:
+        facts["teacher_logits"] = taught.fact(asked.logits)
     place, settings, auto = asked.place, asked.settings, asked.auto
-    return Start(base, teacher, tokenizer, task, plan, config, place, settings, auto, planned, facts, origin)
+    return Start(
+        base, teacher, tokenizer, task, plan, config, place, settings, auto, planned, facts, origin, asked.logits
+    )
+
+
+def make_plan(
+    budget: MemoryBudget,
+    asked: Asked,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    options: dict[str, Any],
+) -> Planned:
+    """Return the plan of a memory budget. If the model will be divided among processes, the main one makes it, with the
+    whole model on its device."""
+    trains, shown = bool(asked.plan.stages), asked.given.progress
+
+    def made() -> Planned:
+        with sharded.on_device(base, asked.place) if asked.divided else nullcontext():
+            return budget.plan(base, tokenizer, task, options, trains=trains, progress=shown)
+
+    task.read()  # all processes read the text: the main one first
+    return by_main(made, asked.divided)
 
 
 def check_auto(count: int | None, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:

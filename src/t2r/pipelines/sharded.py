@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -57,7 +58,6 @@ def check(given: Conversion, plan: Recipe, names: list[str]) -> None:
         (not isinstance(given.model, str | Path), "a model that is given as an object: give its folder"),
         (isinstance(given.teacher, PreTrainedModel), "a teacher that is given as an object: give its folder"),
         (given.compiled, "compile: leave it out"),
-        (given.memory is not None, "a memory budget: make the plan in one process"),
         (given.source is not None or given.target is not None, "translation"),
         (TEACHER in names, "text by the teacher: generate it first, in one process"),
         (lora, f"LoRA, which {' and '.join(lora)} trains"),
@@ -74,6 +74,16 @@ def check_place(place: torch.device) -> None:
     kind = "cpu" if found is None else found.type
     if place.type != kind:
         raise T2RError(f"fsdp_size divides models on {kind}, not on {place.type}: leave out the device")
+
+
+@contextmanager
+def on_device(whole: Any, place: torch.device) -> Iterator[None]:
+    """Move a whole model to a device, where it must fit, and back to the CPU."""
+    try:
+        whole.to(place)
+        yield
+    finally:
+        whole.to("cpu")
 
 
 def by_main(compute: Callable[[], T], divided: bool = True) -> T:

@@ -80,7 +80,7 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         self.deadline = None if seconds is None else Deadline(seconds, steps)
         arguments = training_arguments(job.settings, model, stage, steps, folder, self.deadline)
         items = arguments.max_steps * (stage.batch_tokens // stage.block_size)
-        self.order = Order(task.dataset(stage.block_size), items, job.settings.seed)
+        self.order = Order(job.dataset(stage), items, job.settings.seed)
         reached = float if self.deadline is None else self.deadline.planned_step
         self.average = make_average(model, stage, steps, self.order, reached)
         self.stage, self.task, self.learner = stage, task, Learner(job, model, stage)

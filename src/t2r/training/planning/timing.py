@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -178,7 +179,7 @@ def time_stage(job: Job, model: PreTrainedModel, stage: Stage) -> Cost:
         with stage_step(job, model, stage, trained) as step:
             sizes = sizes_to_time(stage, model.device, settings.compiled)
             warm_up = WARM_UP + 1 if captures(trained, settings) else int(settings.compiled)
-            token = time_slices(step, job.task, model.device, sizes, warm_up)
+            token = time_slices(step, job.task, model.device, sizes, warm_up, partial(job.example, stage))
             return Cost(token * OVERHEAD / processes.count(), time_optimizer(trained, stage))
     finally:
         if stage.train == "lora":
@@ -227,16 +228,22 @@ def slices(rows: int, block_size: int) -> Iterator[tuple[int, int]]:
 
 
 def time_slices(
-    work: Callable[[dict[str, Any]], None], task: Task, device: torch.device, sizes: Any, warm_up: int = 0
+    work: Callable[[dict[str, Any]], None],
+    task: Task,
+    device: torch.device,
+    sizes: Any,
+    warm_up: int = 0,
+    example: Callable[[int, int], dict[str, Any]] | None = None,
 ) -> float:
-    """Return the seconds per token of the first slice that takes long enough, after `warm_up` calls.
+    """Return the seconds per token of the first slice that takes long enough, after `warm_up` calls. `example` returns
+    a batch of a number of rows and a length. None: the task's.
 
     On a GPU, the first calls on a new shape load and tune kernels, so each slice is warmed up."""
     token, warm = 0.0, False
     if device.type != "cpu":
         warm_up = max(warm_up, GPU_WARM_UP)
     for rows, length in sizes:
-        batch = {name: x.to(device) for name, x in task.example(rows, length).items()}
+        batch = {name: x.to(device) for name, x in (example or task.example)(rows, length).items()}
         tokens = task.labels(batch).numel()
         for _ in range(warm_up):
             work(batch)

@@ -17,6 +17,7 @@ import yaml
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from t2r.data.teacher_logits import TeacherLogits
 from t2r.errors import T2RError
 from t2r.options import options_of
 from t2r.storage import whole_folder
@@ -66,6 +67,7 @@ class Session:
         minutes: total time budget. The stages of the plan then have minutes too, which are their shares of it.
         began: when the work began, by `time.monotonic`. None: now.
         restart: remove an unfinished run.
+        logits: the teacher's distribution of the text, which distillations read.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class Session:
         minutes: float | None = None,
         began: float | None = None,
         restart: bool = False,
+        logits: TeacherLogits | None = None,
     ) -> None:
         self.out, self.plan, self.task, self.settings, self.place = out, plan, task, settings, place
-        self.job = Job(task, settings=settings)
+        self.job = Job(task, settings=settings, logits=logits)
         """With the teacher, after `prepare`."""
         self.minutes = minutes
         by_the_clock = minutes is not None or any(stage.minutes is not None for stage in plan.stages)
@@ -141,13 +144,16 @@ class Session:
         """
         if self.settings.gradient_checkpointing:
             check_checkpointing(model)
-        self.job = Job(self.task, teacher, self.settings)
+        self.job = dataclasses.replace(self.job, teacher=teacher)
         sizes = {stage.block_size for stage in self.plan.stages}
         self.task.read()
         # What is there is checked before the teacher writes more.
         if self.task.tokens or not self.task.asked_of_teacher:
             for size in sizes:
                 self.task.dataset(size)
+        if self.job.logits is not None:
+            for stage in self.plan.stages:
+                self.job.dataset(stage)
         if self.run.begun:
             logger.info("resuming the unfinished run in %s", self.run.folder)
         work = self.work(model, scans)
@@ -268,7 +274,7 @@ class Session:
     def train(self, model: PreTrainedModel, stage: Stage) -> PreTrainedModel:
         """Run a stage, or load its result if it is finished."""
         began = self.run.remember(f"{stage.name}.began", lambda: self.run.seconds)
-        with fast_sums(self.place):
+        with fast_sums(self.place), self.job.without_teacher(stage):
             limits = Limits(self.speeds, self.seconds_for(stage), self.threads)
             trained = run_stage(self.run, self.job, model, stage, limits)
         self.run.remember(f"{stage.name}.took", lambda: self.run.seconds - began)

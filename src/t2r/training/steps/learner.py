@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t2r import compat
+from t2r.data.teacher_logits import take_taught
 from t2r.errors import T2RError
 from t2r.model.logits import Readout
+from t2r.model.top_k import TopK
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.job import Job
 from t2r.training.steps.objectives import distillation_loss, transferring
@@ -51,7 +53,7 @@ class Learner(compat.WrapsModel, nn.Module):
         The loss is a mean over the scored positions or, if the batch is a part of a larger one, their sum divided by
         `count`."""
         reading = batch.get(READING)
-        batch = {name: x for name, x in batch.items() if name != READING}
+        batch, taught = take_taught({name: x for name, x in batch.items() if name != READING})
         if self.stage.noise:
             share: float | Tensor = self.stage.noise
             if reading is not None and self.stage.noise_from > 1:
@@ -72,17 +74,19 @@ class Learner(compat.WrapsModel, nn.Module):
             scored = None if count is None else count.clamp_min(1)
             model = cast(Any, self.student)
             return model(**inputs, labels=batch["labels"], num_items_in_batch=scored, use_cache=False).loss, {}
-        return self.against(inputs, self.task.labels(batch).flatten(), count)
+        return self.against(inputs, self.task.labels(batch).flatten(), count, taught)
 
     def against(
-        self, inputs: dict[str, Tensor], labels: Tensor, count: Tensor | None
+        self, inputs: dict[str, Tensor], labels: Tensor, count: Tensor | None, taught: TopK | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss on the labels and, in a distillation, on the teacher's distribution."""
+        """Return the loss on the labels and, in a distillation, on the teacher's distribution, which is computed unless
+        it is given."""
         stage, (teacher,) = self.stage, self._teacher
         distills = stage.objective == "distill"
         kl_weight, task_weight = (stage.kl_weight, stage.task_weight) if distills else (0.0, 1.0)
         ours, student_head = self.read(self.student, inputs)
-        theirs = teacher_head = None
+        theirs: Tensor | TopK | None = taught
+        teacher_head = None
         if teacher is not None:
             with torch.no_grad():
                 theirs, teacher_head = self.read(teacher, self.task.teacher_inputs(inputs))

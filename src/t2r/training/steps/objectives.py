@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from t2r.attention.recurrence import Inputs, Recurrence, exact_attention, recurrent_sites
 from t2r.model.logits import LinearHead, logits_at_once, widened
+from t2r.model.top_k import TopK, completed
 
 
 @cache
@@ -96,7 +97,7 @@ ALIGNED = 8
 
 def distillation_loss(
     student: Tensor,
-    teacher: Tensor | None,
+    teacher: Tensor | TopK | None,
     labels: Tensor,
     *,
     count: Tensor | int | None = None,
@@ -114,6 +115,10 @@ def distillation_loss(
     Each is a mean over the tokens whose label is not -100, or their sum divided by `count` if they are a part of a
     larger batch. Without a teacher there is only the cross entropy. `label_smoothing` applies to the cross entropy.
 
+    Of a teacher that is given as `TopK`, at the same temperature, the KL divergence is that of k + 1 outcomes: the
+    tokens that are not among the k are one. It is never more than that of all tokens, and the same if k is the
+    vocabulary.
+
     With a head, `student` or `teacher` is the input of the head, `[tokens, hidden]`, and logits are computed for a
     chunk of tokens at a time, in the forward and in the backward pass. Without, it is the logits. A head is a linear
     layer, a `LinearHead`, or a callable with `out_features`.
@@ -130,7 +135,7 @@ def distillation_loss(
     reference = (None, None) if theirs is None else (theirs.weight.detach(), theirs.bias)
     if ours is not None and ours.scale != 1:
         student = student * ours.scale
-    if theirs is not None and theirs.scale != 1 and teacher is not None:
+    if theirs is not None and theirs.scale != 1 and isinstance(teacher, Tensor):
         teacher = teacher * theirs.scale
     scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
     weights = (0.0 if teacher is None else kl_weight, task_weight, temperature, label_smoothing, compiled, fixed)
@@ -140,7 +145,7 @@ def distillation_loss(
 
 def in_pieces(
     student: Tensor,
-    teacher: Tensor | None,
+    teacher: Tensor | TopK | None,
     labels: Tensor,
     count: Tensor | int | None,
     student_head: Any,
@@ -156,13 +161,14 @@ def in_pieces(
     vocabulary = getattr(student_head, "out_features", student.shape[-1])
     rows = max(1, logits_at_once(student.device) // vocabulary)
 
-    def piece(ours: Tensor, theirs: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
+    def piece(ours: Tensor, theirs: Tensor | TopK | None, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = widened(student_head(ours))
         kl = logits.new_zeros(())
         if theirs is not None and kl_weight:
-            with torch.no_grad():
-                log_p = (widened(teacher_head(theirs)) / temperature).log_softmax(-1)
             log_q = (logits / temperature).log_softmax(-1)
+            with torch.no_grad():
+                reference = theirs if isinstance(theirs, TopK) else teacher_head(theirs)
+                log_p = log_probabilities(reference, log_q, temperature)
             per_token = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
             kl = per_token.masked_fill(target < 0, 0).sum()
         if not task_weight:
@@ -172,7 +178,7 @@ def in_pieces(
     sums = []
     for start in range(0, student.shape[0], rows):
         here = slice(start, start + rows)
-        theirs = None if teacher is None else teacher[here]
+        theirs = None if teacher is None else part_of(teacher, here)
         sums.append(torch.stack(checkpoint(piece, student[here], theirs, labels[here], use_reentrant=False)))
     scored = (labels >= 0).sum() if count is None else torch.as_tensor(count, device=labels.device)
     kl, task = torch.stack(sums).sum(0) / scored.clamp_min(1)
@@ -181,6 +187,20 @@ def in_pieces(
 
 def as_they_are(logits: Tensor) -> Tensor:
     return logits
+
+
+def part_of(teacher: Tensor | TopK, here: slice, added: int = 0) -> Tensor | TopK:
+    """Return some positions of a teacher, and further ones of zeros."""
+    if isinstance(teacher, TopK):
+        return TopK(*(filled(x, added) for x in teacher.rows(here)))
+    return filled(teacher[here], added)
+
+
+def log_probabilities(reference: Tensor | TopK, log_q: Tensor, temperature: float) -> Tensor:
+    """Return the teacher's log-probabilities, from logits, or from the most likely tokens completed by the student."""
+    if isinstance(reference, TopK):
+        return completed(reference, log_q)
+    return (widened(reference) / temperature).log_softmax(-1)
 
 
 class _ChunkedDistillation(torch.autograd.Function):
@@ -192,7 +212,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         student: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        teacher: Tensor | None,
+        teacher: Tensor | TopK | None,
         teacher_weight: Tensor | None,
         teacher_bias: Tensor | None,
         labels: Tensor,
@@ -225,9 +245,9 @@ class _ChunkedDistillation(torch.autograd.Function):
                 added = size - real if fixed else 0
                 own, target = filled(student[here], added), filled(labels[here], added, -100)
                 rows = apply_head(own, head)
-                reference = None
-                if teacher is not None:
-                    reference = apply_head(filled(teacher[here], added), reference_head)[:, :vocabulary]
+                reference = None if teacher is None else part_of(teacher, here, added)
+                if isinstance(reference, Tensor):
+                    reference = apply_head(reference, reference_head)[:, :vocabulary]
                 kl, task, gradient = terms(
                     rows[:, :vocabulary],
                     reference,
@@ -304,7 +324,7 @@ def replace_by_gradient(logits: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Te
 
 def loss_and_gradient(
     logits: Tensor,
-    reference: Tensor | None,
+    reference: Tensor | TopK | None,
     labels: Tensor,
     scored: Tensor,
     kl_weight: float,
@@ -319,7 +339,7 @@ def loss_and_gradient(
     gradient = None
     if reference is not None and kl_weight:
         log_q = (wide / temperature).log_softmax(-1)
-        log_p = (widened(reference) / temperature).log_softmax(-1)
+        log_p = log_probabilities(reference, log_q, temperature)
         p = log_p.exp()
         kl = temperature**2 * (p * (log_p - log_q)).sum(-1).masked_fill(ignored, 0).sum()
         gradient = log_q.exp_().sub_(p).mul_(kl_weight * temperature)
