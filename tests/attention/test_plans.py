@@ -105,6 +105,39 @@ def test_a_static_cache(model_type, kind):
         assert_same(rest, expected[row : row + 1, start + 10 :])
 
 
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {"plan": plans(2)["states"]}),
+        ("opt", {"plan": plans(4)["some states"]}),
+        ("mistral", {"softmax_layers": [0]}),
+    ],
+)
+@torch.no_grad()
+def test_padded_prompts_in_a_static_cache(model_type, options):
+    """Lengths of a static cache count padding, and windows do not."""
+    model = t2r.swap(tiny(model_type), feature_size=6, **options).eval()
+    ids, mask = text(3, 12), torch.ones(3, 12, dtype=torch.long)
+    mask[1, :7], mask[2, :2] = 0, 0
+    how = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, **how)
+    assert torch.equal(model.generate(ids, **how, cache_implementation="static"), expected)
+
+    cache = model.make_static_cache(rows=3, max_length=40)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    taken, other = cache.take(1), model.make_static_cache(rows=2, max_length=40)
+    other.put(1, cache, 1)
+    other.put(0, cache, 2)
+    cache.reorder_cache(torch.tensor([1, 1, 0]))
+    assert cache.layers[0].window.seen.tolist() == [5, 5, 12]
+    assert other.lengths.tolist() == [10, 5]
+    alone = model(ids[1:2, 7:], use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+    expected = model(torch.cat([ids[1:2, 7:], alone], dim=1), use_cache=False).logits[:, -1]
+    assert_same(model(alone, past_key_values=taken).logits[:, -1], expected)
+    assert_same(model(alone.expand(2, 1), past_key_values=other, **other.step_inputs()).logits[1:, -1], expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
 @torch.no_grad()

@@ -23,7 +23,7 @@ CASES = {  # windows of the key heads, sinks, query heads of each, size of keys 
 
 def memory_of(shape, rows, dim, value, dtype, seen):
     keys, values = (torch.zeros(rows, shape.slots, n, device=DEVICE, dtype=dtype) for n in (dim, value))
-    return WindowMemory(shape, keys=keys, values=values, seen=seen.clone())
+    return WindowMemory(shape, keys=keys, values=values, lengths=seen.clone())
 
 
 @pytest.mark.parametrize(("sizes", "sinks", "group", "dim", "value", "dtype"), CASES.values(), ids=CASES)
@@ -46,7 +46,7 @@ def test_a_step_of_windows(sizes, sinks, group, dim, value, dtype, monkeypatch):
             monkeypatch.setattr("t2r.attention.memories.window.steps_at_once", lambda *given, triton=triton: triton)
             with torch.no_grad():
                 answers.append(memory.attend(q, k, v, windows, None, How(0.3), leaves=True))
-            memory.seen += 1
+            memory.lengths += 1
         ((found,), left), ((expected,), gone) = answers
         torch.testing.assert_close(found.numerator, expected.numerator, **near)
         torch.testing.assert_close(found.peak, expected.peak, **near)

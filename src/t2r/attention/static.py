@@ -57,6 +57,8 @@ class StaticT2RCache(T2RCache):
         self.counts_by_row = by_row
         for layer in self.layers:
             layer.only_real_tokens = True
+            if layer.window is not None:
+                layer.window.skipped = None
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.lengths[:, None] if self.counts_by_row else super().get_seq_length(layer_idx)
@@ -81,11 +83,8 @@ class StaticT2RCache(T2RCache):
             real = other.attention_mask().to(index.device)[index].bool()
         for own, new in zip(self.layers, other.layers, strict=True):
             own.put_rows(rows, new, index, real)
-        if isinstance(other, StaticT2RCache):
-            self.lengths[rows] = other.lengths[index]
-        else:
-            count = 0 if padding is None else padding.tokens.to(index.device)[index]
-            self.lengths[rows] = other.get_seq_length() - count
+        length = other.lengths[index] if isinstance(other, StaticT2RCache) else other.get_seq_length()
+        self.lengths[rows] = length - (0 if padding is None else padding.tokens.to(index.device)[index])
         self.forget_padding(rows)
 
     def forget_padding(self, rows: Any) -> None:

@@ -377,7 +377,7 @@ def fixed_memories(module: Recurrence, head_dim: int, room: Room) -> tuple[Memor
     if module.window is not None:
         size = (room.rows, module.window.slots, head_dim)
         keys, values = (torch.zeros(size, dtype=room.dtype, device=room.device) for _ in range(2))
-        made.append(WindowMemory(module.window, keys=keys, values=values, seen=room.lengths))
+        made.append(WindowMemory(module.window, keys=keys, values=values, lengths=room.lengths))
     if module.has_map:
         state = module.feature_map.empty_state(room.rows, head_dim, room.dtype, room.device)
         if room.state_dtype is not None:

@@ -48,23 +48,36 @@ class Shape(NamedTuple):
 class WindowMemory(Memory):
     """The windows of a layer. `keys` and `values` are `[rows, slots, dim]`, one ring after the other.
 
-    Padding is not stored, so rows are independent of their padding. `seen [rows]` is the number of tokens of each row;
-    that of a fixed memory is the tensor of lengths of its cache."""
+    Padding is not stored, so rows are independent of their padding. `seen [rows]` is the number of tokens of each row,
+    without padding. A fixed memory derives it from the `lengths` of its cache, which count padding."""
 
     names = ("keys", "values", "seen")
 
     def __init__(
-        self, shape: Shape, *, keys: Tensor | None = None, values: Tensor | None = None, seen: Tensor | None = None
+        self, shape: Shape, *, keys: Tensor | None = None, values: Tensor | None = None, lengths: Tensor | None = None
     ) -> None:
         self.shape = shape
-        self.keys, self.values, self.seen = keys, values, seen
+        self.keys, self.values = keys, values
         self.fixed = keys is not None
+        self.counted: Tensor | None = None
+        """The number of tokens of each row of a memory that is not fixed."""
+        self.lengths = lengths
+        self.skipped = None if lengths is None else torch.zeros_like(lengths)
+        """The padding that is among the `lengths` of a fixed memory. None: there never is any, which saves an
+        operation."""
         # Made now, because captured calls cannot make tensors of numbers.
         self.layout = None if keys is None else shape.layout(keys.device)
         self.ones: Tensor | None = None
         """The denominators of a step in one kernel, kept because to make them is a kernel, too."""
         self.before: dict[str, Tensor] | None = None
         self.added: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    @property
+    def seen(self) -> Tensor | None:
+        """The number of tokens of each row, `[rows]`. None before the first token."""
+        if self.lengths is None:
+            return self.counted
+        return self.lengths if self.skipped is None else self.lengths - self.skipped
 
     # --- Attention ------------------------------------------------------------------------------------------
 
@@ -80,15 +93,16 @@ class WindowMemory(Memory):
         Returns sums over the new tokens and over those before, which belong together.
         """
         first = self.keys is None
-        if self.keys is None or self.values is None or self.seen is None:
+        if self.keys is None or self.values is None:
             self.allocate(k, v)
-        assert self.keys is not None and self.values is not None and self.seen is not None
+        assert self.keys is not None and self.values is not None
         how = how._replace(inplace=self.fixed or (may_overwrite(self.keys) and not self.recording))
         if self.recording:
             if not self.added:
                 self.before = dict(self.tensors())
             self.added.append((k, v, mask))
         seen = self.seen
+        assert seen is not None
         left: Left | None
         if k.shape[2] == 1:
             sums, left = self.step(q, k, v, mask, how)
@@ -102,7 +116,9 @@ class WindowMemory(Memory):
             left = self.leaving(k, v) if leaves else None
             self.extend(k, v, mask, how)
         if not self.fixed:
-            self.seen = seen + (k.shape[2] if mask is None else mask.sum(1))
+            self.counted = seen + (k.shape[2] if mask is None else mask.sum(1))
+        elif mask is not None and self.skipped is not None:
+            self.skipped.add_((~mask).sum(1))
         return found, left
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How) -> tuple[Sums, Left]:
@@ -207,22 +223,22 @@ class WindowMemory(Memory):
     def allocate(self, k: Tensor, v: Tensor) -> None:
         rows, slots = k.shape[0], self.shape.slots
         self.keys, self.values = (x.new_zeros(rows, slots, x.shape[3]) for x in (k, v))
-        self.seen = torch.zeros(rows, dtype=torch.long, device=k.device)
+        self.counted = torch.zeros(rows, dtype=torch.long, device=k.device)
 
     # --- Rows -----------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        if self.keys is None or self.values is None or self.seen is None:
+        if self.keys is None or self.values is None:
             return {}
         held = {"keys": self.keys, "values": self.values}
-        return held if self.fixed else held | {"seen": self.seen}
+        return held if self.counted is None else held | {"seen": self.counted}
 
     def extra_tensors(self) -> list[Tensor]:
         return [*(self.before or {}).values(), *(x for added in self.added for x in added if x is not None)]
 
     def load(self, held: dict[str, Tensor]) -> None:
         if held:
-            self.keys, self.values, self.seen = held["keys"], held["values"], held["seen"].long()
+            self.keys, self.values, self.counted = held["keys"], held["values"], held["seen"].long()
 
     def check(self, held: dict[str, Tensor]) -> None:
         keys, values, seen = held["keys"], held["values"], held["seen"]
@@ -233,7 +249,7 @@ class WindowMemory(Memory):
 
     def each_row(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.fixed:
-            for x in self.tensors().values():
+            for x in (*self.tensors().values(), *(() if self.skipped is None else (self.skipped,))):
                 x.copy_(function(x))
             return
         self.load({name: function(x) for name, x in self.tensors().items()})
@@ -253,10 +269,12 @@ class WindowMemory(Memory):
         for name, own in self.tensors().items():
             new = getattr(other, name)
             own[rows] = new.index_select(0, index.to(new.device)).to(own)
+        if self.skipped is not None:  # the lengths of rows that are put are those without padding
+            self.skipped[rows] = 0
 
     def taken(self, row: int, tokens: int) -> dict[str, Tensor]:
-        held = {name: x[row : row + 1].clone() for name, x in self.tensors().items()}
-        return held | {"seen": torch.tensor([tokens], device=held["keys"].device)}
+        assert self.seen is not None
+        return {name: x[row : row + 1].clone() for name, x in (self.tensors() | {"seen": self.seen}).items()}
 
     @property
     def recorded_tokens(self) -> int | None:
@@ -276,9 +294,11 @@ class WindowMemory(Memory):
         order = (~mask).int().argsort(dim=1, stable=True)  # real tokens first
         k, v = (x.gather(2, order[:, None, :, None].expand(x.shape)) for x in (k, v))
         self.extend(k, v, mask, How(1.0))
-        self.seen = self.seen + mask.sum(1)
+        self.counted = self.seen + mask.sum(1)
 
     def reset(self, rows: Any = None) -> None:
         """Forget everything. The buffers of a fixed memory stay as they are: what is beyond a length is not read."""
         if not self.fixed:
             self.__init__(self.shape)  # type: ignore[misc]
+        elif self.skipped is not None:
+            self.skipped[slice(None) if rows is None else rows] = 0
