@@ -356,6 +356,50 @@ def test_continuing_from_a_state(case):
     assert out[:, 5:].tolist() == [sequence.tokens for sequence in joined]
 
 
+@pytest.mark.parametrize("case", ["llama", "gpt2 kept"])
+@torch.no_grad()
+def test_processors_see_the_history_of_a_state(case):
+    """With the tokens that a state has read, a continuation is that of the whole text."""
+    model, (whole,) = swapped(case), prompts([14])
+    state = model(whole[:, :9], past_key_values=model.make_cache()).past_key_values
+    engine = Engine(model)
+    for options in (
+        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 1},
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2, "min_length": 18},
+        {"do_sample": True, "top_k": 5, "repetition_penalty": 1.7},
+        {"max_length": 17},
+    ):
+        how = {"max_new_tokens": 10, **options} if "max_length" not in options else options
+        sequence = engine.submit(
+            whole[:, 9:], state=state, history=whole[0, :9], seed=3, keep_state=True, logprobs=0, **how
+        )
+        list(engine.run())
+        torch.manual_seed(3)
+        assert sequence.tokens == alone(model, whole, **how)
+        assert len(sequence.logprobs) == len(sequence.tokens)
+        assert sequence.state.get_seq_length() == 13 + len(sequence.tokens)
+    for history in (whole[0, :8], whole[:, :9].float(), whole[:, :9].expand(2, -1)):
+        with pytest.raises(T2RError, match=r"history|whole numbers"):
+            engine.submit(whole[:, 9:], state=state, history=history)
+    with pytest.raises(T2RError, match="the 0 tokens"):
+        engine.submit(whole[:, 9:], history=whole[:, :9])
+
+
+@torch.no_grad()
+def test_a_state_may_change_while_a_sequence_waits():
+    model, (whole, other) = swapped("llama"), prompts([9, 5])
+    state = model(whole[:, :5], past_key_values=model.make_cache()).past_key_values
+    engine = Engine(model, rows=1)
+    first = engine.submit(other, max_new_tokens=3)
+    second = engine.submit(whole[:, 5:], state=state, max_new_tokens=6)
+    for token in other[0]:
+        model(token.view(1, 1), past_key_values=state)
+    list(engine.run())
+    assert first.tokens == alone(model, other, max_new_tokens=3)
+    assert second.tokens == alone(model, whole, max_new_tokens=6)
+
+
 @pytest.mark.parametrize("case", ["gpt2 kept", "llama recipe"])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_a_state_can_be_kept_and_continued(case, tokens, tmp_path):

@@ -151,6 +151,27 @@ def test_penalties():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.5}, {"presence_penalty": 1.5}])
+def test_penalties_do_not_depend_on_what_a_state_has_read(penalty):
+    """A prompt whose beginning is known, and one after a state, have the answer that they have from the beginning."""
+
+    async def post(client, prompt, **fields):
+        body = {"prompt": prompt, "max_tokens": 12, **penalty, **fields}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        return answer, answer["choices"][0]["text"]
+
+    async def main():
+        async with running(served()) as (client, _):
+            _, expected = await post(client, LETTERS)
+            state = (await client.post("/v1/states", json={"text": LETTERS[:20], "chat": False})).json()
+            known, found = await post(client, LETTERS)
+            assert known["usage"]["prompt_tokens_details"]["cached_tokens"] == 20
+            assert found == expected
+            assert (await post(client, LETTERS[20:], state=state["id"]))[1] == expected
+
+    asyncio.run(main())
+
+
 def test_a_chat():
     """The template renders messages. A later call finds the state of what was said before."""
 

@@ -9,6 +9,7 @@ import torch
 from engines import alone
 from serving_models import STOP, model, running, served, teacher, tokenizer
 from t2r import T2RError
+from t2r.serving.errors import ApiError
 from t2r.serving.prefixes import Prefixes
 from t2r.serving.served import ServedModel
 
@@ -326,3 +327,15 @@ def test_the_longest_known_prefix():
     assert known.longest("other", [1, 2, 3, 4]) is None
     known.remove("m", [1, 2, 3], "d")
     assert known.longest("m", [1, 2, 3, 4]) == "b"
+
+
+def test_a_state_that_is_deleted_while_a_request_is_read():
+    async def main():
+        async with running(served()) as (client, service):
+            first = await say(client, "Hello")
+            found = service.states.get(first["id"])
+            service.states.forget(found)
+            with pytest.raises(ApiError, match="there is no state"):
+                await service.states.load(found)
+
+    asyncio.run(main())

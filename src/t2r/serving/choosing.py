@@ -27,8 +27,8 @@ class Choosing(NamedTuple):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    def options(self, model: ServedModel, prompt: int) -> dict[str, Any]:
-        """Return options of `generate`, after a prompt of this number of tokens.
+    def options(self, model: ServedModel) -> dict[str, Any]:
+        """Return options of `generate`, without those of `penalties`.
 
         A temperature of 0 is greedy search. Without a temperature, and with another option of sampling, it is 1."""
         options: dict[str, Any] = {"max_new_tokens": self.max_tokens, "pad_token_id": model.pad}
@@ -37,9 +37,6 @@ class Choosing(NamedTuple):
             options["repetition_penalty"] = self.repetition_penalty
         if biases := self.biases(model):
             options["sequence_bias"] = [[[token], bias] for token, bias in biases.items()]
-        if self.presence_penalty or self.frequency_penalty:
-            penalties = Penalties(prompt, self.presence_penalty or 0.0, self.frequency_penalty or 0.0)
-            options["logits_processor"] = LogitsProcessorList([penalties])
         asked = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         given = {name: value for name, value in asked.items() if value is not None}
         samples = bool(given) if model.defaults.do_sample is None else model.defaults.do_sample or bool(given)
@@ -49,6 +46,13 @@ class Choosing(NamedTuple):
         # transformers limits the choice to 50 tokens if neither the client nor the model says anything.
         own = model.defaults.top_k
         return options | {"do_sample": True, "top_k": 0 if own is None else own} | given
+
+    def penalties(self, known: int) -> dict[str, Any]:
+        """Return the options for OpenAI's penalties, which do not count the first `known` tokens."""
+        if not self.presence_penalty and not self.frequency_penalty:
+            return {}
+        penalties = Penalties(known, self.presence_penalty or 0.0, self.frequency_penalty or 0.0)
+        return {"logits_processor": LogitsProcessorList([penalties])}
 
     def biases(self, model: ServedModel) -> dict[int, float]:
         biases = {}

@@ -161,24 +161,25 @@ class Service:
             tokens = tokens if stored is None else tokens[stored.length :]
         cached = 0 if stored is None else stored.length
         self.check_length(call, cached + len(tokens))
-        options = call.choosing.options(model, len(tokens))
-        state = None
+        options = call.choosing.options(model)
+        state = history = None
         if stored is not None:
+            history = stored.tokens
             try:
                 state = await self.states.load(stored)
             except ApiError:
                 if prompt.stored is not None:
                     raise
-                stored, tokens, cached = None, prompt.tokens, 0  # everything is read again
-                options = call.choosing.options(model, len(tokens))
+                tokens, cached, history = prompt.tokens, 0, None  # everything is read again
         self.admit(call)  # others may have come meanwhile
         seed = secrets.randbits(32) if call.seed is None else call.seed
         jobs = [
             Job(
                 model,
                 tokens,
-                options,
+                options | call.choosing.penalties(len(tokens) + len(history or ())),
                 state,
+                history,
                 (seed + i) & ALL_SEEDS,
                 call.stop,
                 call.logprobs,

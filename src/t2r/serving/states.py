@@ -127,6 +127,8 @@ class States:
 
     async def load(self, stored: Stored) -> Any:
         """Return the cache of a state, from memory or disk. Raises ApiError if its file is damaged."""
+        if stored.removed:  # since it was found
+            raise unknown_state(stored.id)
         self.use(stored)
         if stored.cache is not None:
             return stored.cache

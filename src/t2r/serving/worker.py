@@ -48,6 +48,8 @@ class Job:
     options: dict[str, Any]
     """Options of `generate`."""
     state: Any = None
+    history: Any = None
+    """The tokens that the state has read, if they are known, as an array of `int` of 4 bytes."""
     seed: int | None = None
     stop: Sequence[str] = ()
     """Strings that end the text, which does not contain them."""
@@ -201,14 +203,15 @@ class Worker:
         model = job.model
         ids = torch.tensor([job.tokens])
         try:
-            job.sequence = model.engine.submit(
-                ids, state=job.state, seed=job.seed, keep_state=job.keep_state, logprobs=job.logprobs, **job.options
-            )
+            history = None if job.history is None else torch.frombuffer(job.history, dtype=torch.int32)
+            how: dict[str, Any] = {"state": job.state, "history": history, "copy_state": False}  # states never change
+            how |= {"seed": job.seed, "keep_state": job.keep_state, "logprobs": job.logprobs}
+            job.sequence = model.engine.submit(ids, **how, **job.options)
         except Exception as error:
             job.error = error
             self.outbox.append((job, Piece("", [], [], True)))
             return
-        job.state = None
+        job.state = job.history = None
         self.jobs[job.sequence] = job
         self.note(model)
 

@@ -37,6 +37,7 @@ from t2r.generation.engine.request import (
     Request,
     check_padding,
     check_tokens,
+    checked_history,
     counts_tokens,
     no_static_cache,
     not_now,
@@ -255,7 +256,7 @@ class Engine:
         """Return the size of the caches of a call at its end, where all tokens except the last were read."""
         step = self.rows.step or self.beam_step
         assert step is not None
-        before = 0 if state is None else state.get_seq_length()
+        before = 0 if state is None else state.get_seq_length() - done.request.read
         source = 0 if done.request.source is None else done.request.source.shape[1]
         return done.request.ids.shape[0] * step.row_bytes(before + done.result().shape[1] - 1, source)
 
@@ -266,6 +267,8 @@ class Engine:
         input_ids: Tensor,
         *,
         state: T2RCache | None = None,
+        history: Tensor | None = None,
+        copy_state: bool = True,
         seed: int | None = None,
         keep_state: bool = False,
         logprobs: int | None = None,
@@ -273,17 +276,29 @@ class Engine:
     ) -> Sequence:
         """Add one prompt `[1, tokens]` or `[tokens]` to the running batch. It waits until a row is free.
 
-        The options are those of `generate`. With `keep_state`, the finished sequence has its state. With `logprobs`, it
-        has the logarithm of the probability of each token, and of this many of the most likely tokens. The last event
-        of the sequence has a `reason`, and so has the sequence: `stop`, `length`, `cancelled` or `error`. A sequence
-        that fails, for example in a logits processor, has an `error`; others go on."""
+        The last event of the sequence has a `reason`, and so has the sequence: `stop`, `length`, `cancelled` or
+        `error`. A sequence that fails, for example in a logits processor, has an `error`; others go on.
+
+        Args:
+            input_ids: the prompt.
+            state: a state from which the prompt continues. It is not modified.
+            history: the tokens `[1, tokens]` or `[tokens]` that the state has read. Logits processors, such as a
+                repetition penalty, and stopping criteria then see them too, as if the model had read everything now.
+            copy_state: whether the state is copied now. Without a copy, it must not change while the sequence waits.
+            seed: random seed for sampling.
+            keep_state: whether the finished sequence has its state.
+            logprobs: give each token the logarithm of its probability, and those of this many other likely tokens.
+            options: options of `generate`.
+        """
         if isinstance(input_ids, Tensor) and input_ids.dim() == 1:
             input_ids = input_ids[None]
         check_tokens(self.model, input_ids)
+        history = None if history is None else checked_history(self.model, history, state)
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         with self.lock:
             try:
-                request = self.prepared(input_ids, options, state, keep_state=keep_state, seed=seed)
+                request = self.prepared(input_ids, options, state, keep_state=keep_state, seed=seed, history=history)
+                state = state.fork() if state is not None and copy_state else state
                 group = self._admitted(request, state, seed, keep_state, logprobs)
             except ForGenerate as reason:
                 raise T2RError(f"the sequence cannot join a running batch: {reason}") from reason
@@ -385,6 +400,7 @@ class Engine:
         *,
         keep_state: bool = False,
         seed: Any = None,
+        history: Tensor | None = None,
     ) -> Request:
         """Check and prepare a call. Raises ForGenerate if the engine does not support it."""
         check_options(self.original, options, self.generation_config, seed)
@@ -414,8 +430,13 @@ class Engine:
             mask = new_token_mask(mask, ids, read)
         if mask is not None:
             options = {**options, "attention_mask": mask.to(self.model.device)}
+        if history is not None and ids is not None:
+            ids = torch.cat([history, ids], dim=1)
+            mask = options["attention_mask"]
+            options["attention_mask"] = torch.cat([torch.ones_like(history).to(mask), mask], dim=1)
         with torch.no_grad():
             request = prepare(self.model, ids, options, self.generation_config)
+        request = request._replace(read=0 if history is None else history.shape[1])
         check_padding(request)
         if not self.model.config.is_encoder_decoder and (mask := whole_mask(request, state)) is not None:
             if self.model.grows() and not Padding.of(mask).is_known:  # a row holds real tokens only

@@ -13,8 +13,9 @@ from t2r.generation.state import PIECE
 
 def whole_mask(request: Request, state: Any) -> Tensor | None:
     """Return the padding mask of prompts, after that of the state from which they continue. None: no padding."""
-    ids, mask = request.ids, request.inputs.get("attention_mask")
+    ids, mask = request.new_ids, request.inputs.get("attention_mask")
     if state is not None:
+        mask = None if mask is None else mask[:, request.read :]
         read = state.attention_mask().to(ids.device).repeat_interleave(ids.shape[0] // state.rows, dim=0)
         mask = torch.cat([read, torch.ones_like(ids) if mask is None else mask.to(read)], dim=1)
     return None if mask is None or bool(mask.all()) else mask
@@ -27,8 +28,8 @@ class Prefill:
 
     def __init__(self, model: Any, request: Request, state: Any, piece: int) -> None:
         self.model, self.request, self.state = model, request, state
-        self.inputs = dict(request.inputs)
-        self.total = request.ids.shape[1]
+        self.inputs, self.ids = dict(request.inputs), request.new_ids
+        self.total = self.ids.shape[1]
         # The first tokens of a decoder are few, and belong to a source that was read at once.
         self.piece = self.total if model.config.is_encoder_decoder else piece
         self.read_so_far = 0
@@ -39,14 +40,14 @@ class Prefill:
     @property
     def tokens(self) -> int:
         """The number of tokens of the next piece, of all prompts."""
-        return self.request.ids.shape[0] * min(self.piece, self.total - self.read_so_far)
+        return self.ids.shape[0] * min(self.piece, self.total - self.read_so_far)
 
     @property
     def done(self) -> bool:
         return self.read_so_far == self.total
 
     def begin(self) -> None:
-        ids, inputs, state = self.request.ids, self.inputs, self.state
+        ids, inputs, state = self.ids, self.inputs, self.state
         self.cache, self.past = inputs["past_key_values"], 0
         self.mask = whole_mask(self.request, state)
         if state is not None:
@@ -57,7 +58,7 @@ class Prefill:
 
     def read(self) -> None:
         """Read the next piece."""
-        ids, inputs = self.request.ids, self.inputs
+        ids, inputs = self.ids, self.inputs
         if self.model.config.is_encoder_decoder:
             self.cache, self.read_so_far = inputs["past_key_values"], self.total
             given = self.model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)

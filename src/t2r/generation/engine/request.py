@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import MaxLengthCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
+from t2r.attention.cache import T2RCache
 from t2r.attention.recurrence import computes_exactly
 from t2r.errors import T2RError
 from t2r.generation.engine.arguments import is_whole_dtype
@@ -71,6 +72,13 @@ class Request(NamedTuple):
     config: GenerationConfig
     inputs: dict[str, Any]
     """Further inputs of the forward pass: masks, positions, an empty cache, encoder outputs."""
+    read: int = 0
+    """The number of first tokens of `ids` that the state has read. They are there for processors and criteria."""
+
+    @property
+    def new_ids(self) -> Tensor:
+        """The tokens to read."""
+        return self.ids[:, self.read :]
 
     @property
     def max_length(self) -> int:
@@ -163,6 +171,18 @@ def check_tokens(model: Any, input_ids: Any) -> None:
         raise T2RError(f"input_ids has token {least}: tokens are not negative")
     check_vocabulary(model, [most])
     check_source_length(model, input_ids.shape[1])
+
+
+def checked_history(model: Any, history: Any, state: Any) -> Tensor:
+    """Return the tokens that a state has read, `[1, tokens]`. Raises T2RError if there are more or fewer."""
+    history = history[None] if isinstance(history, Tensor) and history.dim() == 1 else history
+    check_tokens(model, history)
+    read = state.get_seq_length() if isinstance(state, T2RCache) else 0
+    if history.shape != (1, read):
+        raise T2RError(
+            f"history has shape {tuple(history.shape)}: it must be the {read} tokens that the state has read"
+        )
+    return history.to(model.device, torch.long)
 
 
 def check_padding(request: Request) -> None:

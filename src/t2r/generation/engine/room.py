@@ -49,7 +49,7 @@ class Room(NamedTuple):
 
 def total_length(request: Request, state: Any) -> int:
     """Return the maximum length of a sequence, including the tokens of a state."""
-    return int(request.max_length + (0 if state is None else state.get_seq_length()))
+    return int(request.max_length + (0 if state is None else state.get_seq_length() - request.read))
 
 
 def enlarged(needed: int, before: int, block: int = BLOCK) -> int:

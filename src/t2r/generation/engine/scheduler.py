@@ -180,7 +180,7 @@ class Scheduler:
 
     def threads(self, prefill: Prefill) -> int:
         assert self.rows.step is not None
-        short = prefill.request.ids.numel() <= SHORT
+        short = prefill.ids.numel() <= SHORT
         return self.rows.step.threads if short else torch.get_num_threads()
 
     def start(self, group: Group, prefill: Prefill) -> None:
