@@ -40,12 +40,13 @@ def free_on_cpu() -> int:
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // 2 if hasattr(os, "sysconf") else 2**32
 
 
-def refuse_beyond_memory(needed: int, device: Any, what: str) -> None:
+def refuse_beyond_memory(needed: int, device: Any, what: str, hint: str = "") -> None:
     """Raise T2RError if work needs more bytes than are free. Linux would grant them, and then kill a process.
 
-    `what` is the work, with a verb: "2 sequences need"."""
+    `what` is the work, with a verb: "2 sequences need". `hint` is what to do."""
     if needed > (free := free_memory(device)):
-        raise T2RError(f"{what} at least {human(needed)} of memory, and {human(free)} are free on {device}")
+        more = f": {hint}" if hint else ""
+        raise T2RError(f"{what} at least {human(needed)} of memory, and {human(free)} are free on {device}{more}")
 
 
 def shortage(error: BaseException) -> str | None:

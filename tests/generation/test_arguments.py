@@ -118,7 +118,7 @@ def test_other_arguments(model):
 
 
 def test_more_than_fits_into_memory_is_one_line(model):
-    needs = "need .* GiB of memory, and .* GiB are free"
+    needs = "need at least .*iB of memory, and .*iB are free on cpu: give fewer"
     with pytest.raises(T2RError, match=f"1,000,000,000 sequences at a time {needs}"):
         Engine(model, rows=10**9).generate(IDS, max_new_tokens=2)
     for options in ({"num_beams": 10**9}, {"num_return_sequences": 10**9, "do_sample": True}):

@@ -54,9 +54,9 @@ def plan(
 ) -> None:
     """Show who gets which window within a memory budget, and what is lost without training.
 
-    Each head of the model is limited to windows of several sizes, one head at a time, and the change of the model's
-    distribution is measured on your text. The measurements are kept: another budget needs no second scan, nor does
-    t2r convert --memory with the same text.
+    The memory of the model falls in small steps, from all keys and values to the smallest windows, on your text. In
+    each step, the bytes go to the heads where they change the model's distribution most. All budgets are on this path,
+    which is kept: another budget needs no second one, nor does t2r convert --memory with the same text.
 
     \b
     t2r plan gpt2 --train corpus.txt --memory 1MiB --memory 4MiB

@@ -86,6 +86,21 @@ def test_a_damaged_run_file_has_a_backup(tmp_path, caplog, damage):
     assert Run(tmp_path / "run", {"seed": 1}).facts == {"plan": {"seed": 1}}
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"only.steps": "many"}, {"schedule": {"steps": None}}, {"only.log": 3}, {"seconds": 1}]
+)
+def test_facts_that_were_changed_are_not_used(tmp_path, caplog, wrong):
+    run = Run(tmp_path / "run", {"seed": 1})
+    run.remember("only.steps", lambda: 7)
+    run.remember("measured.teacher", lambda: {1: float("nan"), "é": 0.1})
+    facts = json.loads((run.folder / "run.json").read_text())
+    (run.folder / "run.json").write_text(json.dumps(facts | wrong))
+    again = Run(tmp_path / "run", {"seed": 1})
+    assert again.facts["only.steps"] == 7
+    assert again.facts["measured.teacher"]["é"] == 0.1
+    assert "it was changed after it was written" in caplog.text
+
+
 @pytest.mark.parametrize("damage", [None, b"", *DAMAGED])
 def test_work_of_an_unknown_run_is_not_resumed(tmp_path, damage):
     model = tiny("gpt2")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from t2r.capacity import free_memory
+from t2r.capacity import free_memory, refuse_beyond_memory
 from t2r.errors import T2RError
 from t2r.generation.engine.room import BLOCK, Room, enlarged
 from t2r.generation.engine.sequences import Sequence
@@ -161,10 +161,6 @@ def check_memory(
 ) -> None:
     """Raise T2RError if a step with this number of rows cannot fit into the free memory."""
     one = bytes_of_a_row(model, length, source, state_dtype)
-    free = free_memory(model.device)
-    if rows * one > free:
-        tokens = f" of {counted(length, 'token')}" if model.grows() and length else ""
-        raise T2RError(
-            f"{counted(rows, 'sequence')}{tokens} at a time need {rows * one / 2**30:,.1f} GiB of memory, and "
-            f"{free / 2**30:,.1f} GiB are free: give fewer rows, beams, sequences or tokens"
-        )
+    tokens = f" of {counted(length, 'token')}" if model.grows() and length else ""
+    what = f"{counted(rows, 'sequence')}{tokens} at a time need"
+    refuse_beyond_memory(rows * one, model.device, what, "give fewer rows, beams, sequences or tokens")

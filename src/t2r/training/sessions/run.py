@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ from t2r.training.loop.checkpoints import checksum
 logger = logging.getLogger(__name__)
 
 FACTS, BACKUP, LOCK = "run.json", "run.json.old", "lock"
+CHECKSUM = "checksum"
+"""The fact that tells whether the others are as they were written."""
 FORGOTTEN = ("checksum", "log", "read", "done", "began", "took", "measured")
 """Facts of a stage that is trained again."""
 
@@ -194,7 +197,8 @@ class Run:
         if processes.is_main():
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(self.facts | {"seconds": round(self.seconds, 1)}, indent=1)
+                facts = self.facts | {"seconds": round(self.seconds, 1)}
+                text = json.dumps(facts | {CHECKSUM: checksum_of(facts)}, indent=1)
                 write_text(self.folder / FACTS, text)
                 write_text(self.folder / BACKUP, text)
 
@@ -272,8 +276,15 @@ def version(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.exists() else None
 
 
+def checksum_of(facts: dict[str, Any]) -> int:
+    """Return a checksum of facts as they are read from a file."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(facts)), sort_keys=True).encode())
+
+
 def check_facts(facts: Any) -> None:
     """Raise ValueError unless these are the facts of a run: a plan with named stages, and the time that it took."""
+    if isinstance(facts, dict) and CHECKSUM in facts and facts.pop(CHECKSUM) != checksum_of(facts):  # older runs: none
+        raise ValueError("it was changed after it was written")
     plan = facts.get("plan") if isinstance(facts, dict) else None
     if not isinstance(plan, dict):
         raise ValueError("there is no plan in it")
