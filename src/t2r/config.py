@@ -14,6 +14,7 @@ from t2r.errors import T2RError
 from t2r.options import BOTH, SwapOptions, check, options_of
 from t2r.plans import MemoryPlan
 from t2r.storage import shortened, write_text
+from t2r.storage.saved_sizes import check_sizes
 
 OPTIONS = tuple(options_of(SwapOptions))
 """Names of the swap options, the same in `swap`, on the command line and in the saved file."""
@@ -79,9 +80,20 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
         super().__post_init__(**kwargs)
 
     @classmethod
+    def get_config_dict(cls, source: str | PathLike[str], **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read the fields of a saved configuration. Raises T2RError if it claims more layers than the weights have."""
+        fields, rest = super().get_config_dict(source, **kwargs)
+        check_sizes(str(source), fields)
+        return fields, rest
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Read a saved configuration. Without the option `recurrent`, which is newer, it is that of a model with
-        recurrent causal and cross attention."""
+        recurrent causal and cross attention.
+
+        Raises T2RError if it claims more layers than the weights have."""
+        if (source := kwargs.get("name_or_path")) is not None:  # AutoConfig has read the fields
+            check_sizes(str(source), config_dict)
         return super().from_dict({"recurrent": BOTH} | config_dict, **kwargs)
 
     # Attributes such as `vocab_size`, `hidden_size` and `use_cache` are read from and set on the base configuration.

@@ -34,7 +34,6 @@ from t2r import compat
 from t2r.capacity import shortage
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
-from t2r.model.saved_sizes import check_sizes
 from t2r.model.saving import refuse_incomplete
 from t2r.model.sharded import sharded_class
 from t2r.model.swapped import SwappedModel
@@ -42,6 +41,7 @@ from t2r.options import RunOptions, options_of
 from t2r.options.entrance import entrance
 from t2r.sharding import allow_inside, own
 from t2r.storage import kind_of, shortened
+from t2r.storage.saved_sizes import check_sizes
 from t2r.surgery.adapters import FAMILIES
 
 INDEX = "model.safetensors.index.json"

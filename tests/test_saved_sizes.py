@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import t2r
+from families import tiny
 from t2r.errors import T2RError
-from t2r.model.saved_sizes import check_sizes, saved_shapes
+from t2r.storage.saved_sizes import check_sizes, saved_shapes
 
 
 def test_shapes_are_read_from_headers(tmp_path):
@@ -50,3 +53,16 @@ def test_without_weights_here(tmp_path):
         check_sizes("some/model", {"num_hidden_layers": 2000})
     (tmp_path / "config.json").write_text(json.dumps({}))
     check_sizes(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_transformers_refuses_them_too(tmp_path, model_type):
+    """A configuration of Qwen would write down the kind of each of its layers."""
+    model = t2r.swap(tiny(model_type), feature_size=4)
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["base_config"] |= {"num_hidden_layers": 10**9, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for read in (AutoConfig, t2r.T2RConfig, AutoModelForCausalLM, type(model)):
+        with pytest.raises(T2RError, match="num_hidden_layers is 1,000,000,000, but its weights have"):
+            read.from_pretrained(str(tmp_path))
