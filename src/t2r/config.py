@@ -80,10 +80,12 @@ class T2RConfig(PreTrainedConfig, SwapOptions):
         super().__post_init__(**kwargs)
 
     @classmethod
-    def get_config_dict(cls, source: str | PathLike[str], **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | PathLike[str], **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the fields of a saved configuration. Raises T2RError if it claims more layers than the weights have."""
-        fields, rest = super().get_config_dict(source, **kwargs)
-        check_sizes(str(source), fields)
+        fields, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        check_sizes(str(pretrained_model_name_or_path), fields)
         return fields, rest
 
     @classmethod
