@@ -207,3 +207,21 @@ def test_a_thread_that_starts_during_a_replay_has_all_threads():
         assert seen == [3]
     finally:
         torch.set_num_threads(before)
+
+
+def test_random_numbers_of_other_threads_do_not_matter():
+    x, y = torch.ones(2), torch.zeros(2)
+
+    def function():
+        thread = threading.Thread(target=torch.rand, args=(3,))
+        thread.start()
+        thread.join()
+        y.copy_(2 * x)
+
+    recording = Recording(function, [x], [y])
+    x += 1
+    recording()
+    assert y.tolist() == [4, 4]
+    for draws in (lambda: y.copy_(torch.rand(2)), y.uniform_, lambda: y.copy_(torch.dropout(x, 0.5, True))):
+        with pytest.raises(CannotRecord, match="random numbers"):
+            Recording(draws, [x], [y])

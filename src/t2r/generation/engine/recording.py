@@ -139,7 +139,11 @@ class Tape(NoValues):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, function._schema
+        # Only around operations that may draw: other threads may do so at any time.
+        draws = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in function.tags else None
         out = super().__torch_dispatch__(function, types, args, kwargs)
+        if draws is not None and not torch.equal(draws, torch.get_rng_state()):
+            raise CannotRecord("it uses random numbers")
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.held += results
@@ -176,11 +180,9 @@ class Recording:
         outputs: Iterable[Tensor],
         tuned: bool = False,
     ) -> None:
-        tape, draws = Tape(), torch.get_rng_state()
+        tape = Tape()
         with tape:
             function()
-        if not torch.equal(draws, torch.get_rng_state()):
-            raise CannotRecord("it uses random numbers")
         self.held = tape.held
         live = needed(tape.operations, inputs, outputs)
         self.calls = [call(operation) for operation in live]
