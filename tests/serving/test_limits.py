@@ -70,6 +70,9 @@ REFUSED = [
     ("response", {"background": True}, "background", "supports only False"),
     ("response", {"previous_response_id": "resp_no"}, "previous_response_id", "no state"),
     ("response", {"input": [{"type": "function_call", "role": "user", "content": "x"}]}, "input", ""),
+    ("text", {"stop": ["a"] * 17}, "stop", "at most 16"),
+    ("text", {"prompt": ["a", "b"]}, "prompt.0", "valid integer"),
+    ("text", {"logit_bias": {"1": 5.0, "01": -5.0}}, "logit_bias", "'01' is not a token"),
     ("state", {"text": "", "chat": False}, "prompt", "no tokens"),
     ("state", {"text": 3}, "text", ""),
     ("tokenize", {}, "text", "give text or messages"),
@@ -293,6 +296,9 @@ def test_what_is_not_a_request():
                 b'{"a": "' + b"9" * 9999 + b'"}',
             ]
             bodies += [b'{"prompt": ' + b"9" * 9999 + b"}"]
+            for body in (b"", b"[]", b"{", b"null", b'{"a":' * 3000 + b"1" + b"}" * 3000):
+                answer = await client.post("/v1/completions", content=body, headers=JSON)
+                assert answer.json()["error"]["message"].startswith("the body must be a JSON object")
             for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/states", "/tokenize"):
                 for body in bodies:
                     answer = await client.post(path, content=body, headers=JSON)

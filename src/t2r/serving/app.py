@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -69,6 +69,8 @@ async def on_mistake(http: Request, error: Exception) -> Response:
 async def on_http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = http.url.path[:200]
+    if error.status_code == 400:  # of FastAPI, if the body cannot be parsed
+        return refusal(no_json())
     told = {404: f"there is nothing at {path}", 405: f"{http.method} is not possible at {path}"}
     message = told.get(error.status_code, str(error.detail))
     return Json(ApiError(message, error.status_code).body, error.status_code, dict(error.headers or {}))
@@ -77,25 +79,34 @@ async def on_http_error(http: Request, error: Exception) -> Response:
 async def on_invalid(http: Request, error: Exception) -> Response:
     """Tell the first thing that is wrong with the fields of a request."""
     assert isinstance(error, RequestValidationError)
-    return refusal(explained(error.errors()[0]))
+    return refusal(explained(first(error.errors())))
+
+
+def no_json() -> ApiError:
+    return ApiError("the body must be a JSON object, sent as application/json", code="invalid_json")
 
 
 TYPES = {"str", "int", "float", "bool", "dict", "list"}
+
+
+def first(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first error. Of a field that is a text or a list, and is a list, it is what is wrong with the list."""
+    wrong = errors[0]
+    others = [each for each in errors[1:] if each["loc"][:2] == wrong["loc"][:2] and each["type"] != "list_type"]
+    return others[0] if wrong["type"] == "string_type" and others else wrong
 
 
 def explained(wrong: dict[str, Any]) -> ApiError:
     """Return what is wrong with a field."""
     kind: str = wrong["type"]
     place = [str(part) for part in wrong["loc"] if part != "body"]
-    while place and (place[-1] in TYPES or not place[-1].replace("_", "").isalnum()) and kind != "extra_forbidden":
-        place.pop()  # which of several types
+    if kind != "extra_forbidden":  # without the names of types, of which there may be several
+        place = [part for part in place if part not in TYPES and part.replace("_", "").isalnum()]
     field = ".".join(place)[:200]
     if kind == "extra_forbidden":
         return ApiError(f"the field {field!r} is not supported", param=field, code="unsupported_field")
-    if kind in ("json_invalid", "model_attributes_type", "model_type", "dict_type") and (
-        not field or kind == "json_invalid"
-    ):
-        return ApiError("the body must be a JSON object, sent as application/json", code="invalid_json")
+    if kind == "json_invalid" or (not field and kind != "extra_forbidden"):
+        return no_json()
     if kind == "missing":
         return ApiError(f"the field {field!r} is missing", param=field, code="missing_field")
     reason = wrong["msg"][:1].lower() + wrong["msg"][1:300]

@@ -57,7 +57,8 @@ class Choosing(NamedTuple):
     def biases(self, model: ServedModel) -> dict[int, float]:
         biases = {}
         for name, bias in (self.logit_bias or {}).items():
-            if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= model.vocabulary:
+            known = name.isascii() and name.isdigit() and len(name) <= 9 and int(name) < model.vocabulary
+            if not known or name != str(int(name)):  # one name for each token
                 raise ApiError(f"logit_bias: {name[:40]!r} is not a token of {model.name}", param="logit_bias")
             if not -100 <= bias <= 100:
                 raise ApiError("logit_bias: a bias must be from -100 to 100", param="logit_bias")
