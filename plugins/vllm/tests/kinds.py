@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 import t2r
 
@@ -34,14 +43,46 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-LLAMA, QWEN3 = LlamaConfig(**SIZES), Qwen3Config(**SIZES)
+LLAMA, QWEN2, QWEN3 = LlamaConfig(**SIZES), Qwen2Config(**SIZES), Qwen3Config(**SIZES)
+GEMMA: dict[str, Any] = SIZES | {"sliding_window": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": False}
+MISTRAL = MistralConfig(**SIZES, sliding_window=32)
+GEMMA2 = Gemma2Config(**GEMMA)
+GEMMA3 = Gemma3TextConfig(**GEMMA)
+PHI3 = Phi3Config(**SIZES)
 HYBRID = {"softmax_layers": [1, 3]}
+
+
+def plan(windows: list[list[int]], states: list[list[bool]] | None = None, sinks: int = 0) -> dict[str, Any]:
+    return {"plan": {"windows": windows, "states": states, "sinks": sinks}}
+
+
+SLIDING = plan([[32, 32], [0, 0], [48, 48], [0, 0]], [[False, False], [True, True]] * 2)
+MIXED = plan([[8, 40], [0, 16], [0, 0], [24, 24]], [[True, False], [True, True], [True, True], [False, True]], sinks=2)
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LLAMA, {}),
     "llama-hybrid": (LLAMA, HYBRID),
     "qwen3": (QWEN3, {}),
     "qwen3-hybrid": (QWEN3, HYBRID),
+    # The other options of a swap
+    "decay": (LLAMA, {"decay": True}),
+    "key-weights": (LLAMA, {"feature_map": "hedgehog", "key_weights": True, "shared": False}),
+    "ungrouped": (QWEN2, {"grouped": False, "activation": "tanh"}),
+    "elu": (LLAMA, {"feature_map": "elu"}),
+    "rfa": (LLAMA, {"feature_map": "rfa", "softmax_every": 4}),
+    "performer": (LLAMA, {"feature_map": "performer"}),
+    "unrotated": (QWEN3, {"rotary": False, "softmax_layers": [0]}),
+    "merged": (QWEN2, {"rotary": False, "feature_size": 16, "key_weights": True}),
+    "merged-decay": (LLAMA, {"rotary": False, "feature_size": 16, "decay": True, "softmax_layers": [2]}),
+    # Memory plans
+    "plan-sliding": (LLAMA, SLIDING),
+    "plan-mixed": (QWEN3, MIXED | {"feature_map": "hedgehog", "key_weights": True, "shared": False, "decay": True}),
+    "plan-gemma2": (GEMMA2, MIXED),
+    # Other families, whose softmax layers have sliding windows, bounds of scores, or fused projections
+    "mistral-hybrid": (MISTRAL, HYBRID),
+    "gemma2-hybrid": (GEMMA2, {"softmax_layers": [0, 1]}),
+    "gemma3-hybrid": (GEMMA3, {"softmax_layers": [0, 1]}),
+    "phi3-hybrid": (PHI3, HYBRID),
 }
 """The configuration of the base model, and the options of the swap."""
 
@@ -60,7 +101,7 @@ def make(kind: str) -> Any:
         for name, parameter in model.named_parameters():
             if "feature_map" in name or "norm" in name or "bias" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return t2r.merge(model) if kind.startswith("merged") else model
 
 
 @torch.no_grad()

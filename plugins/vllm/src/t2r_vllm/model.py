@@ -1,22 +1,22 @@
-"""The model class: vLLM's Transformers modelling backend, with recurrent layers."""
+"""The model class: vLLM's Transformers modeling backend, with recurrent layers."""
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.utils import WeightsMapper
 
-from t2r.feature_maps import FeatureMap
-from t2r_vllm.configuration import kept_layers
-from t2r_vllm.layout import Heads, Layout, make_map
+from t2r_vllm.layout import Layout, Site, sites
+from t2r_vllm.projections import become_merged, divide, unrotated
 from t2r_vllm.site import PagedSite
 
 
@@ -31,32 +31,47 @@ class T2RForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
 
     def _create_attention_instances(self, prefix: str = "") -> None:
         super()._create_attention_instances(prefix)
-        recurrent = [layer for layer, kept in enumerate(kept_layers(self.config)) if not kept]
-        for index, layer in enumerate(recurrent):
-            name, fuser = self.attention_fusers[layer]
-            self._make_recurrent(self.get_submodule(name), fuser, index)
+        rank, processes = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        with torch.device(self.device_config.device):
+            for layer, site in sites(self.config, processes, rank).items():
+                name, fuser = self.attention_fusers[layer]
+                self._replace_attention(name, fuser.scale(self.get_submodule(name)), site)
         at = f".{VLLM_ATTN_ATTR}.feature_map."
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_substr={".feature_map.": at})
 
-    def _make_recurrent(self, module: nn.Module, fuser: Any, index: int) -> None:
-        """Replace vLLM's attention in a stock attention module by a recurrence."""
-        layers = self.compilation_config.static_forward_context
-        softmax = getattr(module, VLLM_ATTN_ATTR)
-        prefix = next(name for name, layer in layers.items() if layer is softmax)
-        rank, processes = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        heads = Heads.of(self.config, processes, rank)
-        with torch.device(self.device_config.device):
-            feature_map = make_map(self.config, heads, index).to(self.model_config.dtype)
-        divide(feature_map, heads)
-        scaling = fuser.scale(module)
-        site = PagedSite(
-            feature_map.eval().requires_grad_(False),
-            heads.size**-0.5 if scaling is None else scaling,
-            Layout.of(self.config, processes),
-            prefix,
-        )
-        layers[prefix] = site
-        setattr(module, VLLM_ATTN_ATTR, site)
+    def _replace_attention(self, name: str, scaling: float | None, site: Site) -> None:
+        """Replace vLLM's attention in a stock attention module: by one with a sliding window, or by a recurrence."""
+        module, layers = self.get_submodule(name), self.compilation_config.static_forward_context
+        prefix = next(key for key, layer in layers.items() if layer is getattr(module, VLLM_ATTN_ATTR))
+        del layers[prefix]
+        scaling = site.heads.size**-0.5 if scaling is None else scaling
+        softcap = getattr(self.text_config, "attn_logit_softcapping", None)
+        if site.sliding is not None:
+            attention: nn.Module = Attention(
+                num_heads=site.heads.queries,
+                head_size=site.heads.size,
+                scale=scaling,
+                num_kv_heads=site.heads.keys,
+                cache_config=self.cache_config,
+                quant_config=self.quant_config,
+                logits_soft_cap=softcap,
+                per_layer_sliding_window=site.sliding,
+                prefix=prefix,
+            )
+        else:
+            dtype, merged = self.model_config.dtype, self.config.merged
+            if (feature_map := site.make_map(self.config)) is not None:
+                feature_map = feature_map.to(dtype).eval().requires_grad_(False)
+                divide(feature_map, site)
+            layout = Layout.of(self.config, site.heads.processes, dtype)
+            attention = PagedSite(site, feature_map, scaling, layout, prefix, softcap, merged)
+            attention.follow(torch.get_default_device())
+            layers[prefix] = attention
+        setattr(module, VLLM_ATTN_ATTR, attention)
+        if self.config.merged:
+            become_merged(self, name, site)
+        elif not self.config.rotary:
+            module.register_forward_pre_hook(unrotated, with_kwargs=True)
 
     # --- What vLLM asks before there is a model -------------------------------------------------------------
 
@@ -74,18 +89,5 @@ class T2RForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
 
 
 def layout_of(vllm_config: Any) -> Layout:
-    return Layout.of(vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
-
-
-def divide(feature_map: FeatureMap, heads: Heads) -> None:
-    """Let each parameter load the heads of this process from the saved one, whose first dimension are all heads.
-
-    If there are fewer key heads than processes, several processes have the same one, as in vLLM's attention."""
-    for parameter in feature_map.parameters():
-        parameter.weight_loader = partial(load_heads, heads)  # type: ignore[attr-defined]
-
-
-def load_heads(heads: Heads, own: Tensor, saved: Tensor) -> None:
-    count, total = own.shape[0], saved.shape[0]
-    first = heads.rank * total // heads.processes
-    own.data.copy_(saved[first : first + count])
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return Layout.of(model.hf_config, parallel.tensor_parallel_size, model.dtype)

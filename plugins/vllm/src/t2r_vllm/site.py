@@ -1,4 +1,4 @@
-"""A recurrent layer in vLLM: t2r's recurrence on states in the pages of vLLM's cache."""
+"""A recurrent layer in vLLM: t2r's recurrence on states and windows in the pages of vLLM's cache."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from t2r.attention.layers import SiteLayer
-from t2r.attention.memories import StateMemory
+from t2r.attention.memories import Memory, StateMemory, WindowMemory
 from t2r.attention.recurrence import Inputs, Recurrence
-from t2r.feature_maps import FeatureMap
+from t2r.feature_maps import AffineMap, FeatureMap
 from t2r.ops import State
-from t2r_vllm.layout import Layout
+from t2r_vllm.layout import STATE, Layout, Site
 from t2r_vllm.metadata import Batch, RecurrentBackend
 
 OPERATOR = "vllm::t2r_attention"
@@ -31,20 +32,47 @@ class PagedSite(Recurrence, MambaBase):
     batch, as in `generate`: their pages are copied, advanced by t2r, and written back.
 
     Args:
-        feature_map: the map of this layer, with the heads of this process.
+        feature_map: the map of this layer, with the heads of this process. None: no head has a state.
         scaling: the factor of queries.
         layout: what a page holds.
         prefix: the name by which vLLM knows the layer.
+        softcap: the bound of attention scores in windows.
+        merged: whether queries and keys are the outputs of the affine part of the map.
     """
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
     kv_cache: tuple[Tensor, ...]
 
-    def __init__(self, feature_map: FeatureMap, scaling: float, layout: Layout, prefix: str) -> None:
+    def __init__(
+        self,
+        site: Site,
+        feature_map: FeatureMap | None,
+        scaling: float,
+        layout: Layout,
+        prefix: str,
+        softcap: float | None = None,
+        merged: bool = False,
+    ) -> None:
         super().__init__()
-        self.feature_map = feature_map
-        self.scaling, self.layout, self.prefix = scaling, layout, prefix
+        self.site, self.layout, self.prefix = site, layout, prefix
+        self.scaling, self.softcap, self.merged = scaling, softcap, merged
         self.pages: dict[str, Tensor] = {}
+        self.places: Tensor | None = None
+        size = site.heads.size
+        self.sizes = (size, size, size)
+        if feature_map is not None:
+            self.feature_map = feature_map
+        if merged:
+            assert isinstance(feature_map, AffineMap)
+            self.sizes = (feature_map.rows, feature_map.key_rows, size)
+
+    def follow(self, device: torch.device) -> None:
+        """Give the site the windows and states of its heads, as tensors on a device."""
+        if self.site.window is not None:
+            self.give_window(self.site.window, device)
+            self.places = self.site.window.layout(device)
+        if len(self.site.states) < self.site.heads.keys:
+            self.give_states(self.site.states, device)
 
     # --- What vLLM asks -------------------------------------------------------------------------------------
 
@@ -58,14 +86,18 @@ class PagedSite(Recurrence, MambaBase):
         return RecurrentBackend
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Take the pages. Those of other layers may have more heads, or larger windows."""
         super().bind_kv_cache(kv_cache)
-        self.pages = self.layout.split(self.kv_cache[0])
+        pages = self.layout.split(self.kv_cache[0])
+        counts = {name: self.feature_map.key_heads if self.has_map else 0 for name in STATE}
+        own = {name: x[:, : counts.get(name, self.site.slots)] for name, x in pages.items()}
+        self.pages = {name: x for name, x in own.items() if x.shape[1]}
 
     # --- A step of all sequences ----------------------------------------------------------------------------
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with the new tokens of all sequences: `[tokens, heads * head_dim]`."""
-        out = torch.empty_like(query)
+        out = query.new_empty(query.shape[0], self.site.heads.queries * self.site.heads.size)
         torch.ops.vllm.t2r_attention(query, key, value, out, self.prefix)
         return out
 
@@ -75,9 +107,8 @@ class PagedSite(Recurrence, MambaBase):
             out.zero_()
             return
         batch = batches[self.prefix]
-        count, size = batch.num_decodes, self.feature_map.head_dim
-        inputs = [x.view(x.shape[0], -1, size) for x in (query, key, value)]
-        if count:
+        inputs = [x.view(x.shape[0], -1, size) for x, size in zip((query, key, value), self.sizes, strict=True)]
+        if count := batch.num_decodes:
             rows = [x[:count, :, None] for x in inputs]
             made = self.advance_pages(rows, None, batch.state_indices_tensor[:count], batch.seq_lens[:count] - 1)
             out[:count] = made[:, :, 0].flatten(1)
@@ -86,16 +117,15 @@ class PagedSite(Recurrence, MambaBase):
 
     def read_prompts(self, inputs: list[Tensor], batch: Batch, out: Tensor) -> None:
         """Process the sequences with several new tokens, as rows that are padded at the end."""
-        first, bounds = batch.num_decodes, batch.bounds
+        bounds, device = batch.bounds, out.device
         lengths = [end - start for start, end in pairwise(bounds)]
-        longest, device = max(lengths), out.device
-        parts = [[x[a:b] for a, b in pairwise(bounds)] for x in inputs]
-        rows = [torch.nn.utils.rnn.pad_sequence(part, batch_first=True).transpose(1, 2) for part in parts]
-        length = torch.tensor(lengths, device=device)
+        longest, length = max(lengths), torch.tensor(lengths, device=device)
+        parts = [[x[start:end] for start, end in pairwise(bounds)] for x in inputs]
+        rows = [pad_sequence(part, batch_first=True).transpose(1, 2) for part in parts]
         mask = None if min(lengths) == longest else torch.arange(longest, device=device) < length[:, None]
-        last = first + batch.num_prefills
-        seen = batch.seq_lens[first:last] - length
-        made = self.advance_pages(rows, mask, batch.state_indices_tensor[first:last], seen).transpose(1, 2)
+        which = slice(batch.num_decodes, batch.num_decodes + batch.num_prefills)
+        slots, seen = batch.state_indices_tensor[which], batch.seq_lens[which] - length
+        made = self.advance_pages(rows, mask, slots, seen).transpose(1, 2)
         flat = made.flatten(0, 1) if mask is None else made[mask]
         out[bounds[0] : bounds[-1]] = flat.flatten(1)
 
@@ -107,15 +137,37 @@ class PagedSite(Recurrence, MambaBase):
             slots: the page of each sequence.
             seen: the number of tokens that it has read.
         """
-        slots, new = slots.long(), seen <= 0
+        slots, seen = slots.long(), seen.long().clamp_min(0)
+        new = seen == 0
         # A page is what another sequence left there, until the first token of a sequence.
         held = {name: x[slots].masked_fill(new.view(-1, *[1] * (x.dim() - 1)), 0) for name, x in self.pages.items()}
-        layer = SiteLayer(StateMemory(State(**held), fixed=True))
+        layer = SiteLayer(*self.held_by(held, seen))
         q, k, v = rows
-        out = self.attend(Inputs(q, k, v, mask, self.scaling), layer)
+        inputs = Inputs(q, k, v, mask, self.scaling, True, self.softcap)
+        out = self.attend_merged(inputs, layer) if self.merged else self.attend(inputs, layer)
         for name, x in held.items():
             self.pages[name][slots] = x
         return out
+
+    def held_by(self, held: dict[str, Tensor], seen: Tensor) -> list[Memory]:
+        """Return the memories of the rows, which change these tensors in place."""
+        found: list[Memory] = []
+        if self.window is not None:
+            window = WindowMemory(self.window)
+            window.keys, window.values, window.seen = held["keys"], held["values"], seen
+            window.fixed, window.layout = True, self.places
+            found.append(window)
+        if self.has_map:
+            found.append(StateMemory(State(*(held.get(name) for name in STATE)), fixed=True))  # type: ignore[arg-type]
+        return found
+
+    def attend_merged(self, inputs: Inputs, layer: SiteLayer) -> Tensor:
+        """Attend with queries and keys that are the outputs of the affine part of the map."""
+        assert isinstance(self.feature_map, AffineMap)
+        q, k, v, mask = inputs[:4]
+        if (features := self.fused(q, v, mask, layer)) is None:
+            q, k = self.feature_map.activate(q), self.feature_map.activate_keys(k)
+        return self.advance(q, k, v, mask, layer, features)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer: str) -> None:
