@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -18,6 +21,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Phi3Config,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -92,6 +96,19 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+def words(prompt: list[int]) -> str:
+    return " ".join(f"w{token}" for token in prompt)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer that knows `words`."""
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    names = [*special.values(), *(f"w{token}" for token in range(len(special), VOCABULARY))]
+    made = Tokenizer(WordLevel({name: token for token, name in enumerate(names)}, unk_token="<pad>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(folder)
+
+
 def make(kind: str) -> Any:
     """Return a swapped model whose maps are no longer as they were initialized."""
     config, options = KINDS[kind]
@@ -124,6 +141,7 @@ def main(folder: Path, kinds: list[str]) -> None:
     for kind in kinds or list(KINDS):
         model = make(kind)
         model.save_pretrained(folder / kind)
+        save_tokenizer(folder / kind)
         saved = AutoModelForCausalLM.from_pretrained(folder / kind).eval()
         answers = [answer(saved, prompt) for prompt in prompts()]
         (folder / kind / "answers.json").write_text(json.dumps(answers))
