@@ -68,6 +68,15 @@ class Beside(NamedTuple):
     """The heads of keys and values that have a state. None: all."""
 
 
+class Slots(NamedTuple):
+    """Where the states of the rows of a step are, if the tensors of the state have those of more sequences."""
+
+    at: Tensor
+    """The place of each row, `[batch]`, in int32 or int64. Rows whose output is not used may have the same one."""
+    new: Tensor
+    """`[batch]`: whether a row has no state yet. What is at its place is then not read."""
+
+
 class State(NamedTuple):
     """The recurrent state of linear attention, per key head.
 

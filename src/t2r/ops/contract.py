@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from t2r.ops.common import Beside, Features, State, Sums
+from t2r.ops.common import Beside, Features, Slots, State, Sums
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = ("parallel", "step", "look")
@@ -65,6 +65,8 @@ class Abilities:
     """Whether `step` updates a state in half precision in place. Otherwise it gets a copy in the accumulator dtype."""
     features: bool = False
     """Whether `step` can compute the features of queries and keys."""
+    slots: bool = False
+    """Whether `step` updates states at given places in place. Otherwise it gets copies, which are written back."""
 
     def lacks(self, request: Request) -> str | None:
         """Return what this request needs and the backend does not support, or None."""
@@ -143,6 +145,7 @@ class Backend(ABC):
         features: Features | None = None,
         beside: Beside | None = None,
         normalized: bool = True,
+        slots: Slots | None = None,
     ) -> tuple[Tensor | Sums, State]:
         """Process one token. The backend clamps decay rates itself, so that a fused step is a single kernel launch."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from t2r.errors import T2RError
 from t2r.ops import reference
-from t2r.ops.common import HALF, Beside, Features, State, Sums, accumulator_dtype, bound_decay, clock, fade
+from t2r.ops.common import HALF, Beside, Features, Slots, State, Sums, accumulator_dtype, bound_decay, clock, fade
 from t2r.ops.contract import Backend, Request
 from t2r.ops.registry import PREFERENCE, prefer, select
 
@@ -198,6 +198,7 @@ def step(
     features: Features | None = None,
     beside: Beside | None = None,
     normalized: bool = True,
+    slots: Slots | None = None,
     backend: str = "auto",
 ) -> tuple[Any, State]:
     """Process one token: add its key and value to the state, then read the state.
@@ -214,6 +215,8 @@ def step(
     this is supported.
 
     With `normalized=False`, the first result are `Sums`, and features must not be signed.
+
+    With `inplace` and `slots`, the tensors of the state have the states of more sequences than rows.
     """
     if signed and not normalized:
         raise T2RError("step with normalized=False does not support signed features")
@@ -221,6 +224,8 @@ def step(
         raise T2RError(f"step requires exactly one token, got {q.shape[2]} queries and {k.shape[2]} keys")
     if inplace and state is None:
         raise T2RError("step with inplace=True requires a state: pass one, for example State.zeros(k, v)")
+    if slots is not None and (state is None or not inplace):
+        raise T2RError("step with slots requires inplace=True, because only some of the states change")
     mask = None if mask is None else mask.bool()
     if beside is not None and (features is None or not normalized):
         raise T2RError("step with beside requires features, and its output is normalized")
@@ -234,11 +239,19 @@ def step(
         with no_autocast(q.device.type):
             how: dict[str, Any] = {"inplace": inplace, "features": features, "normalized": normalized}
             how |= {} if beside is None else {"beside": beside}
+            how |= {} if slots is None else {"slots": slots}
             return known.step(q, k, v, state, mask=mask, decay=decay, **how)
     half = inplace and state is not None and state.s.dtype in HALF
-    _check(q, k, v, state, mask, None, True, signed, half=half)
+    rows = state if slots is None or state is None else state.map(lambda x: x[:1].expand(len(q), *x.shape[1:]))
+    _check(q, k, v, rows, mask, None, True, signed, half=half)
     decay = None if decay is None else _checked_decay(decay, k, True)
     chosen = select(_request("step", q, k, v, state, decay, signed=signed), backend)
+    if slots is not None and state is not None:
+        how = {"mask": mask, "decay": decay, "normalized": normalized, "inplace": True}
+        if not chosen.abilities.slots or torch.compiler.is_compiling():
+            return _step_copies(q, k, v, state, slots, **how, signed=signed, backend=backend), state
+        with no_autocast(q.device.type):
+            return chosen.step(q, k, v, state, slots=slots, **how)
     with no_autocast(q.device.type):
         past = State.zeros(k, v, signed) if state is None else state
         if not half or chosen.abilities.half_state:
@@ -249,6 +262,20 @@ def step(
             if own is not None and new is not None:
                 own.copy_(new)
         return out, past
+
+
+def _step_copies(q: Tensor, k: Tensor, v: Tensor, state: State, slots: Slots, **how: Any) -> Any:
+    """Advance copies of the states of the rows, and write them back."""
+
+    def copied(x: Tensor) -> Tensor:
+        return x[slots.at].masked_fill(slots.new.view(-1, *[1] * (x.dim() - 1)), 0)
+
+    rows = state.map(copied)
+    out, rows = step(q, k, v, rows, **how)
+    for own, new in zip(state, rows, strict=True):
+        if own is not None and new is not None:
+            own[slots.at] = new
+    return out
 
 
 def computes_features(q: Tensor, v: Tensor, size: int) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from t2r.ops import functional
-from t2r.ops.common import Beside, Features, State, Sums
+from t2r.ops.common import Beside, Features, Slots, State, Sums
 
 
 class Rule(Protocol):
@@ -49,6 +49,7 @@ class Rule(Protocol):
         features: Features | None = None,
         beside: Beside | None = None,
         normalized: bool = True,
+        slots: Slots | None = None,
     ) -> tuple[Tensor | Sums, State]:
         """Process one token."""
 
@@ -108,6 +109,7 @@ class Sum(NamedTuple):
         features: Features | None = None,
         beside: Beside | None = None,
         normalized: bool = True,
+        slots: Slots | None = None,
     ) -> tuple[Tensor | Sums, State]:
         return functional.step(
             q,
@@ -121,6 +123,7 @@ class Sum(NamedTuple):
             features=features,
             beside=beside,
             normalized=normalized,
+            slots=slots,
         )
 
     def replay(self, state: State, k: Tensor, v: Tensor, mask: Tensor | None) -> State:

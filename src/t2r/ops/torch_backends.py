@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from t2r.ops import chunked, reference, single
-from t2r.ops.common import Beside, Features, State, Sums, normalize
+from t2r.ops.common import Beside, Features, Slots, State, Sums, normalize
 from t2r.ops.contract import Backend
 
 
@@ -29,6 +29,7 @@ class TorchBackend(Backend):
         features: Features | None = None,
         beside: Beside | None = None,
         normalized: bool = True,
+        slots: Slots | None = None,
     ) -> tuple[Tensor | Sums, State]:
         if single.can_do(state, inplace=inplace):
             return single.step(q, k, v, state, mask, decay, normalized), state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from t2r.ops.common import Beside, Features, State, Sums
+from t2r.ops.common import Beside, Features, Slots, State, Sums
 from t2r.ops.triton.blocks import block, inner, on_device
 from t2r.ops.triton.decode_kernel import decode, read
 from t2r.ops.triton.launch import Arguments, Repeated
@@ -28,6 +28,7 @@ def _launch(
     features: Features | None = None,
     normalized: bool = True,
     beside: Beside | None = None,
+    slots: Slots | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, or the numerator and the denominator. The output is that of `beside`, if it is given."""
     q, k, v = inner(q), inner(k), inner(v)
@@ -41,6 +42,7 @@ def _launch(
         out = beside.means
     logs, places = (None, None) if beside is None else beside[1:]
     placed = places is not None
+    at, new = (None, None) if slots is None else (slots.at, slots.new.view(torch.uint8))
     dens = out if normalized else out.new_empty(batch, heads, 1)
 
     def arguments() -> Arguments:
@@ -65,6 +67,7 @@ def _launch(
             FEATURE=feature, VALUE=value, DIM=dim,
             HAS_Z_ABS=z_abs is not None, HAS_MASK=flags is not None, HAS_DECAY=rates is not None,
             GROUPED=group > 1, NORMALIZED=normalized and beside is None, BESIDE=beside is not None, PLACED=placed,
+            SLOTTED=slots is not None,
             MAPPED=how.q_weight is not None, HAS_BIAS=how.q_bias is not None,
             ACTIVATION=how.activation, WEIGHS=how.weighs_keys, WEIGHS_QUERIES=how.weighs_queries,
             BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256), BG=heads_at_once,
@@ -72,7 +75,7 @@ def _launch(
         )  # fmt: skip
         return (batch * key_heads,), integers, constants
 
-    given = (q, k, v, s, z, z_abs, flags, rates, out, dens, logs, places, *how[4:])
+    given = (q, k, v, s, z, z_abs, flags, rates, out, dens, logs, places, at, new, *how[4:])
     with on_device(q):
         _decode.launch(given, (*how[:4], normalized), arguments)
     return out, dens
@@ -120,12 +123,13 @@ def step(
     features: Features | None = None,
     normalized: bool = True,
     beside: Beside | None = None,
+    slots: Slots | None = None,
 ) -> Tensor | Sums:
     """Process one token and update the state in place. Eager calls skip the dispatch of the custom operator."""
     if torch.compiler.is_compiling():
         out, dens = _traced(q, k, v, state.s, state.z, state.z_abs, mask, decay, normalized)
     else:
-        out, dens = _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features, normalized, beside)
+        out, dens = _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features, normalized, beside, slots)
     return out if normalized else Sums(out, dens)
 
 

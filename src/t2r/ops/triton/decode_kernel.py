@@ -151,12 +151,12 @@ def read_block(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr, NORMALIZED: 
 
 @triton.jit(do_not_specialize=["key_heads", "group", "k_share", "v_share", "mask_share", "logs_b"])
 def decode(
-    q, k, v, s, z, z_abs, mask, decay, out, dens, logs, places, q_weight, q_bias, k_weight, k_bias,
+    q, k, v, s, z, z_abs, mask, decay, out, dens, logs, places, slots, fresh, q_weight, q_bias, k_weight, k_bias,
     q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, mask_h, decay_h, logs_b,
     key_heads, group, k_share, v_share, mask_share,
     FEATURE: tl.constexpr, VALUE: tl.constexpr, DIM: tl.constexpr,
     HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr, GROUPED: tl.constexpr,
-    NORMALIZED: tl.constexpr, BESIDE: tl.constexpr, PLACED: tl.constexpr,
+    NORMALIZED: tl.constexpr, BESIDE: tl.constexpr, PLACED: tl.constexpr, SLOTTED: tl.constexpr,
     MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr,
     WEIGHS_QUERIES: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
@@ -167,10 +167,11 @@ def decode(
     With an ACTIVATION, q and k are not features yet: `features` computes them. `k_share`, `v_share` and `mask_share`
     are the numbers of key heads that share a head of k, of v and of the mask. BESIDE another memory, `out` has the
     averages of that memory, to which those of the state are added; `logs` are the logarithms of its weights. If the
-    state has only some heads of k and v, `places` are their numbers. The query heads of a group are read BG at a time,
-    in CHUNKS. A state in half precision is computed in float32 and rounded when it is stored. There are few programs,
-    and each waits for memory most of the time: so everything is loaded before anything is computed, and stored at the
-    end, because a load does not move before a store or a reduction."""
+    state has only some heads of k and v, `places` are their numbers. SLOTTED, sequence number b has the state number
+    `slots[b]`, which is zero if `fresh[b]`. The query heads of a group are read BG at a time, in CHUNKS. A state in half
+    precision is computed in float32 and rounded when it is stored. There are few programs, and each waits for memory
+    most of the time: so everything is loaded before anything is computed, and stored at the end, because a load does not
+    move before a store or a reduction."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     f, d = tl.arange(0, BF), tl.arange(0, BV)
@@ -184,8 +185,12 @@ def decode(
     key_rows: tl.constexpr = FEATURE + (1 if WEIGHS else 0)
     query_rows: tl.constexpr = FEATURE + (1 if WEIGHS_QUERIES else 0)
     k_rows, k_shift = k_weight + h * key_rows * DIM, k_bias + h * key_rows
-    s_here, z_here, a_here = s + b * s_b + h * s_h, z + b * z_b + h * z_h + f, z_abs + b * za_b + h * za_h + f
-    first = tl.load(s_here + f[:, None] * s_f + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
+    at, held = b, f_ok
+    if SLOTTED:
+        at = tl.load(slots + b).to(tl.int64)
+        held = f_ok & (tl.load(fresh + b + one) == 0)
+    s_here, z_here, a_here = s + at * s_b + h * s_h, z + at * z_b + h * z_h + f, z_abs + at * za_b + h * za_h + f
+    first = tl.load(s_here + f[:, None] * s_f + d[None, :], mask=held[:, None] & d_ok[None, :], other=0.0)
     k_given, k_map, k_add = operands(k_here, k_rows, k_shift, f, f_ok, DIM, MAPPED, HAS_BIAS, BD)
     if not GROUPED:
         q_given, q_map, q_add = operands(
@@ -207,10 +212,10 @@ def decode(
         live = tl.load(mask + b * mask_b + mask_head * mask_h + one) != 0
     if HAS_DECAY:
         rate = tl.load(decay + h * decay_h + f, mask=f_ok, other=0.0).to(tl.float32)
-    sum_k = tl.load(z_here, mask=f_ok, other=0.0).to(tl.float32)
+    sum_k = tl.load(z_here, mask=held, other=0.0).to(tl.float32)
     sum_abs = sum_k
     if HAS_Z_ABS:
-        sum_abs = tl.load(a_here, mask=f_ok, other=0.0).to(tl.float32)
+        sum_abs = tl.load(a_here, mask=held, other=0.0).to(tl.float32)
     val = tl.load(v_here + d, mask=d_ok & live, other=0.0)
 
     key = features(k_given, k_map, k_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
@@ -233,7 +238,7 @@ def decode(
         if block > 0:
             d = block * BV + tl.arange(0, BV)
             d_ok = d < VALUE
-            first = tl.load(s_here + f[:, None] * s_f + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
+            first = tl.load(s_here + f[:, None] * s_f + d[None, :], mask=held[:, None] & d_ok[None, :], other=0.0)
             val = tl.load(v_here + d, mask=d_ok & live, other=0.0)
         new = first.to(tl.float32) * left[:, None] + key[:, None] * val.to(tl.float32)[None, :]
         if GROUPED:
