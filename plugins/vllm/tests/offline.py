@@ -1,6 +1,6 @@
 """Compare vLLM with `generate()`, model by model, in one process (with `--processes 2`, in two for each model):
 
-    python offline.py MODEL ... [--settings whole,chunked,cached] [--processes 2]
+    python offline.py MODEL ... [--settings whole,pieces,cached] [--processes 2]
 
 Prints a line for each model and setting, and fails if any answer differs.
 """
@@ -19,12 +19,12 @@ from kinds import NEW_TOKENS, prompts
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"enable_prefix_caching": False, "max_num_batched_tokens": 2048},
-    "chunked": {"enable_prefix_caching": False, "max_num_batched_tokens": 64},
-    "cached": {"enable_prefix_caching": True, "max_num_batched_tokens": 2048},
+    "pieces": {"enable_prefix_caching": False, "max_num_batched_tokens": 64},
+    "cached": {"enable_prefix_caching": True, "max_num_batched_tokens": 192},
     "compiled": {"enable_prefix_caching": False, "max_num_batched_tokens": 2048, "enforce_eager": False},
 }
-"""How prompts are read: at once, in pieces of at most 64 tokens, from states of the same prompts before, or at once by
-a compiled model."""
+"""How prompts are read: at once; in steps of at most 64 tokens; in steps of at most 192 tokens, and then from states of
+the same prompts; or at once by a compiled model."""
 
 
 def compare(model: Path, setting: str, processes: int) -> str | None:
@@ -46,16 +46,14 @@ def compare(model: Path, setting: str, processes: int) -> str | None:
     expected = json.loads((model / "answers.json").read_text())
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts()]
-    found: list[Any] = []
+    different: list[int] = []
+    cached = 0
     for _ in range(2 if setting == "cached" else 1):
         found = engine.generate(asked, greedy, use_tqdm=False)
-    cached = sum(answer.num_cached_tokens or 0 for answer in found)
+        cached = sum(answer.num_cached_tokens or 0 for answer in found)
+        both = zip(prompts(), found, expected, strict=True)
+        different += [len(prompt) for prompt, own, tokens in both if list(own.outputs[0].token_ids) != tokens]
     engine.llm_engine.engine_core.shutdown()
-    different = [
-        len(prompt)
-        for answer, tokens, prompt in zip(found, expected, prompts(), strict=True)
-        if list(answer.outputs[0].token_ids) != tokens
-    ]
     if different:
         return f"other tokens than generate() after prompts of {different} tokens"
     if setting == "cached" and not cached:
@@ -74,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--settings", default="whole,chunked,cached")
+    parser.add_argument("--settings", default="whole,pieces,cached")
     given = parser.parse_args()
     failed = False
     for model in given.models:

@@ -17,7 +17,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from t2r.errors import T2RError
-    from t2r_vllm.configuration import ARCHITECTURE, Checks, ServedConfig
+    from t2r_vllm.configuration import ARCHITECTURE, REFUSED, Checks, ServedConfig
     from t2r_vllm.site import OPERATOR
 
     if (installed := vllm.__version__.partition("+")[0]) not in VERSIONS:
@@ -26,9 +26,10 @@ def register() -> None:
             "install one of these, or a newer t2r-vllm"
         )
     AutoConfig.register("t2r", ServedConfig, exist_ok=True)
-    MODELS_CONFIG_MAP[ARCHITECTURE] = Checks
     # Where vLLM captures a part of a model as a CUDA graph, attention is left out, and so is this operator.
     if OPERATOR not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append(OPERATOR)
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(ARCHITECTURE, f"t2r_vllm.model:{ARCHITECTURE}")
+    for name in (ARCHITECTURE, REFUSED):
+        MODELS_CONFIG_MAP[name] = Checks
+        if name not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(name, f"t2r_vllm.model:{ARCHITECTURE}")

@@ -14,6 +14,8 @@ from t2r_vllm.layout import layer_types, sites
 
 ARCHITECTURE = "T2RForCausalLM"
 """The name of the model class, here and in the `architectures` of saved models."""
+REFUSED = "T2RForSeq2SeqLM"
+"""The name in saved encoder-decoders. vLLM must know it, so that it asks `Checks`."""
 
 
 class ServedConfig(T2RConfig):

@@ -14,11 +14,12 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from t2r.attention.layers import SiteLayer
-from t2r.attention.memories import Memory, StateMemory, WindowMemory
+from t2r.attention.memories import Memory
 from t2r.attention.recurrence import Inputs, Recurrence
 from t2r.feature_maps import AffineMap, FeatureMap
-from t2r.ops import State
+from t2r.ops import Slots, State
 from t2r_vllm.layout import STATE, Layout, Site
+from t2r_vllm.memories import PagedState, PagedWindow
 from t2r_vllm.metadata import Batch, RecurrentBackend
 
 OPERATOR = "vllm::t2r_attention"
@@ -29,7 +30,7 @@ class PagedSite(Recurrence, MambaBase):
     """Takes the place of vLLM's attention in one layer.
 
     A page of vLLM's cache holds what one sequence has in this layer (`Layout`). The sequences of a step are rows of a
-    batch, as in `generate`: their pages are copied, advanced by t2r, and written back.
+    batch, as in `generate`, whose memories are in these pages.
 
     Args:
         feature_map: the map of this layer, with the heads of this process. None: no head has a state.
@@ -110,56 +111,41 @@ class PagedSite(Recurrence, MambaBase):
         inputs = [x.view(x.shape[0], -1, size) for x, size in zip((query, key, value), self.sizes, strict=True)]
         if count := batch.num_decodes:
             rows = [x[:count, :, None] for x in inputs]
-            made = self.advance_pages(rows, None, batch.state_indices_tensor[:count], batch.seq_lens[:count] - 1)
-            out[:count] = made[:, :, 0].flatten(1)
+            out[:count] = self.advance_pages(rows, None, batch, slice(0, count))[:, :, 0].flatten(1)
         if batch.num_prefills:
             self.read_prompts(inputs, batch, out)
 
     def read_prompts(self, inputs: list[Tensor], batch: Batch, out: Tensor) -> None:
         """Process the sequences with several new tokens, as rows that are padded at the end."""
-        bounds, device = batch.bounds, out.device
-        lengths = [end - start for start, end in pairwise(bounds)]
-        longest, length = max(lengths), torch.tensor(lengths, device=device)
+        bounds, mask = batch.bounds, batch.mask
         parts = [[x[start:end] for start, end in pairwise(bounds)] for x in inputs]
         rows = [pad_sequence(part, batch_first=True).transpose(1, 2) for part in parts]
-        mask = None if min(lengths) == longest else torch.arange(longest, device=device) < length[:, None]
         which = slice(batch.num_decodes, batch.num_decodes + batch.num_prefills)
-        slots, seen = batch.state_indices_tensor[which], batch.seq_lens[which] - length
-        made = self.advance_pages(rows, mask, slots, seen).transpose(1, 2)
-        flat = made.flatten(0, 1) if mask is None else made[mask]
+        made = self.advance_pages(rows, mask, batch, which).transpose(1, 2)
+        if mask is None:
+            flat = made.flatten(0, 1)
+        else:
+            flat = torch.cat([row[: end - start] for row, (start, end) in zip(made, pairwise(bounds), strict=True)])
         out[bounds[0] : bounds[-1]] = flat.flatten(1)
 
-    def advance_pages(self, rows: list[Tensor], mask: Tensor | None, slots: Tensor, seen: Tensor) -> Tensor:
-        """Attend with new tokens `[rows, heads, time, size]` of sequences, and advance their pages.
+    def advance_pages(self, rows: list[Tensor], mask: Tensor | None, batch: Batch, which: slice) -> Tensor:
+        """Attend with new tokens `[rows, heads, time, size]` of some sequences, and advance what is in their pages.
 
-        Args:
-            mask: `[rows, time]`, false for padding after the new tokens. None: there is none.
-            slots: the page of each sequence.
-            seen: the number of tokens that it has read.
-        """
-        slots, seen = slots.long(), seen.long().clamp_min(0)
-        new = seen == 0
-        # A page is what another sequence left there, until the first token of a sequence.
-        held = {name: x[slots].masked_fill(new.view(-1, *[1] * (x.dim() - 1)), 0) for name, x in self.pages.items()}
-        layer = SiteLayer(*self.held_by(held, seen))
-        q, k, v = rows
+        `mask [rows, time]` is false for padding after the new tokens."""
+        slots, (q, k, v) = Slots(*(x[which] for x in batch.slots)), rows
+        memories: list[Memory] = []
+        if self.window is not None:
+            assert self.places is not None
+            pages = self.pages["keys"], self.pages["values"]
+            memories.append(PagedWindow(self.window, pages, self.places, slots, batch.seen[which]))
+        if self.has_map:
+            memories.append(PagedState(State(*(self.pages.get(name) for name in STATE)), slots))  # type: ignore[arg-type]
+        layer = SiteLayer(*memories)
         inputs = Inputs(q, k, v, mask, self.scaling, True, self.softcap)
         out = self.attend_merged(inputs, layer) if self.merged else self.attend(inputs, layer)
-        for name, x in held.items():
-            self.pages[name][slots] = x
+        if isinstance(layer.window, PagedWindow):
+            layer.window.write_back()
         return out
-
-    def held_by(self, held: dict[str, Tensor], seen: Tensor) -> list[Memory]:
-        """Return the memories of the rows, which change these tensors in place."""
-        found: list[Memory] = []
-        if self.window is not None:
-            window = WindowMemory(self.window)
-            window.keys, window.values, window.seen = held["keys"], held["values"], seen
-            window.fixed, window.layout = True, self.places
-            found.append(window)
-        if self.has_map:
-            found.append(StateMemory(State(*(held.get(name) for name in STATE)), fixed=True))  # type: ignore[arg-type]
-        return found
 
     def attend_merged(self, inputs: Inputs, layer: SiteLayer) -> Tensor:
         """Attend with queries and keys that are the outputs of the affine part of the map."""
