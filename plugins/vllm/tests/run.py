@@ -1,6 +1,6 @@
 """Compare vLLM with `generate()` for every kind of model, and print what was found:
 
-    python run.py [--record README.md] [--kinds llama,qwen3]
+    python run.py [--record README.md] [--kinds llama,qwen3] [--jobs 2]
 
 Each comparison asks ten prompts of 1 to 500 tokens together and expects the 24 tokens of greedy search after each. With
 `--record`, the lines between the marks of a file are replaced by the result. Fails if anything differs.
@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from kinds import KINDS
 
@@ -52,9 +54,25 @@ def run(script: str, *arguments: object, processes: int = 1) -> list[str]:
     return found
 
 
+def tasks(made: dict[str, Path], kinds: list[str]) -> list[tuple[Any, ...]]:
+    """Return the runs of scripts: the number of processes, the script, and its arguments."""
+    basic, others = ([kind for kind in kinds if (kind in BASIC) == wanted] for wanted in (True, False))
+    found: list[tuple[Any, ...]] = []
+    if basic:
+        found.append((1, "offline.py", *(made[kind] for kind in basic)))
+        found.append((1, "refusals.py", made[basic[0]]))
+    for part in (others[::2], others[1::2]):
+        if part:
+            found.append((1, "offline.py", *(made[kind] for kind in part), "--settings", "cached"))
+    found += [(n, "over_http.py", made[kind]) for kind, n in SERVED if kind in kinds]
+    found += [(2, "offline.py", made[kind], "--settings", "cached") for kind in DIVIDED if kind in kinds]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--jobs", type=int, default=2, help="scripts that run at the same time")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     given = parser.parse_args()
     start = time.monotonic()
@@ -62,17 +80,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = {kind: Path(folder) / kind for kind in KINDS}
         failed = any("failed" in line for line in run("kinds.py", folder, *given.kinds))
-        basic, others = ([kind for kind in given.kinds if (kind in BASIC) == wanted] for wanted in (True, False))
-        if basic:
-            lines += run("offline.py", *(made[kind] for kind in basic))
-            lines += run("refusals.py", made[basic[0]])
-        if others:
-            lines += run("offline.py", *(made[kind] for kind in others), "--settings", "cached")
-        for kind in (kind for kind in DIVIDED if kind in given.kinds):
-            lines += run("offline.py", made[kind], "--settings", "cached", processes=2)
-        for kind, processes in SERVED:
-            if kind in given.kinds:
-                lines += run("over_http.py", made[kind], processes=processes)
+        with ThreadPoolExecutor(given.jobs) as threads:
+            for task in [threads.submit(run, *task, processes=count) for count, *task in tasks(made, given.kinds)]:
+                lines += task.result()
     wrong = [line for line in lines if ": equal" not in line]
     minutes = (time.monotonic() - start) / 60
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
