@@ -100,7 +100,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "olmo2": (Olmo2Config(**SIZES), HYBRID),
     "phi": (PhiConfig(**SIZES), HYBRID),
     "stablelm": (StableLmConfig(**SIZES), HYBRID),
-    "gpt-neox": (GPTNeoXConfig(**SIZES), HYBRID),
+    "gpt-neox": (
+        GPTNeoXConfig(**{name: size for name, size in SIZES.items() if name != "num_key_value_heads"}),
+        HYBRID,
+    ),
 }
 """The configuration of the base model, and the options of the swap."""
 
