@@ -60,6 +60,7 @@ MISTRAL = MistralConfig(**SIZES, sliding_window=32)
 GEMMA2 = Gemma2Config(**GEMMA)
 GEMMA3 = Gemma3TextConfig(**GEMMA)
 PHI3 = Phi3Config(**SIZES)
+NEOX = GPTNeoXConfig(**{name: size for name, size in SIZES.items() if name != "num_key_value_heads"})
 HYBRID = {"softmax_layers": [1, 3]}
 
 
