@@ -1,0 +1,108 @@
+"""The parts of t2r-vllm that need no vLLM: who has which heads, pages, and states in them. `make test-vllm` runs vLLM."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import t2r
+from t2r.config import T2RConfig
+from t2r.errors import T2RError
+from t2r.ops import Slots, State, Sum
+
+pytest.importorskip("t2r_vllm", reason="the source distribution has no plugins")
+from t2r_vllm.layout import Heads, Layout, layer_types, sites
+from t2r_vllm.memories import PagedState
+
+PLUGIN = Path(__file__).parents[2] / "plugins" / "vllm"
+PLAN = {
+    "windows": [[8, 8], [0, 16], [0, 0], [8, 24]],
+    "states": [[False, False], [True, True], [True, True], [True, False]],
+    "sinks": 0,
+}
+
+
+def config(**options: object) -> T2RConfig:
+    base = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, vocab_size=64)
+    return T2RConfig(base_config=base, **options)
+
+
+def test_versions_agree():
+    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == [f"t2r=={t2r.__version__}"]
+    source = (PLUGIN / "src" / "t2r_vllm" / "__init__.py").read_text()
+    assert re.search(r'__version__ = "(.+)"', source)[1] == project["version"]
+    tested = re.search(r"VERSIONS = \((.+)\)", source)[1]
+    assert all(line.split("==")[1] in tested for extra in project["optional-dependencies"].values() for line in extra)
+
+
+def test_types_of_layers():
+    assert layer_types(config(softmax_every=2)) == ["linear_attention", "full_attention"] * 2
+    kinds = ["sliding_attention", *["linear_attention"] * 3]
+    assert layer_types(config(plan=PLAN)) == kinds
+    assert layer_types(config(plan=PLAN | {"sinks": 2})) == ["linear_attention"] * 4  # vLLM's windows have no sinks
+
+
+def test_two_processes_have_parts_of_a_plan():
+    first, second = (sites(config(plan=PLAN), 2, rank) for rank in (0, 1))
+    assert (
+        [site.sliding for site in first.values()] == [site.sliding for site in second.values()] == [8, None, None, None]
+    )
+    assert first[1].window is None  # of its heads
+    assert second[1].window.sizes == (16,)
+    assert all(site.beside for site in (first[1], second[1]))  # the maps of both have weights of queries
+    assert (first[3].states, second[3].states) == ((0,), ())
+    assert (first[1].share, second[1].share) == ((0, 2), (1, 2))
+    for rank in (0, 1):  # each process has a map of the heads that are its own
+        made = sites(config(), 2, rank)[0].make_map(config())
+        assert (made.num_heads, made.key_heads) == (2, 1)
+
+
+def test_heads_that_cannot_be_divided():
+    assert Heads.of(config(), 4, 3).keys == 1  # two processes have the same key head
+    with pytest.raises(T2RError, match="cannot be divided among 3 processes"):
+        Heads.of(config(), 3)
+    with pytest.raises(T2RError, match="2 key heads cannot be divided among 4"):
+        Heads.of(config(plan=PLAN), 4)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_page_has_room_for_every_layer_and_process(processes):
+    given = config(plan=PLAN, feature_size=12)
+    layout = Layout.of(given, processes, torch.bfloat16)
+    room = {part.name: part.shape for part in layout.parts}
+    assert room["keys"] == room["values"] == (32 if processes == 1 else 24, 8)
+    assert room["s"] == (3 - processes, 12, 8)
+    pages = torch.zeros(3, *layout.shapes[0])
+    parts = layout.split(pages)
+    for number, x in enumerate(parts.values()):
+        assert x.data_ptr() % 16 == pages.data_ptr() % 16
+        x.fill_(number + 1)
+    for number, x in enumerate(parts.values()):  # none is on top of another
+        assert bool((x == number + 1).all())
+    assert {name: x.dtype for name, x in parts.items()} == {
+        "s": torch.float32, "z": torch.float32, "keys": torch.bfloat16, "values": torch.bfloat16
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def test_states_in_pages_continue():
+    """A prompt in two pieces and a token, for rows that lie anywhere, on pages with the numbers of other sequences."""
+    rule = Sum(2, 4)
+    q, k, v = (torch.rand(2, heads, 6, size) for heads, size in ((4, 4), (2, 4), (2, 3)))
+    expected, after = rule.parallel(q, k, v)
+    pages = State(torch.full((5, 2, 4, 3), torch.nan), torch.full((5, 2, 4), torch.nan))
+    found, seen = [], 0
+    for time in (3, 2, 1):
+        slots = Slots(torch.tensor([3, 1]), torch.tensor([not seen] * 2))
+        rows = (x[:, :, seen : seen + time] for x in (q, k, v))
+        found.append(PagedState(pages, slots).advance(*rows, rule))
+        seen += time
+    torch.testing.assert_close(torch.cat(found, 2), expected)
+    torch.testing.assert_close(pages.s[[3, 1]], after.s)
+    assert pages.s[[0, 2, 4]].isnan().all()
