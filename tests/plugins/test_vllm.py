@@ -1,4 +1,4 @@
-"""The parts of t2r-vllm that need no vLLM: who has which heads, pages, and states in them. `make test-vllm` runs vLLM."""
+"""The parts of t2r-vllm that need no vLLM: who has which heads, pages, and states in them. See also `make test-vllm`."""
 
 from __future__ import annotations
 

@@ -45,12 +45,15 @@ def run(script: str, *arguments: object, processes: int = 1) -> list[str]:
     with tempfile.TemporaryFile("w+") as log:
         made = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         assert made.stdout is not None
-        found = [line.rstrip() for line in made.stdout if ": " in line and not line.startswith(("Loading", "Writing"))]
+        found = []
+        for line in made.stdout:
+            if ": " in line and not line.startswith(("Loading", "Writing")):
+                found.append(line.rstrip())
+                print(found[-1], flush=True)
         if made.wait():
             log.seek(0)
             sys.stderr.write(log.read()[-4000:])
             found.append(f"{script}: failed with exit code {made.returncode}")
-    print("\n".join(found), flush=True)
     return found
 
 
