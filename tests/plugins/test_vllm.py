@@ -1,4 +1,4 @@
-"""The parts of t2r-vllm that need no vLLM: who has which heads, pages, and states in them. See also `make test-vllm`."""
+"""The parts of t2r-vllm that need no vLLM: who has which heads, pages, and the states in them."""
 
 from __future__ import annotations
 
