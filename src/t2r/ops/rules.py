@@ -49,7 +49,6 @@ class Rule(Protocol):
         features: Features | None = None,
         beside: Beside | None = None,
         normalized: bool = True,
-        slots: Slots | None = None,
     ) -> tuple[Tensor | Sums, State]:
         """Process one token."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from t2r.attention.memories import Shape, StateMemory, WindowMemory
-from t2r.ops import Beside, Features, Rule, Slots, State
+from t2r.ops import Beside, Features, Rule, Slots, State, Sum
 
 
 def copied(pages: Tensor, slots: Slots) -> Tensor:
@@ -37,7 +37,7 @@ class PagedState(StateMemory):
         beside: Beside | None = None,
         normalized: bool = True,
     ) -> Any:
-        if k.shape[2] == 1:
+        if k.shape[2] == 1 and isinstance(rule, Sum):
             how: dict[str, Any] = {"features": features, "beside": beside, "normalized": normalized}
             out, _ = rule.step(q, k, v, self.state, mask=mask, inplace=True, slots=self.slots, **how)
             return out
