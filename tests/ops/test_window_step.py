@@ -55,3 +55,32 @@ def test_a_step_of_windows(sizes, sinks, group, dim, value, dtype, monkeypatch):
             assert torch.equal(own[left.valid], other[gone.valid])
         assert torch.equal(fast.keys, slow.keys)
         assert torch.equal(fast.values, slow.values)
+
+
+@pytest.mark.parametrize("seen", [[0, 3, 9]])
+def test_a_step_of_windows_among_those_of_others(seen):
+    """What is in the buffers before a sequence wrote there is not read."""
+    shape, dim = Shape((2, 5), 1), 16
+    given = torch.randn(3, 2, 9, dim, device=DEVICE)
+    q, k, v = (torch.randn(3, heads, 1, dim, device=DEVICE) for heads in (4, 2, 2))
+    places, lengths = torch.tensor([4, 0, 2], device=DEVICE), torch.tensor(seen, device=DEVICE)
+    own = memory_of(shape, 3, dim, dim, torch.float32, torch.zeros_like(lengths))
+    mask = torch.arange(9, device=DEVICE) < lengths[:, None]
+    with torch.no_grad():
+        own.extend(given, given + 1, mask, How(0.3, inplace=True))
+        own.seen = lengths
+        other = WindowMemory(shape, keys=torch.full((6, shape.slots, dim), torch.nan, device=DEVICE))
+        other.values, other.seen, other.places = other.keys.clone(), lengths, places
+        for row, place in enumerate(places.tolist()):
+            for size, heads in shape.rings:
+                for head in heads:
+                    first, slots = int(shape.layout(DEVICE)[0, head]), size + shape.sinks
+                    filled = slice(first, first + min(seen[row], slots))
+                    other.keys[place, filled], other.values[place, filled] = (
+                        own.keys[row, filled],
+                        own.values[row, filled],
+                    )
+        (expected, left), (found, gone) = (memory.step_at_once(q, k, v, How(0.3)) for memory in (own, other))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gone, left)
+    assert other.keys[[1, 3, 5]].isnan().all()

@@ -11,13 +11,15 @@ import torch
 from transformers import LlamaConfig
 
 import t2r
+from t2r.attention.memories import Shape, WindowMemory
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
-from t2r.ops import Slots, State, Sum
+from t2r.ops import Slots, State, Sum, Windows, combine
+from t2r.ops.rings import How
 
 pytest.importorskip("t2r_vllm", reason="the source distribution has no plugins")
 from t2r_vllm.layout import Heads, Layout, layer_types, sites
-from t2r_vllm.memories import PagedState
+from t2r_vllm.memories import PagedState, PagedWindow
 
 PLUGIN = Path(__file__).parents[2] / "plugins" / "vllm"
 PLAN = {
@@ -106,3 +108,24 @@ def test_states_in_pages_continue():
     torch.testing.assert_close(torch.cat(found, 2), expected)
     torch.testing.assert_close(pages.s[[3, 1]], after.s)
     assert pages.s[[0, 2, 4]].isnan().all()
+
+
+@torch.no_grad()
+def test_windows_in_pages_continue():
+    """The same for windows, compared with a memory that has read the same tokens."""
+    shape, how = Shape((2, 4), 1), How(0.5)
+    windows = Windows(torch.tensor(shape.sizes), shape.sinks)
+    q, k, v = (torch.rand(2, heads, 9, 4) for heads in (4, 2, 2))
+    pages = tuple(torch.full((5, shape.slots, 4), torch.nan) for _ in range(2))
+    own, seen = WindowMemory(shape), 0
+    for time in (5, 3, 1):
+        slots = Slots(torch.tensor([3, 1]), torch.tensor([not seen] * 2))
+        paged = PagedWindow(shape, pages, shape.layout(q.device), slots, torch.full((2,), seen))
+        rows = [x[:, :, seen : seen + time] for x in (q, k, v)]
+        (found, left), (expected, gone) = (m.attend(*rows, windows, None, how, leaves=True) for m in (paged, own))
+        torch.testing.assert_close(combine(found, v.dtype), combine(expected, v.dtype))
+        assert torch.equal(left.valid, gone.valid)
+        torch.testing.assert_close(left.k[left.valid], gone.k[gone.valid])
+        torch.testing.assert_close(pages[0][[3, 1]], own.keys)
+        seen += time
+    assert pages[1][[0, 2, 4]].isnan().all()

@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from t2r.attention.memories import Shape, StateMemory, WindowMemory
-from t2r.ops import Beside, Features, Rule, Slots, State, Sum
+from t2r.ops import Beside, Features, Rule, Slots, State, Sum, Sums, Windows
+from t2r.ops.rings import How
+from t2r.ops.windows import Left, steps_at_once
 
 
 def copied(pages: Tensor, slots: Slots) -> Tensor:
@@ -50,20 +52,28 @@ class PagedState(StateMemory):
 
 
 class PagedWindow(WindowMemory):
-    """The windows of the rows. They are copied, and `write_back` puts them into their pages again.
+    """The windows of the rows. A step of one token changes them where they are, if it is one kernel (on a GPU);
+    otherwise they are copied and written back.
 
     Args:
-        places: where the windows of the heads are (`Shape.layout`).
+        layout: where the windows of the heads are in a page (`Shape.layout`).
         seen: the number of tokens that each row has read.
     """
 
-    def __init__(self, shape: Shape, pages: tuple[Tensor, Tensor], places: Tensor, slots: Slots, seen: Tensor) -> None:
+    def __init__(self, shape: Shape, pages: tuple[Tensor, Tensor], layout: Tensor, slots: Slots, seen: Tensor) -> None:
         super().__init__(shape)
         self.pages, self.slots = pages, slots
-        self.keys, self.values = (copied(x, slots) for x in pages)
-        self.seen, self.layout, self.fixed = seen, places, True
+        self.keys, self.values = pages
+        self.seen, self.layout, self.fixed = seen, layout, True
 
-    def write_back(self) -> None:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, mask: Tensor | None, how: How, *, leaves: bool
+    ) -> tuple[list[Sums], Left | None]:
+        if k.shape[2] == 1 and mask is None and steps_at_once(q, v, how.softcap):
+            self.places = self.slots.at
+            return super().attend(q, k, v, windows, mask, how, leaves=leaves)
+        self.keys, self.values = (copied(x, self.slots) for x in self.pages)
+        found = super().attend(q, k, v, windows, mask, how, leaves=leaves)
         for pages, x in zip(self.pages, (self.keys, self.values), strict=True):
-            assert x is not None
             pages[self.slots.at] = x
+        return found

@@ -143,8 +143,6 @@ class PagedSite(Recurrence, MambaBase):
         layer = SiteLayer(*memories)
         inputs = Inputs(q, k, v, mask, self.scaling, True, self.softcap)
         out = self.attend_merged(inputs, layer) if self.merged else self.attend(inputs, layer)
-        if isinstance(layer.window, PagedWindow):
-            layer.window.write_back()
         return out
 
     def attend_merged(self, inputs: Inputs, layer: SiteLayer) -> Tensor:

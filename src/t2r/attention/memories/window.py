@@ -67,6 +67,9 @@ class WindowMemory(Memory):
         operation."""
         # Made now, because captured calls cannot make tensors of numbers.
         self.layout = None if keys is None else shape.layout(keys.device)
+        self.places: Tensor | None = None
+        """Where the buffers of each row are, if they lie among those of other sequences: only a step in one kernel
+        finds them there."""
         self.ones: Tensor | None = None
         """The denominators of a step in one kernel, kept because to make them is a kernel, too."""
         self.before: dict[str, Tensor] | None = None
@@ -143,7 +146,8 @@ class WindowMemory(Memory):
         if self.layout is None or self.layout.device != self.keys.device:
             self.layout = self.shape.layout(self.keys.device)
         sinks, scaling = self.shape.sinks, how.scaling
-        out, logs, *left = window_step(q, k, v, self.keys, self.values, self.seen, self.layout, sinks, scaling)
+        held, where = (self.keys, self.values, self.seen, self.layout), (sinks, scaling, self.places)
+        out, logs, *left = window_step(q, k, v, *held, *where)
         if self.ones is None or self.ones.shape != logs.shape or self.ones.device != logs.device:
             self.ones = torch.ones_like(logs)
         return Sums(out, self.ones, peak=logs), Left(*left)

@@ -23,19 +23,22 @@ SIZES = ["key_heads", "group", "sinks"]
 
 @triton.jit(do_not_specialize=SIZES)
 def step(
-    q, k, v, keys, values, seen, layout, out, logs, old_k, old_v, valid,
+    q, k, v, keys, values, seen, layout, out, logs, old_k, old_v, valid, places,
     q_b, q_h, k_b, k_h, v_b, v_h, keys_b, keys_t, values_b, values_t,
     key_heads, group, sinks, scaling,
     DIM: tl.constexpr, VALUE: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr, HOW: tl.constexpr,
+    STAGES: tl.constexpr, HOW: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """Run one program per sequence and key head. It alone accesses the ring of the head.
 
-    Only tokens that were stored before are read from the ring, without the one that the new token replaces."""
+    Only tokens that were stored before are read from the ring, without the one that the new token replaces. PLACED,
+    sequence number b has the buffers number `places[b]`."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     first, size = tl.load(layout + h).to(tl.int64), tl.load(layout + key_heads + h)
     count = tl.load(seen + b)
+    place = tl.load(places + b).to(tl.int64) if PLACED else b
+    keys_here, values_here = keys + place * keys_b, values + place * values_b
     has = size > 0
     slots = tl.where(has, size + sinks, 0)
     at = tl.where(count < sinks, count, sinks + (count - sinks) % tl.maximum(size, 1))
@@ -46,10 +49,11 @@ def step(
     query = tl.load(q + b * q_b + head[:, None] * q_h + d[None, :], mask=g_ok[:, None] & d_ok[None, :], other=0.0)
     new_k = tl.load(k + b * k_b + h * k_h + d, mask=d_ok, other=0.0)
     new_v = tl.load(v + b * v_b + h * v_h + e, mask=e_ok, other=0.0)
-    k_here, v_here = keys + b * keys_b + (first + at) * keys_t + d, values + b * values_b + (first + at) * values_t + e
+    k_here, v_here = keys_here + (first + at) * keys_t + d, values_here + (first + at) * values_t + e
     d_kept, e_kept = d < tl.where(has, DIM, 0), e < tl.where(has, VALUE, 0)
-    gone_k = tl.load(k_here, mask=d_kept, other=0.0)
-    gone_v = tl.load(v_here, mask=e_kept, other=0.0)
+    full = has & (count >= slots)  # otherwise no token of this sequence is there yet
+    gone_k = tl.load(k_here, mask=d < tl.where(full, DIM, 0), other=0.0)
+    gone_v = tl.load(v_here, mask=e < tl.where(full, VALUE, 0), other=0.0)
 
     # What is stored is rounded as the buffers are, and so is what the new token sees of itself.
     kept_k, kept_v = new_k.to(keys.dtype.element_ty), new_v.to(values.dtype.element_ty)
@@ -60,11 +64,9 @@ def step(
         t = start + n
         t_ok = (t < held) & (t != at)
         here = first + t
-        key = tl.load(
-            keys + b * keys_b + here[:, None] * keys_t + d[None, :], mask=t_ok[:, None] & d_ok[None, :], other=0.0
-        )
+        key = tl.load(keys_here + here[:, None] * keys_t + d[None, :], mask=t_ok[:, None] & d_ok[None, :], other=0.0)
         value = tl.load(
-            values + b * values_b + here[:, None] * values_t + e[None, :], mask=t_ok[:, None] & e_ok[None, :], other=0.0
+            values_here + here[:, None] * values_t + e[None, :], mask=t_ok[:, None] & e_ok[None, :], other=0.0
         )
         score = dot(query, tl.trans(key), HOW) * scaling
         score = tl.where(t_ok[None, :], score, float("-inf"))
@@ -102,6 +104,7 @@ def window_step(
     layout: Tensor,
     sinks: int,
     scaling: float,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Store the key and value of one token for each row, and attend to the window of each key head.
 
@@ -111,6 +114,7 @@ def window_step(
         seen: how many tokens each row has read before.
         layout: `[2, key_heads]`, the first slot of the ring of each head, and the window of each.
         sinks: sinks of heads with a window.
+        places: `[rows]`, where the buffers of each row are, if there are those of more sequences. None: in their order.
 
     Returns averages and logarithms of sums as `t2r.ops.windows.softmax_sums`, the keys and values that left, and
     whether they did.
@@ -125,10 +129,11 @@ def window_step(
     with on_device(q):
         step[(rows * key_heads,)](
             q, k, v, keys, values, seen, layout, out, logs, old_k, old_v, valid.view(torch.uint8),
+            seen if places is None else places,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             *keys.stride()[:2], *values.stride()[:2], key_heads, group, sinks, scaling,
             DIM=dim, VALUE=value, BG=max(ROWS, triton.next_power_of_2(group)), BN=BLOCK, BD=block(dim, 256),
             BV=block(value, 256), STAGES=STAGES if widest <= 256 else 2, HOW=precision(q, keys),
-            num_warps=4,
+            PLACED=places is not None, num_warps=4,
         )  # fmt: skip
     return out, logs, old_k, old_v, valid
