@@ -68,9 +68,9 @@ def test_a_step_of_windows_among_those_of_others(seen):
     mask = torch.arange(9, device=DEVICE) < lengths[:, None]
     with torch.no_grad():
         own.extend(given, given + 1, mask, How(0.3, inplace=True))
-        own.seen = lengths
+        own.lengths = lengths
         other = WindowMemory(shape, keys=torch.full((6, shape.slots, dim), torch.nan, device=DEVICE))
-        other.values, other.seen, other.places = other.keys.clone(), lengths, places
+        other.values, other.lengths, other.places = other.keys.clone(), lengths, places
         for row, place in enumerate(places.tolist()):
             for size, heads in shape.rings:
                 for head in heads:

@@ -64,7 +64,7 @@ class PagedWindow(WindowMemory):
         super().__init__(shape)
         self.pages, self.slots = pages, slots
         self.keys, self.values = pages
-        self.seen, self.layout, self.fixed = seen, layout, True
+        self.lengths, self.layout, self.fixed = seen, layout, True
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, mask: Tensor | None, how: How, *, leaves: bool

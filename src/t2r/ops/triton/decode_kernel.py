@@ -168,10 +168,10 @@ def decode(
     are the numbers of key heads that share a head of k, of v and of the mask. BESIDE another memory, `out` has the
     averages of that memory, to which those of the state are added; `logs` are the logarithms of its weights. If the
     state has only some heads of k and v, `places` are their numbers. SLOTTED, sequence number b has the state number
-    `slots[b]`, which is zero if `fresh[b]`. The query heads of a group are read BG at a time, in CHUNKS. A state in half
-    precision is computed in float32 and rounded when it is stored. There are few programs, and each waits for memory
-    most of the time: so everything is loaded before anything is computed, and stored at the end, because a load does not
-    move before a store or a reduction."""
+    `slots[b]`, which is zero if `fresh[b]`. The query heads of a group are read BG at a time, in CHUNKS. A state in
+    half precision is computed in float32 and rounded when it is stored. There are few programs, and each waits for
+    memory most of the time: so everything is loaded before anything is computed, and stored at the end, because a load
+    does not move before a store or a reduction."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     f, d = tl.arange(0, BF), tl.arange(0, BV)
