@@ -107,7 +107,7 @@ def source(built, tmp_path_factory) -> Path:
     """Return the unpacked source distribution."""
     folder = tmp_path_factory.mktemp("source")
     (archive,) = built.glob("*.tar.gz")
-    assert archive.stat().st_size < 2_000_000
+    assert archive.stat().st_size < 2_200_000  # 1.64 MB of it are the novels of the demo
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
     (unpacked,) = folder.iterdir()

@@ -80,7 +80,7 @@ def test_a_softmax_model_in_the_engine_computes_the_same():
         expected = model.generate(ids, max_new_tokens=12, num_beams=2)
         weights = [x.clone() for x in model.parameters()]
         shared = on_the_engine(model)
-        assert torch.equal(t2r.Engine(shared).attempt(ids, max_new_tokens=12, num_beams=2).result(), expected)
+        assert torch.equal(t2r.Engine(shared)._attempt(ids, max_new_tokens=12, num_beams=2).result(), expected)
         assert all(a is b for a, b in zip(model.parameters(), shared.parameters(), strict=True))
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
         assert not isinstance(model, type(shared))

@@ -5,17 +5,21 @@ import dataclasses
 import pytest
 import torch
 
-import delta
 import rules
 import t2r
 from delta import CHUNK, DeltaMap, GatedDelta, UnitLowerInverse, chunked, recurrent
 from families import batch, tiny
 from t2r.attention.recurrence import recurrent_sites
 from t2r.errors import T2RError
+from t2r.feature_maps import FEATURE_MAPS
 from t2r.ops import State
 from t2r.plans import MemoryPlan
 
-delta.register()
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """The map is registered in these tests only: others run for every map that there is."""
+    monkeypatch.setitem(FEATURE_MAPS, DeltaMap.name, DeltaMap)
 
 
 def columns(time, *, rows=2, heads=4, key_heads=2, features=8, values=5, seed=0):

@@ -46,7 +46,7 @@ def test_beams_equal_those_of_generate(case):
         torch.manual_seed(3)
         expected = model.generate(**given, **how)
         torch.manual_seed(3)
-        assert torch.equal(engine.attempt(**given, **how).result(), expected)
+        assert torch.equal(engine._attempt(**given, **how).result(), expected)
         lengths.add(expected.shape[1])
     assert engine.beam_step.captured_as == "recording"
     assert engine.rows.step is None
@@ -59,7 +59,7 @@ def test_a_step_is_used_again_unless_its_size_does_not_fit():
     for rows, beams in ((3, 4), (2, 3), (1, 4), (3, 5)):
         part = {name: x[:rows] for name, x in given.items()}
         expected = model.generate(**part, num_beams=beams, max_new_tokens=6)
-        assert torch.equal(engine.attempt(**part, num_beams=beams, max_new_tokens=6).result(), expected)
+        assert torch.equal(engine._attempt(**part, num_beams=beams, max_new_tokens=6).result(), expected)
         steps.append(engine.beam_step)
     assert [step.rows for step in steps] == [12, 12, 4, 15]
     assert steps[0] is steps[1]
@@ -90,7 +90,7 @@ def seeded(model, state, text, how):
 def test_the_bytes_of_beams_are_counted():
     model, given = swapped("gpt2"), inputs("gpt2")
     engine = Engine(model)
-    done = engine.attempt(**given, num_beams=3, max_new_tokens=4)
+    done = engine._attempt(**given, num_beams=3, max_new_tokens=4)
     kept = model.generate(**given, num_beams=3, max_new_tokens=4, return_dict_in_generate=True).past_key_values
     assert engine._state_bytes(done) == kept.nbytes
 
@@ -102,4 +102,4 @@ def test_exact_attention_is_left_to_generate():
         expected = model.generate(**given, num_beams=2, max_new_tokens=6)
         assert torch.equal(engine.generate(**given, num_beams=2, max_new_tokens=6), expected)
         with pytest.raises(ForGenerate, match="exact attention"):
-            engine.attempt(**given, max_new_tokens=6)
+            engine._attempt(**given, max_new_tokens=6)

@@ -563,7 +563,7 @@ def test_a_state_in_half_precision_is_rounded_after_every_token(case, dtype):
     """Compare with a loop that rounds the states of a default cache."""
     model, (prompt,) = swapped(case), prompts([7])
     engine = Engine(model, state_dtype=dtype)
-    found = engine.attempt(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8).result()
+    found = engine._attempt(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8).result()
     cache, tokens, name = model.make_cache(), found[:, :-8], "input_ids"
     encoded = {}
     if model.config.is_encoder_decoder:
@@ -592,7 +592,7 @@ def test_encoder_outputs_replace_the_sources(case, num_beams):
         encoded = model.get_encoder()(**given)
     expected = model.generate(**given, **options)
     mask = given["attention_mask"]
-    assert torch.equal(engine.attempt(encoder_outputs=encoded, attention_mask=mask, **options).result(), expected)
+    assert torch.equal(engine._attempt(encoder_outputs=encoded, attention_mask=mask, **options).result(), expected)
     assert torch.equal(engine.generate(encoder_outputs=encoded, attention_mask=mask, **options), expected)
     batch_ = {"encoder_outputs": encoded, "attention_mask": mask, "max_new_tokens": 6}
     if num_beams == 1:

@@ -229,7 +229,7 @@ class EngineTranslator(Translator):
         if self.engine is None:
             self.engine = Engine(self.model, compiled=self.compiled)
             self.engine.rows.block = 1  # buffers of softmax layers are exactly as long as the translation
-        done = self.engine.attempt(ids, **how)
+        done = self.engine._attempt(ids, **how)
         assert done.result().shape[1] == 1 + length
         return self.engine._state_bytes(done)
 

@@ -152,7 +152,7 @@ class Conversation:
         if self.engine is not None:
             try:
                 how = {"attention_mask": torch.ones_like(given), **options}
-                group = self.engine.attempt(given, state=state, keep_state=True, **how)
+                group = self.engine._attempt(given, state=state, keep_state=True, **how)
                 assert isinstance(group, Group)  # options with beams are refused
                 return group.sequences[0].tokens, group.sequences[0].state
             except ForGenerate as reason:

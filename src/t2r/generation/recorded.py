@@ -45,14 +45,14 @@ def generate(model: T2RModel, args: tuple[Any, ...], options: Mapping[str, Any])
     streamer = options.pop("streamer", None)
     try:
         engine = Engine(model)
-        request = engine.prepared(given[0], options)
+        request = engine._prepared(given[0], options)
     except T2RError as reason:  # transformers has its own words for what it does not take
         logger.info("generate() runs the modules of the model: %s", reason)
         return None
     if streamer is not None and uses_beams(request):
         return None
-    done = engine.answer(request, streamer=streamer)
-    if not engine.is_captured:
+    done = engine._answer(request, streamer=streamer)
+    if not engine._is_captured:
         unrecorded.add(model)
     return done.result()
 

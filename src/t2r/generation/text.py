@@ -234,7 +234,7 @@ def run(
     """Return the sequences and the size of the cache in bytes. Uses the engine if it supports the options."""
     if engine is not None:
         try:
-            done = engine.attempt(input_ids, state=state, **options)
+            done = engine._attempt(input_ids, state=state, **options)
             return done.result(), engine._state_bytes(done, state)
         except ForGenerate as reason:
             engine._say_elsewhere(reason)

@@ -164,7 +164,7 @@ class Engine:
         check_options(self.original, options | {"streamer": streamer}, self.generation_config, seed)
         with self.lock:
             try:
-                return self.attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
+                return self._attempt(input_ids, state=state, seed=seed, streamer=streamer, **options).result()
             except ForGenerate as reason:
                 self._say_elsewhere(reason)
         options["generation_config"] = options.get("generation_config") or self.generation_config
@@ -177,7 +177,7 @@ class Engine:
                 sequences = self.original.generate(input_ids, streamer=streamer, **options)
         return sequences
 
-    def attempt(
+    def _attempt(
         self,
         input_ids: Tensor | None = None,
         *,
@@ -195,10 +195,10 @@ class Engine:
             ForGenerate: if the engine does not support the call.
         """
         with self.lock:
-            request = self.prepared(input_ids, options, state, keep_state=keep_state, seed=seed)
-            return self.answer(request, state, seed=seed, streamer=streamer, keep_state=keep_state)
+            request = self._prepared(input_ids, options, state, keep_state=keep_state, seed=seed)
+            return self._answer(request, state, seed=seed, streamer=streamer, keep_state=keep_state)
 
-    def answer(
+    def _answer(
         self,
         request: Request,
         state: T2RCache | None = None,
@@ -231,7 +231,7 @@ class Engine:
         """Yield pairs of the index of a sequence in the batch and its next token."""
         try:
             with self.lock:
-                group = self._admitted(self.prepared(input_ids, options, state, seed=seed), state, seed, False)
+                group = self._admitted(self._prepared(input_ids, options, state, seed=seed), state, seed, False)
         except ForGenerate as reason:
             raise T2RError(f"the engine cannot stream this call: {reason}") from reason
         for event in self._until_done(group):
@@ -297,7 +297,7 @@ class Engine:
         options = {"attention_mask": torch.ones_like(input_ids), **options}  # a single prompt has no padding
         with self.lock:
             try:
-                request = self.prepared(input_ids, options, state, keep_state=keep_state, seed=seed, history=history)
+                request = self._prepared(input_ids, options, state, keep_state=keep_state, seed=seed, history=history)
                 state = state.fork() if state is not None and copy_state else state
                 group = self._admitted(request, state, seed, keep_state, logprobs)
             except ForGenerate as reason:
@@ -336,7 +336,7 @@ class Engine:
                             refuse("a batch", "a dictionary of arguments of generate", batch)
                         options = dict(batch)
                         seed, state = options.pop("seed", None), options.pop("state", None)
-                        request = self.prepared(options.pop("input_ids", None), options, state, seed=seed)
+                        request = self._prepared(options.pop("input_ids", None), options, state, seed=seed)
                         for sequence in self._admitted(request, state, seed, False).sequences:
                             numbers[sequence] = count
                             count += 1
@@ -370,7 +370,7 @@ class Engine:
             yield from self.step()
 
     @property
-    def is_captured(self) -> bool:
+    def _is_captured(self) -> bool:
         """Whether the last step that was built is replayed. Some models cannot be captured, and run eagerly."""
         step = self.rows.step or self.beam_step
         return step is not None and step.captured_as is not None
@@ -392,7 +392,7 @@ class Engine:
 
     # --- For all calls --------------------------------------------------------------------------------------
 
-    def prepared(
+    def _prepared(
         self,
         input_ids: Tensor | None,
         options: dict[str, Any],
