@@ -63,6 +63,8 @@ class T2RForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
             if (feature_map := site.make_map(self.config)) is not None:
                 feature_map = feature_map.to(dtype).eval().requires_grad_(False)
                 divide(feature_map, site)
+            else:  # all heads with states may be those of another process
+                self.ignore_unexpected_prefixes.append(f"{name}.{VLLM_ATTN_ATTR}.feature_map.")
             layout = Layout.of(self.config, site.heads.processes, dtype)
             attention = PagedSite(site, feature_map, scaling, layout, prefix, softcap, merged)
             attention.follow(torch.get_default_device())
