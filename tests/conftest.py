@@ -41,9 +41,9 @@ def seed() -> int:
 
 
 @pytest.fixture(autouse=True)
-def stock_generate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `generate()` be that of transformers, with which the engine is compared, unless its recording is tested."""
-    if (module := sys.modules.get("t2r.model.modeling")) is not None and "recorded" not in request.node.nodeid:
+def stock_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `generate()` be that of transformers, with which the engine is compared."""
+    if (module := sys.modules.get("t2r.model.modeling")) is not None:
         monkeypatch.setattr(module.T2RModel, "recorded", None)
 
 

@@ -47,9 +47,11 @@ FARTHEST = 2.0
 """The largest such ratio that counts, as a power of e."""
 MEMORY = 0.93
 """The share of the worth that is kept from step to step, because a few texts say it with much noise."""
-ANSWERS = 0.3
-"""What the divergence in an answer counts, relative to that of a word of text. With a fifteenth of it, SmolLM2 forgets
-words after 1,024 tokens in a tenth of its memory; with this, it answers all questions about them."""
+ANSWERS = 0.2
+"""What the divergence in an answer counts, relative to that of a word of text. With a tenth of it, SmolLM2 forgets
+words after 1,024 tokens in a tenth of its memory."""
+QUESTIONS = 2
+"""The version of the questions: a path that was found with others is not used."""
 LEAST = 1e-12
 """Worth below it counts as this."""
 SAVE_EVERY = 5
@@ -89,7 +91,7 @@ class Descent:
         self.load()
 
     def constants(self) -> list[Any]:
-        return [self.costs.layers, self.steps, self.rows, PACE, FARTHEST, MEMORY, ANSWERS]
+        return [self.costs.layers, self.steps, self.rows, PACE, FARTHEST, MEMORY, ANSWERS, QUESTIONS]
 
     def windows(self, memory: int, costs: Costs) -> list[list[int]]:
         """Return windows within a number of bytes.

@@ -267,9 +267,12 @@ def repeated_sentences(
         start = rng.randrange(len(text) - length + 1)
         ids[row] = torch.tensor(text[start : start + length])
         free, names = set(range(slots)), rng.sample(NAMES, pairs)
-        for pair in reversed(range(pairs)):  # from the farthest, which fits in the fewest places
-            share = (pair * rows + row + rng.random()) / (pairs * rows)
-            distance = max(1, min(slots - 1, round((slots - 1) ** share)))
+        shares = [(pair * rows + row + rng.random()) / (pairs * rows) for pair in range(pairs)]
+        # Half of the distances are even in their logarithms, and half in themselves: far words are asked for, too.
+        spread = ((slots - 1) * x if pair % 2 else (slots - 1) ** x for pair, x in enumerate(shares))
+        distances = [max(1, min(slots - 1, round(x))) for x in spread]
+        for pair in sorted(range(pairs), key=distances.__getitem__, reverse=True):  # farthest: fewest places
+            distance = distances[pair]
             places = [slot for slot in sorted(free) if slot + distance in free]
             if not places:
                 continue

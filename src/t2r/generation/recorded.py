@@ -36,7 +36,9 @@ def generate(model: T2RModel, args: tuple[Any, ...], options: Mapping[str, Any])
     """Return what `generate` returns for these arguments, or None if the call must be decoded by transformers."""
     options = dict(zip(NAMES, args, strict=False)) | dict(options)
     given = [options.pop(name) for name in INPUTS if options.get(name) is not None]
-    if len(given) != 1 or why_not(model, given[0], options) is not None:
+    reason = why_not(model, given[0], options) if len(given) == 1 else "there is not exactly one input"
+    if reason is not None:
+        logger.debug("generate() runs the modules of the model: %s", reason)
         return None
     # Imported here, because they take as long to import as everything else of a model together.
     from t2r.generation.engine import Engine
@@ -46,8 +48,8 @@ def generate(model: T2RModel, args: tuple[Any, ...], options: Mapping[str, Any])
     try:
         engine = Engine(model)
         request = engine._prepared(given[0], options)
-    except T2RError as reason:  # transformers has its own words for what it does not take
-        logger.info("generate() runs the modules of the model: %s", reason)
+    except T2RError as error:  # transformers has its own words for what it does not take
+        logger.info("generate() runs the modules of the model: %s", error)
         return None
     if streamer is not None and uses_beams(request):
         return None

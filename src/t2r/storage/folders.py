@@ -78,8 +78,8 @@ def of_tokenizers(error: Exception) -> bool:
 
 def refuse_replacing(source: Any, out: str | Path) -> None:
     """Raise T2RError if saving to `out` would replace the model in the folder `source`."""
-    if not isinstance(source, str | Path) or kind_of(source) != "folder":
-        return
+    if not isinstance(source, str | Path) or kind_of(source) != "folder" or not str(out).strip():
+        return  # a missing name is refused where the folder is checked
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(out)):
         raise T2RError(f"saving to {out} would replace the model in {source}: choose another folder")
 
