@@ -2,8 +2,8 @@
 
 docs/records has a page for each record, with its commands and all its tables, and the claims of the paper for each
 scale. In the other pages, `<!-- summary: NAME -->` starts a table of summaries.py, `<!-- claims: SCALE -->` the claims
-of the paper, and `<!-- budgets: NAME -->` the table and the figure of an experiment about memory budgets. All end with
-`<!-- end -->`. The text between such parts is written by hand.
+of the paper, and `<!-- budgets: NAME -->` the table of an experiment about memory budgets. All end with `<!-- end -->`.
+The text between such parts is written by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import budgets
 import quality
 import summaries
-from claims import claims_list
+from claims import CLAIMS, claims_list
 from t2r.errors import T2RError
 from t2r.experiments.charts import plot
 from t2r.experiments.experiment import Experiment, load_experiment, scales_of, shipped_experiments
@@ -27,7 +27,7 @@ from t2r.experiments.tables import commands, of_record, provenance, record_table
 DOCS = Path(__file__).parents[1] / "docs"
 PART = re.compile(r"(<!-- (summary|claims|budgets): ([\w ._-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SCALE = "small"
-"""The scale of an experiment that is shown if it has none of its own and no record."""
+"""The scale of an experiment that is shown if it has no record; its last, if it does not have this one."""
 
 
 def page(text: str) -> str:
@@ -41,10 +41,10 @@ def _part(kind: str, names: Sequence[str]) -> str:
 
 
 def budgets_of(name: str) -> str:
-    """Return the table of an experiment about memory budgets, and the place of its figure."""
+    """Return the table of an experiment about memory budgets."""
     if (record := recorded(name)) is None:
         return f"Not recorded yet: `t2r reproduce {name}`.\n"
-    return f"{provenance(record)}\n{budgets.table(record)}\n![Quality against memory]({name}.svg)\n"
+    return budgets.table(record)
 
 
 # --- Pages of records -------------------------------------------------------------------------------------
@@ -52,14 +52,16 @@ def budgets_of(name: str) -> str:
 
 def record_names() -> list[str]:
     """Return the names of all records, and of the shipped experiments that have none yet."""
-    wanted = {f"{name}-{SCALE}" if SCALE in scales_of(name) else name for name in shipped_experiments()}
+    scales = {name: scales_of(name) for name in shipped_experiments()}
+    wanted = {f"{name}-{SCALE if SCALE in own else own[-1]}" if own else name for name, own in scales.items()}
     return sorted(wanted | {path.stem for path in (REPOSITORY / "records").glob("*.json")})
 
 
 def record_pages() -> dict[str, str]:
     """Return the generated pages in docs/records, by the names of their files."""
     names = record_names()
-    scales = sorted({record["scale"] for name in names if (record := recorded(name)) and "scale" in record})
+    known = [record for name in names if (record := recorded(name)) and "scale" in record]
+    scales = sorted({record["scale"] for record in known if any(c.experiment == record["experiment"] for c in CLAIMS)})
     pages = {f"{name}.md": record_page(name) for name in names}
     pages |= {f"claims-{scale}.md": claims_page(scale) for scale in scales}
     return pages | {"README.md": index(names, scales)}
@@ -134,10 +136,6 @@ def draw(experiment: Experiment, record: Mapping[str, Any], figure: Mapping[str,
         canvas.savefig(path, format="svg", metadata={"Date": None})
 
 
-BUDGETS = ("smollm2-memory-full",)
-"""Records of experiments about memory budgets."""
-
-
 def draw_all(folder: Path) -> list[Path]:
     """Draw the figures of README.md, of the pages and of all shipped records. Returns their files."""
     files = [folder / "quality.svg", folder / "decoding.svg"]
@@ -150,10 +148,6 @@ def draw_all(folder: Path) -> list[Path]:
                 for figure in experiment.figures:
                     files.append(folder / figure_file(experiment, figure))
                     draw(experiment, record, figure, files[-1])
-    for name in BUDGETS:
-        if (record := recorded(name)) is not None:
-            files.append(folder / f"{name}.svg")
-            budgets.draw(record, files[-1])
     return files
 
 

@@ -10,10 +10,8 @@ from t2r.errors import T2RError
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 COLUMNS = ("", "memory", "perplexity", "KL to the teacher")
-LABELS = {title: title.strip("*") for title in budgets.MODELS.values()} | {
-    "the RNN: a state for each head, trained": "the RNN",
-    "7 of 30 layers kept, the others an RNN": "7 of 30 layers kept",
-}
+LABELS = {title: title.strip("*").partition(":")[0].partition(",")[0] if kind in ("pure", "kept") else title.strip("*")
+    for kind, title in budgets.MODELS.items()}  # fmt: skip
 """The kinds of models in the table, and their labels in the figure."""
 
 

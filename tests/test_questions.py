@@ -1,10 +1,11 @@
-"""The verdicts on the pages of docs, and the table of quality against memory, say what the records say."""
+"""The verdicts on the pages of docs say what the records say."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+import budgets
 import quality
 from t2r.errors import T2RError
 from t2r.experiments.cells import cells_of_record
@@ -43,44 +44,59 @@ def test_a_page_has_the_question_one_table_a_verdict_and_what_qualifies_it(name)
     assert name in re.findall(r"\((\w+)\.md\)", text("results"))
 
 
-def test_the_table_of_memory_budgets_has_the_recorded_rows():
-    teacher, *rows = quality.rows(text("memory"))
-    assert teacher.cells[1] == f"{PURE['smollm2', None]['measured'][1]['kept_bytes'] / 2**20:.1f} MiB"
-    assert teacher.cells[2].startswith(f"{PURE['smollm2', None]['measured'][1]['perplexity']:.2f} or ")
-    assert sum(row.kl is None for row in rows) == 0
-    each = {
-        ("7 of 30 layers kept, the others an RNN", 17.1): KEPT["kept", None],
-        ("one window for all heads", 17.1): KEPT["smollm2", "window 772 + 4 sinks"],
-        ("one window for all heads", 8.57): PURE["smollm2", "window 386 + 4 sinks"],
-        ("one window for all heads", 4.28): PURE["smollm2", "window 191 + 4 sinks"],
-        ("the RNN: a state for each head, trained", 8.57): PURE["pure", None],
-    }
-    shown = {(row.model, row.mebibytes): row for row in rows}
-    for key, result in each.items():
-        part = result["measured"][1]
-        assert part["kept_bytes"] / 2**20 == pytest.approx(key[1], abs=0.05)
-        accuracy = {row["distance"]: row["accuracy"] for row in result["recall"]}
-        wanted = [f"{part['perplexity']:.2f} ({100 * (part['ratio'] - 1):+.1f} %)", f"{part['kl']:.3f}"]
-        assert list(shown[key].cells[2:]) == wanted + [f"{100 * accuracy[n]:.0f} %" for n in (256, 1024, 2048)]
-
-
-def test_rows_that_are_not_recorded_are_relative_to_their_own_teacher():
-    teacher, *rows = quality.rows(text("memory"))
-    last, half = map(float, teacher.cells[2].split(" or "))
-    for row in rows:
-        perplexity, above = re.fullmatch(r"\**([\d.]+) \(\+([\d.]+) %\)\**", row.cells[2]).groups()
-        by = last if row.model.startswith(("one", "the RNN", "7 of")) else half
-        assert float(above) == pytest.approx(100 * (float(perplexity) / by - 1), abs=0.6 if "." not in above else 0.1)
+MEMORY = "smollm2-memory-full"
 
 
 def test_the_verdict_on_memory_budgets():
-    shown = {
-        (row.model, row.mebibytes): re.search(r"\+([\d.]+) %", row.cells[2]) for row in quality.rows(text("memory"))
-    }
-    names = ("**a window and a state for each head, trained**", "the RNN: a state for each head, trained")
-    own, rnn, one = (shown[name, 8.57][1] for name in (*names, "one window for all heads"))
+    kinds = [
+        (kind, row) for kind, row in budgets.rows_of(recorded(MEMORY)) if round(row["kept_bytes"] / 2**20, 2) == 8.57
+    ]
+    own, rnn, one = (
+        next(f"{100 * (row['ratio'] - 1):.1f}" for kind, row in kinds if kind == name)
+        for name in ("trained", "pure", "variant")
+    )
     assert f"a window and a state for each head lose {own} %, where the RNN loses {rnn} % and one " in words("memory")
     assert f"window for all heads {one} %." in words("memory")
+
+
+def numbers(of, models, **wanted):
+    """Return what an evaluation measured for these models, where the text and the window are as wanted."""
+    rows = {row.get("variant") or row["model"]: row for row in step(MEMORY, of)}
+    parts = [next(p for p in rows[m].get("measured") or [rows[m]] if wanted.items() <= p.items()) for m in models]
+    assert parts
+    return parts
+
+
+TRAINED = [f"trained-{n}" for n in (8, 4, 2, 1)]
+
+
+def listed(values):
+    *first, last = (f"{value:.3f}" for value in values)
+    return f"{', '.join(first)} and {last}"
+
+
+def test_what_qualifies_memory_budgets():
+    page = words("memory")
+    far = ("trained-8", "windows-8", "window 386 + 4 sinks")
+    wiki, novels = ([p["kl"] for p in numbers("far", far, text=f"{n}/valid")] for n in ("wikitext", "novels"))
+    said = (
+        "of 8.57 MiB has a KL of {:.3f}, the windows of the same bytes without training {:.3f}, and one window {:.3f}"
+    )
+    assert said.format(*wiki) in page
+    assert f"with novels {listed(novels)}" in page
+    short = numbers("short", TRAINED)
+    perplexities = ", ".join(f"{p['perplexity']:.2f}" for p in short[:3]) + f" and {short[3]['perplexity']:.2f}"
+    assert f"have perplexities of {perplexities}, and KL of {listed(p['kl'] for p in short)}" in page
+    assert f"on novels, KL is {listed(p['kl'] for p in numbers('others', TRAINED, text='novels/valid'))}" in page
+    assert f"Parliament {listed(p['kl'] for p in numbers('others', TRAINED, text='speeches'))}" in page
+    (report,) = (each for each in step(MEMORY, "decode") if each["settings"]["batch"] == 16)
+    at = {p["model"].removesuffix(", engine"): p["milliseconds"] for p in report["points"]
+        if p["length"] == 8192 and p["model"].endswith(", engine")}  # fmt: skip
+    one = next(time for name, time in at.items() if "window of" in name)
+    assert (
+        f"takes {at['trained-8']:.2f} ms with windows and states of 8.57 MiB, {at['windows-8']:.2f} with windows "
+        f"alone, {one:.2f} with one window, {at['pure']:.2f} with the RNN and {at['smollm2']:.2f} with the teacher"
+    ) in page
 
 
 def test_a_page_without_the_table_is_refused():

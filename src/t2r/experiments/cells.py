@@ -65,30 +65,31 @@ class Cell:
 def cells_of_record(record: Mapping[str, Any]) -> dict[str, Cell]:
     """Return the cells of a record by the name of the step that made them."""
     found: dict[str, Cell] = {}
+    seen: set[tuple[str, str]] = set()
     for part in record["steps"]:
         words = shlex.split(part["command"])
         if words[1] in MAKING:
             _trained(found, {"machine": record.get("machine"), **part}, words)
         elif "result" in part and words[1] == "evaluate":
             for row in part["result"]:
-                if (cell := found.get(_base(row["model"]))) is not None and "variant" not in row:
-                    _evaluated(cell, row)
+                if (cell := found.get(base_name(row["model"]))) is not None and "variant" not in row:
+                    _evaluated(cell, row, seen)
         elif "result" in part and words[1] == "analyze":
             _analyzed(found, part["result"], words)
     return found
 
 
-def _base(name: str) -> str:
+def base_name(name: str) -> str:
     """Return the name of a step without its seed."""
     return re.sub(r"-seed\d+$", "", name)
 
 
 def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) -> None:
     labels = {axis: label for axis, label in part.get("cell", {}).items() if axis != "seed"}
-    cell = found.setdefault(_base(part["name"]), Cell(_base(part["name"]), labels))
+    cell = found.setdefault(base_name(part["name"]), Cell(base_name(part["name"]), labels))
     cell.failed = cell.failed or part.get("failed", "")
-    if words[1] != "pretrain" and _base(words[2]) in found:
-        cell.parent = _base(words[2])
+    if words[1] != "pretrain" and base_name(words[2]) in found:
+        cell.parent = base_name(words[2])
     if "--batch-tokens" in words:
         cell.batch_tokens = int(words[words.index("--batch-tokens") + 1])
     cell.machine = _timed_on(part["machine"])
@@ -110,13 +111,19 @@ def _timed_on(machine: Mapping[str, Any] | None) -> Any:
     return {name: value for name, value in machine.items() if name != "threads"}
 
 
-def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:
-    scores: dict[str, float] = {}
+def _evaluated(cell: Cell, row: Mapping[str, Any], seen: set[tuple[str, str]]) -> None:
+    """Add what was measured on a model.
+
+    Args:
+        seen: models with their seeds, and the names of texts they were measured on.
+    """
     for measured in row.get("measured") or [row]:
-        if "perplexity" in measured:  # of several texts of one name, and of several windows, the first
-            scores.setdefault(text_name(measured["text"]), measured["perplexity"])
-    for name, perplexity in scores.items():
-        cell.add(name, perplexity)
+        if "perplexity" not in measured:
+            continue
+        name = text_name(measured["text"])
+        if (row["model"], name) not in seen:  # of several texts of one name, and of several windows, the first
+            seen.add((row["model"], name))
+            cell.add(name, measured["perplexity"])
     cell.parameters = row.get("parameters", cell.parameters)
     if "tatoeba" in row.get("source", ""):  # its sentences are short: the memory is that of the other test set
         cell.add("tatoeba", row["bleu"])
@@ -130,7 +137,7 @@ def _evaluated(cell: Cell, row: Mapping[str, Any]) -> None:
 
 def _analyzed(found: dict[str, Cell], result: Mapping[str, Any], words: list[str]) -> None:
     means = result.get("mean", {})
-    if (cell := found.get(_base(words[2]))) is not None:
+    if (cell := found.get(base_name(words[2]))) is not None:
         for measure in OF_ANALYSIS:
             cell.add(measure, means.get(measure))
     teacher = words[words.index("--teacher") + 1] if "--teacher" in words else ""

@@ -57,6 +57,10 @@ def _by_length(results: Sequence[Mapping[str, Any]]) -> str:
     return markdown(header, [[_name(x), *(_number(part["bleu"], 2) for part in x["by_length"])] for x in results])
 
 
+USUAL = 512
+"""The window of most evaluations. Others are named."""
+
+
 def evaluation_tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return tables of translations, perplexity, recall and tasks, with a row for each model and variant."""
     found = []
@@ -75,7 +79,7 @@ def evaluation_tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _quality(results: Sequence[Mapping[str, Any]]) -> str:
     measured = [result.get("measured") or [result] for result in results]
-    windows = len({part["window"] for part in measured[0]}) > 1
+    windows = {part["window"] for part in measured[0]} != {USUAL}
     header = ["model"]
     for part in measured[0]:
         place = f"{_short(part['text'])}, {part['tokens']:,} tokens" + (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from t2r.experiments.cells import cells_of_record
+from t2r.experiments.cells import base_name, cells_of_record
 from t2r.experiments.comparison import grid_table
 from t2r.experiments.experiment import MAKING, Experiment, load_experiment, scales_of, shipped_experiments
 from t2r.experiments.markup import WIDTH, wrapped
@@ -87,7 +87,8 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
     """Return the results of every step as Markdown tables, or the table of a grid."""
     found: list[str] = []
     several = len([part for part in record["steps"] if part["command"].split()[1] in MAKING and "result" in part]) > 1
-    gridded = "scale" in record and bool(cells_of_record(record))
+    cells = cells_of_record(record) if "scale" in record else {}
+    gridded = bool(cells)
     if gridded:
         named = of_record(f"{record['experiment']}-{record['scale']}")
         found.append(grid_table(named or Experiment(record["experiment"], record["experiment"], ()), record))
@@ -95,7 +96,7 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
         if "result" not in part:
             continue
         command, kind = (*part["command"].split(), "")[1:3]
-        if gridded and command != "bench":
+        if gridded and command != "bench" and not (command == "evaluate" and _compares(part["result"], cells)):
             continue
         if command == "evaluate":
             found += evaluation_tables(part["result"])
@@ -109,6 +110,11 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
         else:
             found.append(training_table(part["result"], part["name"] if several else ""))
     return [table for table in _joined(found) if table]
+
+
+def _compares(rows: Iterable[Mapping[str, Any]], cells: Collection[str]) -> bool:
+    """Return whether an evaluation has more than the table of a grid: models that the grid has not, or variants."""
+    return any("variant" in row or base_name(row["model"]) not in cells for row in rows)
 
 
 def _joined(tables: Iterable[str]) -> list[str]:
