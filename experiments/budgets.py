@@ -46,7 +46,7 @@ def others_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
     """Yield the rows of other records that belong to this one's table."""
     for name, model, variant in OTHERS if record.get("experiment") == EXPERIMENT else ():
         steps = (recorded(name) or {"steps": []})["steps"]
-        rows = next((part["result"] for part in steps if part["name"] == "controls"), [])
+        rows: list[Any] = next((part["result"] for part in steps if part["name"] == "controls"), [])
         for row in rows:
             if (row["model"], row.get("variant")) == (model, variant):
                 (at,) = (part for part in row["measured"] if part["window"] == WINDOW)
@@ -55,7 +55,8 @@ def others_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
 
 def table(record: Mapping[str, Any]) -> str:
     """Return a row for each model: its memory, perplexity, divergence and recall."""
-    rows, distances = [], []
+    rows: list[list[str]] = []
+    distances: list[int] = []
     for kind, row in rows_of(record):
         distances = [part["distance"] for part in row["recall"]] if kind == "teacher" else distances
         ratio = "" if row.get("ratio") is None else f" ({100 * (row['ratio'] - 1):+.1f} %)"

@@ -14,6 +14,7 @@ from typing import Any
 from t2r.errors import T2RError
 
 LARGEST = 2**31 - 1
+NBITS = (8, 16)
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,14 @@ class MemoryPlan:
             itself. 0: none.
         sinks: the number of first tokens that heads with a window always attend to.
         states: for each layer and key-value head, whether it has a state of what has left its window. None: all have.
+        nbits: bits of the numbers of keys and values in windows: 8, with a scale for each key and each value, or 16, as
+            they are.
     """
 
     windows: tuple[tuple[int, ...], ...]
     sinks: int = 0
     states: tuple[tuple[bool, ...], ...] | None = None
+    nbits: int = 16
 
     def __post_init__(self) -> None:
         if not self.windows or not all(self.windows):
@@ -38,6 +42,8 @@ class MemoryPlan:
             raise T2RError("plan: a window must be a whole number of tokens, 0 or more")
         if type(self.sinks) is not int or not 0 <= self.sinks <= LARGEST:
             raise T2RError(f"plan: sinks must be a whole number, 0 or more; got {self.sinks!r}")
+        if type(self.nbits) is not int or self.nbits not in NBITS:
+            raise T2RError(f"plan: nbits must be {' or '.join(map(str, NBITS))}; got {self.nbits!r}")
         if self.states is not None:
             if [len(row) for row in self.states] != [len(row) for row in self.windows]:
                 raise T2RError("plan: states must have a value for each window")
@@ -51,7 +57,7 @@ class MemoryPlan:
         """Read a plan from parsed JSON. Raises T2RError if it is not one."""
         if isinstance(given, cls):
             return given
-        known = {"windows", "sinks", "states"}
+        known = {"windows", "sinks", "states", "nbits"}
         if not isinstance(given, Mapping) or "windows" not in given or set(given) - known:
             raise T2RError(f"plan: expected a mapping with {', '.join(sorted(known))}; got {str(given)[:60]}")
         try:
@@ -60,10 +66,11 @@ class MemoryPlan:
             states = None if states is None else tuple(tuple(row) for row in states)
         except TypeError as error:
             raise T2RError("plan: windows and states must be lists of lists, by layer and head") from error
-        return cls(windows, given.get("sinks", 0), states)
+        return cls(windows, given.get("sinks", 0), states, given.get("nbits", 16))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return it as JSON. Earlier versions read a plan without `nbits`."""
+        return {name: x for name, x in asdict(self).items() if name != "nbits" or x != 16}
 
     def pairs(self) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
         """Return windows and states of each layer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ def plans(heads: int) -> dict[str, dict]:
         "states": {"windows": windows, "sinks": 2},
         "some states": {"windows": windows, "sinks": 1, "states": states},
         "windows alone": {"windows": rows((3, 7), (1, 1), (30, 9)), "sinks": 2, "states": [[False] * heads] * 3},
+        "8 bits": {"windows": windows, "sinks": 2, "nbits": 8},
         "a state alone": {"windows": rows((0, 0), (4, 4), (1, 2))},
     }
 
@@ -211,6 +213,24 @@ def test_states_are_saved_forked_stacked_and_continued(kind, tmp_path):
     assert caches[0].nbytes == sum(layer.row_bytes(12) for layer in caches[0].layers) + seen_bytes(caches[0])
 
 
+@torch.no_grad()
+def test_a_state_of_other_bits_is_refused(tmp_path):
+    caches = []
+    for kind, other in itertools.permutations(("states", "8 bits")):
+        model = planned("llama", kind)
+        caches.append(model.make_cache())
+        model(text(1, 12), past_key_values=caches[-1])
+        caches[-1].save(tmp_path / "state")
+        with pytest.raises(t2r.T2RError, match="the state of another model"):
+            planned("llama", other).load_state(tmp_path / "state")
+    wide, narrow = (cache.layers[0].window for cache in caches)
+    with pytest.raises(ValueError, match="of this number of bits"):
+        narrow.check(wide.tensors())
+    for name, x in (("scales", narrow.scales[:, :3]), ("keys", narrow.keys.float()), ("scales", narrow.scales.long())):
+        with pytest.raises(ValueError, match="of this number of bits"):
+            narrow.check(narrow.tensors() | {name: x})
+
+
 def seen_bytes(cache) -> int:
     """Return what is not part of a row in the engine: the count of tokens, and slots that are not filled yet."""
     unused = 0
@@ -288,6 +308,8 @@ def test_heads_without_a_state_have_no_map():
         ({"windows": [[0, 3]] * 3, "states": [[False, True]] * 3}, "requires a state"),
         ({"windows": [[3, 3]] * 3, "states": [[True]] * 3}, "a value for each window"),
         ({"windows": [[3, 3]] * 3, "sinks": -1}, "sinks"),
+        ({"windows": [[3, 3]] * 3, "nbits": 4}, "nbits must be 8 or 16; got 4"),
+        ({"windows": [[3, 3]] * 3, "nbits": True}, "nbits must be 8 or 16; got True"),
         ({"window": [[3, 3]] * 3}, "expected a mapping"),
         ("8MiB", "expected a mapping"),
     ],
@@ -316,5 +338,7 @@ def test_options_that_a_plan_excludes():
 
 def test_a_plan_is_read_from_its_own_form():
     plan = MemoryPlan(((3, 0), (1, 2)), 2, ((True, True), (False, True)))
-    assert MemoryPlan.of(json.loads(json.dumps(plan.to_dict()))) == plan
+    for each in (plan, replace(plan, nbits=8)):
+        assert MemoryPlan.of(json.loads(json.dumps(each.to_dict()))) == each
+    assert "nbits" not in plan.to_dict()  # earlier versions read it
     assert [plan.stateful(i) for i in (0, 1)] == [(0, 1), (1,)]

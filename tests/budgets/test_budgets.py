@@ -64,10 +64,11 @@ def test_wrong_memory_is_refused(wrong):
         parse_memory(wrong)
 
 
-def test_the_cost_of_a_plan_is_what_the_cache_holds():
-    """In bfloat16, after more tokens than the longest window has."""
+@pytest.mark.parametrize("nbits", [8, 16])
+def test_the_cost_of_a_plan_is_what_the_cache_holds(nbits):
+    """In bfloat16 or 8 bits, after more tokens than the longest window has."""
     model = tiny("llama", torch.bfloat16)
-    costs = Costs.of(model, 20, features=4)
+    costs = Costs.of(model, 20, features=4, nbits=nbits)
     shape = [layer.heads for layer in costs.layers]
     windows = [[16 if (i + h) % 2 else costs.layers[i].longest for h in range(heads)] for i, heads in enumerate(shape)]
     plan = costs.plan(windows)
@@ -332,15 +333,16 @@ def budget_of(share):
     return int(costs.least + share * (costs.whole - costs.least))
 
 
-@pytest.mark.parametrize("recipe", [None, "none"])
-def test_a_conversion_to_a_budget(world, tmp_path, recipe):
-    memory, out = budget_of(0.7), tmp_path / "rnn"
+@pytest.mark.parametrize(("recipe", "nbits"), [(None, 16), ("none", 16), (None, 8)])
+def test_a_conversion_to_a_budget(world, tmp_path, recipe, nbits):
+    memory, out = budget_of(0.4), tmp_path / "rnn"
     results = convert(
         str(world / "llama"),
         str(out),
         train=str(world / "train.txt"),
         valid=str(world / "valid.txt"),
         memory=memory,
+        nbits=nbits,
         recipe=recipe,
         overrides=SHORT if recipe is None else (),
         limit=2,
@@ -348,6 +350,7 @@ def test_a_conversion_to_a_budget(world, tmp_path, recipe):
     )
     rnn = AutoModelForCausalLM.from_pretrained(out)
     plan = rnn.t2r_config.memory_plan
+    assert plan.nbits == nbits
     assert results["planned"]["used"] <= memory
     assert json.loads((out / "results.json").read_text())["planned"]["memory"] == memory
     assert any(has for _, row in plan.pairs() for has in row) == (recipe is None)
@@ -376,7 +379,9 @@ def test_a_conversion_to_a_budget(world, tmp_path, recipe):
         ({"memory": "lots"}, "for example 8MiB"),
         ({"memory": "4KiB", "context": 4}, "at least 32"),
         ({"memory": "4KiB", "context": 6400}, "longer than the model's 64 positions"),
+        ({"memory": "4KiB", "nbits": 12}, "nbits must be 8 or 16; got 12"),
         ({"context": 64}, "context belongs to a memory budget"),
+        ({"nbits": 8}, "nbits belongs to a memory budget"),
         ({"recipe": "none"}, "trains nothing: give memory"),
         ({"memory": "4KiB", "softmax_layers": [0]}, "do not give softmax_layers"),
     ],
@@ -396,6 +401,21 @@ def test_plans_of_several_budgets(world):
     assert found[0].divergence >= found[1].divergence
     assert found[0].one_window_divergence >= found[1].one_window_divergence
     assert all(each.used <= each.memory for each in found)
+
+
+def test_eight_bits_hold_almost_twice_the_tokens(world):
+    """By the same descent."""
+    rows = []
+    for nbits in (16, 8):
+        (found,) = plan_memory(
+            str(world / "llama"), [budget_of(0.3)], train=str(world / "train.txt"), progress=False, nbits=nbits,
+            states=False,
+        )  # fmt: skip
+        assert found.used <= found.memory
+        rows.append(found)
+    tokens = [sum(map(sum, each.plan.windows)) for each in rows]
+    assert 1.3 * tokens[0] < tokens[1] < 2 * tokens[0]
+    assert rows[1].divergence <= rows[0].divergence
 
 
 def test_a_conversion_uses_the_descent_of_a_plan(world, tmp_path, monkeypatch):

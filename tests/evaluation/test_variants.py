@@ -46,6 +46,16 @@ def test_a_window_as_long_as_the_text_is_the_full_model(name):
     torch.testing.assert_close(logits(model, ids, Variant(window=1, sinks=20)), logits(model, ids), **CLOSE)
 
 
+def test_a_window_in_eight_bits_is_off_by_the_rounding():
+    model, ids = tiny("llama", torch.float64).eval(), ids_of()
+    full = logits(model, ids)
+    error = (logits(model, ids, Variant(window=20, nbits=8)) - full).abs().max()
+    assert 1e-5 < error < 0.02 * full.abs().max()
+    for wrong in ({"window": 20, "nbits": 4}, {"state": "bfloat16", "nbits": 8}):
+        with pytest.raises(T2RError, match="nbits must be 8 or 16, and requires a window"):
+            Variant(**wrong)
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_only_the_window_and_the_sinks_are_seen(name):
     model, ids, variant = one_layer(name), ids_of(), Variant(window=5, sinks=2)
@@ -145,6 +155,9 @@ def test_memory_is_what_the_cache_holds():
     limited = memory_of(teacher, Variant(window=5, sinks=2))
     assert limited.at(6) == held // 2
     assert limited.at(7) == limited.at(1000) == held * 7 // 12
+    eight = memory_of(teacher, Variant(window=5, sinks=2, nbits=8))
+    size = teacher.config.hidden_size // teacher.config.num_attention_heads
+    assert eight.at(7) == limited.at(7) * (size + 2) // (2 * size)  # a number is a byte, and a vector has a scale
     rnn = t2r.swap(tiny("llama", torch.float32), feature_size=6)
     with torch.no_grad():
         state = rnn(ids_of(12, rows=1), use_cache=True).past_key_values.nbytes

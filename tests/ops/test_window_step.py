@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from t2r.attention.memories import Shape, WindowMemory
+from t2r.attention.memories.window import empty
 from t2r.ops import Windows, registry
 from t2r.ops.rings import How
 
@@ -22,20 +23,23 @@ CASES = {  # windows of the key heads, sinks, query heads of each, size of keys 
 
 
 def memory_of(shape, rows, dim, value, dtype, seen):
-    keys, values = (torch.zeros(rows, shape.slots, n, device=DEVICE, dtype=dtype) for n in (dim, value))
-    return WindowMemory(shape, keys=keys, values=values, lengths=seen.clone())
+    token = (torch.zeros(rows, 1, 1, n, device=DEVICE, dtype=dtype) for n in (dim, value))
+    return WindowMemory(shape, held=empty(shape, *token), lengths=seen.clone())
 
 
+@pytest.mark.parametrize("nbits", [8, 16])
 @pytest.mark.parametrize(("sizes", "sinks", "group", "dim", "value", "dtype"), CASES.values(), ids=CASES)
-def test_a_step_of_windows(sizes, sinks, group, dim, value, dtype, monkeypatch):
+def test_a_step_of_windows(sizes, sinks, group, dim, value, dtype, nbits, monkeypatch):
     """Rows with different numbers of tokens, until every ring was filled twice."""
     monkeypatch.setattr("t2r.ops.triton.window_step.BLOCK", 16)  # several blocks in short windows
     generator = torch.Generator().manual_seed(0)
-    shape, heads, rows = Shape(sizes, sinks), len(sizes), 2
+    shape, heads, rows = Shape(sizes, sinks, nbits), len(sizes), 2
     seen = torch.tensor([0, 5], device=DEVICE)
     fast, slow = (memory_of(shape, rows, dim, value, dtype, seen) for _ in range(2))
     windows = Windows(torch.tensor(sizes, device=DEVICE), sinks)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-2, "atol": 4e-2}
+    # Triton's interpreter cuts float32 to bfloat16 where a GPU rounds.
+    last_bit = 2.0**-7 if nbits == 8 and dtype == torch.bfloat16 else 0
     for _ in range(2 * max(sizes) + sinks + 3):
         q, k, v = (
             torch.randn(rows, n, 1, width, generator=generator).to(DEVICE, dtype)
@@ -52,9 +56,9 @@ def test_a_step_of_windows(sizes, sinks, group, dim, value, dtype, monkeypatch):
         torch.testing.assert_close(found.peak, expected.peak, **near)
         assert torch.equal(left.valid, gone.valid)
         for own, other in ((left.k, gone.k), (left.v, gone.v)):
-            assert torch.equal(own[left.valid], other[gone.valid])
-        assert torch.equal(fast.keys, slow.keys)
-        assert torch.equal(fast.values, slow.values)
+            torch.testing.assert_close(own[left.valid], other[gone.valid], rtol=last_bit, atol=0)
+        for own, other in zip(fast.held, slow.held, strict=True):
+            assert torch.equal(own, other)
 
 
 @pytest.mark.parametrize("seen", [[0, 3, 9]])
@@ -69,8 +73,9 @@ def test_a_step_of_windows_among_those_of_others(seen):
     with torch.no_grad():
         own.extend(given, given + 1, mask, How(0.3, inplace=True))
         own.lengths = lengths
-        other = WindowMemory(shape, keys=torch.full((6, shape.slots, dim), torch.nan, device=DEVICE))
-        other.values, other.lengths, other.places = other.keys.clone(), lengths, places
+        held = [torch.full((6, shape.slots, dim), torch.nan, device=DEVICE) for _ in range(2)]
+        other = WindowMemory(shape, held=held, lengths=lengths)
+        other.skipped, other.places = None, places
         for row, place in enumerate(places.tolist()):
             for size, heads in shape.rings:
                 for head in heads:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 import t2r
 from t2r.attention.memories import Shape, WindowMemory
+from t2r.attention.memories.window import empty
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.ops import Slots, State, Sum, Windows, combine
@@ -47,7 +48,8 @@ def test_types_of_layers():
     assert layer_types(config(softmax_every=2)) == ["linear_attention", "full_attention"] * 2
     kinds = ["sliding_attention", *["linear_attention"] * 3]
     assert layer_types(config(plan=PLAN)) == kinds
-    assert layer_types(config(plan=PLAN | {"sinks": 2})) == ["linear_attention"] * 4  # vLLM's windows have no sinks
+    for own in ({"sinks": 2}, {"nbits": 8}):  # vLLM's windows have neither
+        assert layer_types(config(plan=PLAN | own)) == ["linear_attention"] * 4
 
 
 def test_two_processes_have_parts_of_a_plan():
@@ -73,9 +75,10 @@ def test_heads_that_cannot_be_divided():
         Heads.of(config(plan=PLAN), 4)
 
 
+@pytest.mark.parametrize("nbits", [8, 16])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_page_has_room_for_every_layer_and_process(processes):
-    given = config(plan=PLAN, feature_size=12)
+def test_a_page_has_room_for_every_layer_and_process(processes, nbits):
+    given = config(plan=PLAN | {"nbits": nbits}, feature_size=12)
     layout = Layout.of(given, processes, torch.bfloat16)
     room = {part.name: part.shape for part in layout.parts}
     assert room["keys"] == room["values"] == (32 if processes == 1 else 24, 8)
@@ -87,9 +90,10 @@ def test_a_page_has_room_for_every_layer_and_process(processes):
         x.fill_(number + 1)
     for number, x in enumerate(parts.values()):  # none is on top of another
         assert bool((x == number + 1).all())
-    assert {name: x.dtype for name, x in parts.items()} == {
-        "s": torch.float32, "z": torch.float32, "keys": torch.bfloat16, "values": torch.bfloat16
-    }  # fmt: skip
+    window = {"keys": torch.bfloat16, "values": torch.bfloat16}
+    if nbits == 8:
+        window = {"keys": torch.int8, "values": torch.int8, "scales": torch.float16}
+    assert {name: x.dtype for name, x in parts.items()} == {"s": torch.float32, "z": torch.float32} | window
 
 
 @torch.no_grad()
@@ -110,13 +114,16 @@ def test_states_in_pages_continue():
     assert pages.s[[0, 2, 4]].isnan().all()
 
 
+@pytest.mark.parametrize("nbits", [8, 16])
 @torch.no_grad()
-def test_windows_in_pages_continue():
+def test_windows_in_pages_continue(nbits):
     """The same for windows, compared with a memory that has read the same tokens."""
-    shape, how = Shape((2, 4), 1), How(0.5)
+    shape, how = Shape((2, 4), 1, nbits), How(0.5)
     windows = Windows(torch.tensor(shape.sizes), shape.sinks)
     q, k, v = (torch.rand(2, heads, 9, 4) for heads in (4, 2, 2))
-    pages = tuple(torch.full((5, shape.slots, 4), torch.nan) for _ in range(2))
+    token = torch.zeros(5, 2, 1, 4)
+    before = tuple(x.fill_(torch.nan if x.is_floating_point() else 77) for x in empty(shape, token, token))
+    pages = tuple(x.clone() for x in before)
     own, seen = WindowMemory(shape), 0
     for time in (5, 3, 1):
         slots = Slots(torch.tensor([3, 1]), torch.tensor([not seen] * 2))
@@ -126,6 +133,8 @@ def test_windows_in_pages_continue():
         torch.testing.assert_close(combine(found, v.dtype), combine(expected, v.dtype))
         assert torch.equal(left.valid, gone.valid)
         torch.testing.assert_close(left.k[left.valid], gone.k[gone.valid])
-        torch.testing.assert_close(pages[0][[3, 1]], own.keys)
+        for page, x in zip(pages, own.held, strict=True):
+            torch.testing.assert_close(page[[3, 1]], x)
         seen += time
-    assert pages[1][[0, 2, 4]].isnan().all()
+    for page, x in zip(pages, before, strict=True):
+        torch.testing.assert_close(page[[0, 2, 4]], x[[0, 2, 4]], equal_nan=True)

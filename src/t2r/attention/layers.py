@@ -261,7 +261,8 @@ class SiteLayer(CacheLayerMixin):
             return
         if any(x.shape[0] != rows for x in held.values() if x.dim()) or any(not x.dim() for x in held.values()):
             raise ValueError("tensors of another batch size")
-        if any(not x.is_floating_point() for name, x in held.items() if name != "seen"):
+        integers = {name for memory in self.memories for name in memory.integers}
+        if any(not x.is_floating_point() for name, x in held.items() if name not in integers):
             raise ValueError("tensors of another dtype")
         for memory in self.memories:
             memory.check({name: x for name, x in held.items() if name in memory.names})

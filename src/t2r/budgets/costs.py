@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 from t2r.attention.softmax import sliding_window_of
 from t2r.capacity import human
 from t2r.errors import T2RError
+from t2r.ops.stored import AS_THEY_ARE, token_bytes
 from t2r.plans import MemoryPlan
 from t2r.surgery.adapters import family_of
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 KEY_BYTES = 2
-"""Keys and values are counted in bfloat16, whatever the dtype of the model on this machine."""
+"""Keys and values are counted in bfloat16, whatever the dtype of the model on this machine, or in 8 bits."""
 STATE_BYTES = 4
 """States are float32."""
 SINKS = 4
@@ -73,9 +74,18 @@ class Costs(NamedTuple):
     source: Source | None = None
     cross: int = 0
     """Bytes of cross attention, which do not depend on the plan."""
+    nbits: int = AS_THEY_ARE
+    """Bits of the numbers of keys and values in windows."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, context: int, features: int = 0, source: Source | None = None) -> Costs:
+    def of(
+        cls,
+        model: PreTrainedModel,
+        context: int,
+        features: int = 0,
+        source: Source | None = None,
+        nbits: int = AS_THEY_ARE,
+    ) -> Costs:
         """Return those of a base model, with states of `features` features. 0: none, windows only. An encoder-decoder
         requires a `source`."""
         family, config = family_of(model), model.config.get_text_config(decoder=True)
@@ -95,12 +105,12 @@ class Costs(NamedTuple):
             found.append(
                 LayerCost(
                     shape.num_key_value_heads,
-                    2 * KEY_BYTES * shape.head_dim,
+                    token_bytes(shape.head_dim, shape.head_dim, nbits),
                     STATE_BYTES * features * (shape.head_dim + 1),
                     longest if own is None else min(own, longest),
                 )
             )
-        return cls(tuple(found), context, source, cross)
+        return cls(tuple(found), context, source, cross, nbits)
 
     @property
     def least(self) -> int:
@@ -137,6 +147,9 @@ class Costs(NamedTuple):
         """The bytes of a plan with these windows, and of cross attention."""
         return self.cross + sum(layer.of(size) for layer, row in zip(self.layers, windows, strict=True) for size in row)
 
+    def without_states(self) -> Costs:
+        return self._replace(layers=tuple(layer._replace(state=0) for layer in self.layers))
+
     def one_window(self, memory: int) -> list[list[int]]:
         """Return one window for all heads within a number of bytes, without states."""
         token = sum(layer.heads * layer.token for layer in self.layers)
@@ -146,7 +159,7 @@ class Costs(NamedTuple):
     def plan(self, windows: Sequence[Sequence[int]]) -> MemoryPlan:
         """Return the plan with these windows, and states of what leaves them if there are states at all."""
         states: Any = None if self.layers[0].state else tuple((False,) * len(row) for row in windows)
-        return MemoryPlan(tuple(map(tuple, windows)), SINKS, states)
+        return MemoryPlan(tuple(map(tuple, windows)), SINKS, states, self.nbits)
 
 
 def features_for(model: PreTrainedModel, context: int, memory: int, source: Source | None = None) -> int:

@@ -18,6 +18,7 @@ from t2r.budgets.text import Text, evenly
 from t2r.data.fingerprint import digest, of_weights
 from t2r.errors import T2RError
 from t2r.evaluation.generation import recall_questions, repeated_sentences
+from t2r.ops.stored import AS_THEY_ARE
 from t2r.plans import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -135,17 +136,18 @@ class Planner:
         rows = ASKED.get(self.model.device.type, AT_ONCE)
         return repeated_sentences(self.tokenizer, self.text, self.context, rows, seed=step)
 
-    def plan(self, memory: int, features: int | None = None) -> Planned:
+    def plan(self, memory: int, features: int | None = None, nbits: int = AS_THEY_ARE) -> Planned:
         """Return the plan for a number of bytes.
 
         Args:
             features: features of the states. None: by the memory; 0: windows only.
+            nbits: bits of the numbers of keys and values in windows. The descent is the same: it compares heads.
         """
         if features is None:
             features = features_for(self.model, self.context, memory, self.source)
-        costs = Costs.of(self.model, self.context, features, self.source)
+        costs = Costs.of(self.model, self.context, features, self.source, nbits)
         costs.check(memory)
-        windows, one = self.descent.windows(memory, costs), self.costs.one_window(memory)
+        windows, one = self.descent.windows(memory, costs), costs.without_states().one_window(memory)
         return Planned(
             memory,
             costs.of_windows(windows),
@@ -176,6 +178,7 @@ def told(planned: Planned) -> str:
     sizes = sorted(size for row in planned.plan.windows for size in row)
     counts = ", ".join(f"{sizes.count(size)} of {size:,}" for size in sorted(set(sizes)))
     states = f"states of {planned.features} features" if planned.features else "no states"
+    states += "" if planned.plan.nbits == AS_THEY_ARE else f"; keys and values of {planned.plan.nbits} bits"
     line = f"{in_mib(planned.used)} of {in_mib(planned.memory)}: windows of heads {counts} tokens; {states}"
     return line if planned.source_tokens is None else f"{line}; {source_told(planned.to_dict())}"
 

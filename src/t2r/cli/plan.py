@@ -39,6 +39,7 @@ def plan(
         ),
     ] = None,
     source_tokens: Annotated[int | None, flag(options_of(Conversion)["source_tokens"])] = None,
+    nbits: Annotated[int | None, flag(options_of(Conversion)["nbits"])] = None,
     recurrent: Annotated[
         str, typer.Option(help="With --src: causal, which keeps cross attention exact, or both.")
     ] = SwapOptions.recurrent,
@@ -76,6 +77,7 @@ def plan(
             join=join,
             context=context,
             source_tokens=source_tokens,
+            nbits=nbits,
             recurrent=recurrent,
             states=states,
             device=device,

@@ -11,6 +11,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from t2r.attention.layers import SiteLayer
 from t2r.evaluation.variants import DTYPES, Variant
 from t2r.model.logits import evaluating
+from t2r.ops.stored import AS_THEY_ARE, token_bytes
 
 KEY_BYTES = 2
 """Bytes per number in keys and values, counted as bfloat16 regardless of the dtype of the evaluation."""
@@ -66,14 +67,21 @@ def _of_layers(layers: Iterable[Any], variant: Variant | None = None) -> Memory 
         if ours and not layer.grows:
             stored = None if variant is None or variant.state is None else DTYPES[variant.state].itemsize
             for name, x in layer.tensors().items():
-                if name in ("keys", "values"):  # of a window, whose buffers are as long as it is
-                    state += x.numel() * KEY_BYTES
+                if name in ("keys", "values", "scales"):  # of a window, whose buffers are as long as it is
+                    state += x.numel() * (KEY_BYTES if x.is_floating_point() else x.element_size())
                 elif name != "seen":
                     state += x.numel() * (stored or x.element_size())
         elif not held or (not ours and getattr(layer, "is_sliding", False)):
             return None
         else:
-            token += sum(x.numel() for x in held) // READ * KEY_BYTES
+            sizes = (token_size(x, variant) for x in held)
+            token += sum(sizes) // READ
     if not state and not token:
         return None
     return Memory(state, token, None if variant is None or variant.window is None else variant.window + variant.sinks)
+
+
+def token_size(x: torch.Tensor, variant: Variant | None) -> int:
+    """Return the bytes of keys or values `[rows, heads, tokens, dim]`, as the variant stores them."""
+    bits = AS_THEY_ARE if variant is None else variant.nbits
+    return x[..., 0].numel() * token_bytes(x.shape[-1], x.shape[-1], bits) // 2

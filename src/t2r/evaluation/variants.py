@@ -24,6 +24,7 @@ from t2r.model.modeling import T2RModel
 from t2r.model.windows import with_windows
 from t2r.ops import Rule, Sums
 from t2r.ops.common import HALF
+from t2r.plans import NBITS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,6 +36,7 @@ class Variant:
     Args:
         window: number of last tokens that softmax attention attends to, including the current one. None: all.
         sinks: number of initial tokens that it also attends to. Positions are those of the full text.
+        nbits: 8 if the keys and values of a window are rounded to 8 bits.
         state: the dtype to which the recurrent state is rounded. None: it is not rounded.
         every: tokens between roundings of the state. 1 corresponds to decoding. A larger number is faster, and
             corresponds to reading a prompt in chunks of that length.
@@ -44,6 +46,7 @@ class Variant:
     sinks: int = 0
     state: str | None = None
     every: int = 1
+    nbits: int = 16
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -52,6 +55,8 @@ class Variant:
             raise T2RError("variant: sinks must be at least 0 and require a window")
         if self.state is not None and self.state not in DTYPES:
             raise T2RError(f"variant: state must be one of {', '.join(DTYPES)}; got {self.state}")
+        if self.nbits not in NBITS or (self.nbits != 16 and self.window is None):
+            raise T2RError(f"variant: nbits must be {' or '.join(map(str, NBITS))}, and requires a window")
         if self.every < 1:
             raise T2RError(f"variant: every must be at least 1; got {self.every}")
         if self.window is None and self.state is None:
@@ -66,7 +71,9 @@ class Variant:
         for part in text.split(","):
             name, equals, value = (x.strip() for x in part.partition("="))
             if name not in cls.__dataclass_fields__ or not equals or name in given:
-                raise T2RError(f"variant {text!r}: write window=TOKENS,sinks=TOKENS or state=DTYPE,every=TOKENS")
+                raise T2RError(
+                    f"variant {text!r}: write window=TOKENS,sinks=TOKENS,nbits=BITS or state=DTYPE,every=TOKENS"
+                )
             if name != "state" and not re.fullmatch(r"\d{1,9}", value):
                 raise T2RError(f"variant {text!r}: {name} must be a whole number; got {value!r}")
             given[name] = value if name == "state" else int(value)
@@ -74,7 +81,8 @@ class Variant:
 
     def __str__(self) -> str:
         if self.window is not None:
-            return f"window {self.window:,}" + (f" + {self.sinks} sinks" if self.sinks else "")
+            bits = "" if self.nbits == 16 else f" of {self.nbits} bits"
+            return f"window {self.window:,}" + (f" + {self.sinks} sinks" if self.sinks else "") + bits
         return f"state in {self.state}" + ("" if self.every == 1 else f" every {self.every} tokens")
 
     def check(self, config: Any, swap: T2RConfig | None) -> None:
@@ -92,7 +100,7 @@ class Variant:
     def readout(self, model: PreTrainedModel, example: Mapping[str, Tensor]) -> Readout:
         self.check(model.config, swap_of(model))
         if self.window is not None:
-            return Readout(with_windows(model, self.window, self.sinks), example)
+            return Readout(with_windows(model, self.window, self.sinks, self.nbits), example)
         assert self.state is not None
         return RoundedReadout(model, example, DTYPES[self.state], self.every)
 

@@ -25,6 +25,7 @@ from t2r.attention.interface import NAME, PADDED, UNMASKED
 from t2r.attention.layers import SiteLayer
 from t2r.attention.masks import new_token_mask, refuse_full_mask
 from t2r.attention.memories import KeyValueMemory, Memory, StateMemory, WindowMemory
+from t2r.attention.memories.window import empty
 from t2r.attention.recurrence import Recurrence
 from t2r.attention.static import StaticT2RCache
 from t2r.config import SWAP, T2RConfig, reading_class
@@ -375,9 +376,8 @@ def fixed_memories(module: Recurrence, head_dim: int, room: Room) -> tuple[Memor
     """Allocate the memories of a site at fixed addresses."""
     made: list[Memory] = []
     if module.window is not None:
-        size = (room.rows, module.window.slots, head_dim)
-        keys, values = (torch.zeros(size, dtype=room.dtype, device=room.device) for _ in range(2))
-        made.append(WindowMemory(module.window, keys=keys, values=values, lengths=room.lengths))
+        token = torch.zeros(room.rows, 1, 1, head_dim, dtype=room.dtype, device=room.device)
+        made.append(WindowMemory(module.window, held=empty(module.window, token, token), lengths=room.lengths))
     if module.has_map:
         state = module.feature_map.empty_state(room.rows, head_dim, room.dtype, room.device)
         if room.state_dtype is not None:

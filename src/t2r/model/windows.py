@@ -17,11 +17,12 @@ from t2r.plans import MemoryPlan
 from t2r.surgery.adapters import change_class, family_of
 
 
-def with_windows(model: PreTrainedModel, tokens: int, sinks: int = 0) -> T2RModel:
+def with_windows(model: PreTrainedModel, tokens: int, sinks: int = 0, nbits: int = 16) -> T2RModel:
     """Return a copy of a language model, with the same parameters, whose causal softmax attention has windows.
 
     Its memory is a ring buffer of the last `tokens` tokens and of the first `sinks`, so a decoding step takes the same
-    time and memory at any length. Of a swapped model, the softmax layers get windows.
+    time and memory at any length. With `nbits=8`, keys and values are rounded to 8 bits. Of a swapped model, the
+    softmax layers get windows.
 
     Raises T2RError if the model has no such attention, or cannot have windows."""
     family, shared = family_of(model), sharing_weights(model).eval()
@@ -31,7 +32,8 @@ def with_windows(model: PreTrainedModel, tokens: int, sinks: int = 0) -> T2RMode
     heads = [family.shape(site.module).num_key_value_heads for site in sites]
     if not isinstance(model, T2RModel):
         states = tuple((False,) * own for own in heads)
-        config = T2RConfig(plan=MemoryPlan(tuple((tokens,) * own for own in heads), sinks, states).to_dict())
+        plan = MemoryPlan(tuple((tokens,) * own for own in heads), sinks, states, nbits)
+        config = T2RConfig(plan=plan.to_dict())
         install_checked(shared, config)
         change_class(shared, cast(Any, t2r_class(cast(Any, type(shared)))))
         cast(T2RModel, shared).take_configuration(config)
@@ -43,7 +45,7 @@ def with_windows(model: PreTrainedModel, tokens: int, sinks: int = 0) -> T2RMode
             change_class(site.module, family.recurrent_class(site.module))
         module: Any = site.module
         module.keeps_softmax = False
-        module.give_window(Shape((tokens,) * own, sinks), next(module.parameters()).device)
+        module.give_window(Shape((tokens,) * own, sinks, nbits), next(module.parameters()).device)
     return cast(T2RModel, shared)
 
 

@@ -13,24 +13,29 @@ import torch
 from torch import Tensor
 
 from t2r.ops.common import Sums
+from t2r.ops.stored import AS_THEY_ARE, EIGHT, read, stored
 from t2r.ops.windows import Left, softmax_sums
 
 
 class Ring(NamedTuple):
-    """Buffers `[rows, heads, sinks + size, dim]`. Functions that change them return new ones unless told otherwise."""
+    """Buffers `[rows, heads, sinks + size, …]`. Functions that change them return new ones unless told otherwise."""
 
-    keys: Tensor
-    values: Tensor
+    held: tuple[Tensor, ...]
+    """What is stored of keys and values (`t2r.ops.stored`)."""
     size: int
     sinks: int
+
+    @property
+    def nbits(self) -> int:
+        return AS_THEY_ARE if len(self.held) == 2 else EIGHT
 
     def slot(self, n: Tensor) -> Tensor:
         """Return the slot of token n."""
         return torch.where(n < self.sinks, n, self.sinks + (n - self.sinks) % self.size)
 
-    def held(self, seen: Tensor) -> Tensor:
+    def tokens(self, seen: Tensor) -> Tensor:
         """Return which token is in each slot, `[rows, slots]`, after `seen [rows]` tokens. Negative: none yet."""
-        slot, size = torch.arange(self.keys.shape[2], device=seen.device), self.size
+        slot, size = torch.arange(self.held[0].shape[2], device=seen.device), self.size
         turns = torch.div(seen[:, None] - 1 - slot, size, rounding_mode="floor")
         latest = torch.where(slot < self.sinks, slot, slot + turns * size)
         return torch.where(slot < seen[:, None], latest, -1)
@@ -40,60 +45,55 @@ class Ring(NamedTuple):
     ) -> tuple[Ring, Sums, Left]:
         """Store one token, and attend to the window with it. Returns what it replaced."""
         at = self.slot(seen)[:, None, None, None]
-        old = [x.gather(2, at.expand(-1, x.shape[1], 1, x.shape[3])) for x in (self.keys, self.values)]
-        new = [k.to(old[0].dtype), v.to(old[1].dtype)]
+        old = tuple(x.gather(2, at.expand(-1, x.shape[1], 1, x.shape[3])) for x in self.held)
+        new = [x.to(before.dtype) for x, before in zip(stored(k, v, self.nbits), old, strict=True)]
         if mask is not None:  # padding is not stored
             new = [torch.where(mask[:, None, :, None], x, before) for x, before in zip(new, old, strict=True)]
-        keys, values = (
-            write(x, at.expand_as(y), y, how.inplace) for x, y in zip((self.keys, self.values), new, strict=True)
-        )
+        held = tuple(write(x, at.expand_as(y), y, how.inplace) for x, y in zip(self.held, new, strict=True))
         count = seen + (1 if mask is None else mask[:, 0].long())
-        filled = torch.arange(keys.shape[2], device=seen.device) < count[:, None]
-        out, lse = softmax_sums(
-            q, keys.to(q.dtype), values.to(v.dtype), filled[:, None, None], how.scaling, how.softcap
-        )
+        filled = torch.arange(held[0].shape[2], device=seen.device) < count[:, None]
+        keys, values = read(held, q.dtype)
+        out, lse = softmax_sums(q, keys, values.to(v.dtype), filled[:, None, None], how.scaling, how.softcap)
         valid = (seen >= self.sinks + self.size)[:, None, None].expand(-1, k.shape[1], 1)
-        ring = self._replace(keys=keys, values=values)
-        return ring, Sums(out, torch.ones_like(lse), peak=lse), Left(old[0].to(k.dtype), old[1].to(v.dtype), valid)
+        gone_k, gone_v = read(old, k.dtype)
+        return (
+            self._replace(held=held),
+            Sums(out, torch.ones_like(lse), peak=lse),
+            Left(gone_k, gone_v.to(v.dtype), valid),
+        )
 
     def attend(self, q: Tensor, seen: Tensor, how: How) -> Sums:
         """Attend with new queries `[rows, heads, time, dim]` to the tokens that are stored before them."""
-        held = self.held(seen)[:, None]
+        held = self.tokens(seen)[:, None]
         position = seen[:, None] + torch.arange(q.shape[2], device=q.device)
         near = position[:, :, None] - held < self.size
         allowed = (held >= 0) & (near | (held < self.sinks))
-        out, lse = softmax_sums(
-            q, self.keys.to(q.dtype), self.values.to(q.dtype), allowed[:, None], how.scaling, how.softcap
-        )
+        out, lse = softmax_sums(q, *read(self.held, q.dtype), allowed[:, None], how.scaling, how.softcap)
         return Sums(out, torch.ones_like(lse), peak=lse)
 
     def leaving(self, k: Tensor, v: Tensor, seen: Tensor) -> Left:
-        """Return what leaves the window at each of the new positions, whose keys and values are given."""
+        """Return what leaves the window at each of the new positions, whose keys and values are given, rounded."""
         time = k.shape[2]
         token = seen[:, None] + torch.arange(time, device=k.device) - self.size  # [rows, time]
-        stored = token < seen[:, None]
+        before = token < seen[:, None]
         slot, place = self.slot(token.clamp_min(0)), (token - seen[:, None]).clamp(0, max(0, time - 1))
         found = []
-        for own, new in ((self.keys, k), (self.values, v)):
-            of_ring, of_new = (
-                x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-                for x, index in ((own.to(new.dtype), slot), (new, place))
-            )
-            found.append(torch.where(stored[:, None, :, None], of_ring, of_new))
+        old = read(tuple(at(x, slot) for x in self.held), k.dtype)
+        for own, new in zip(old, (k, v), strict=True):
+            found.append(torch.where(before[:, None, :, None], own.to(new.dtype), at(new, place)))
         return Left(found[0], found[1], (token >= self.sinks)[:, None].expand(-1, k.shape[1], -1))
 
     def extended(self, k: Tensor, v: Tensor, seen: Tensor, count: Tensor, how: How) -> Ring:
         """Store the first `count [rows]` of new tokens."""
         if not k.shape[2]:
             return self
-        held = self.held(seen + count)
-        new, place = held >= seen[:, None], (held - seen[:, None]).clamp(0, max(0, k.shape[2] - 1))
+        tokens = self.tokens(seen + count)
+        new, place = tokens >= seen[:, None], (tokens - seen[:, None]).clamp(0, max(0, k.shape[2] - 1))
         made = []
-        for own, x in ((self.keys, k), (self.values, v)):
-            taken = x.gather(2, place[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])).to(own.dtype)
-            kept = torch.where(new[:, None, :, None], taken, own)
+        for own, x in zip(self.held, stored(k, v, self.nbits), strict=True):
+            kept = torch.where(new[:, None, :, None], at(x, place).to(own.dtype), own)
             made.append(own.copy_(kept) if how.inplace else kept)
-        return self._replace(keys=made[0], values=made[1])
+        return self._replace(held=tuple(made))
 
 
 class How(NamedTuple):
@@ -102,6 +102,11 @@ class How(NamedTuple):
     scaling: float
     softcap: float | None = None
     inplace: bool = False
+
+
+def at(x: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens of x `[rows, heads, tokens, …]` at an index `[rows, time]`."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def write(x: Tensor, at: Tensor, y: Tensor, inplace: bool) -> Tensor:

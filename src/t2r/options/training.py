@@ -199,6 +199,14 @@ class Conversion(Training):
         minimum=1,
         unset="the longest source of the text",
     )
+    nbits: int | None = option(
+        None,
+        help="With --memory: bits of the numbers of keys and values in windows, 8 or 16. 8, with a scale for each key "
+        "and value, makes windows almost twice as long.",
+        minimum=8,
+        maximum=16,
+        unset="16, as they are",
+    )
     teacher: str | PreTrainedModel | None = option(
         None,
         help="If SOURCE is a conversion that is continued, its base model.",

@@ -28,8 +28,10 @@ from t2r.data.parallel.lines import parse_pairs
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
+from t2r.ops.stored import AS_THEY_ARE
 from t2r.options import CAUSAL, CROSS, SwapOptions, options_of
 from t2r.pipelines.common import Texts
+from t2r.plans import NBITS
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
 from t2r.tasks.translation import TEACHER
@@ -53,8 +55,13 @@ class MemoryBudget:
 
     The defaults of an encoder-decoder are the longest target and source of the training text."""
 
-    def __init__(self, memory: str | int, context: int | None = None, source_tokens: int | None = None) -> None:
+    def __init__(
+        self, memory: str | int, context: int | None = None, source_tokens: int | None = None, nbits: int | None = None
+    ) -> None:
         self.memory, self.context, self.source_tokens = parse_memory(memory), context, source_tokens
+        self.nbits = AS_THEY_ARE if nbits is None else nbits
+        if type(self.nbits) is not int or self.nbits not in NBITS:
+            raise T2RError(f"nbits must be {' or '.join(map(str, NBITS))}; got {nbits!r}")
         if context is not None and (type(context) is not int or context < LEAST):
             raise T2RError(f"context must be a whole number of tokens, at least {LEAST}; got {context!r}")
         if source_tokens is not None and (type(source_tokens) is not int or source_tokens < 1):
@@ -86,7 +93,7 @@ class MemoryBudget:
         if not model.config.is_encoder_decoder:
             if self.source_tokens is not None:
                 raise T2RError("source_tokens are of an encoder-decoder: a language model has a context only")
-            Costs.of(model, context).check(self.memory)
+            Costs.of(model, context, nbits=self.nbits).check(self.memory)
             return
         if swap_options.get("recurrent") == CROSS:
             raise T2RError("memory is of causal attention: give recurrent=causal or both, not cross")
@@ -99,7 +106,7 @@ class MemoryBudget:
         if self.source_tokens is not None and positions is not None and self.source_tokens > positions:
             raise T2RError(f"{self.source_tokens:,} source tokens are more than the model's {positions:,} positions")
         # What is not known before the text is read is as small as possible.
-        costs = Costs.of(model, context, source=source)
+        costs = Costs.of(model, context, source=source, nbits=self.nbits)
         if self.memory < costs.least or (self.context and self.source_tokens):
             costs.check(self.memory)
 
@@ -110,7 +117,7 @@ class MemoryBudget:
         sources, targets = task.longest_sides(PAIRS)
         context = self.context_of(model) if self.context else max(LEAST, min(targets, self.context_of(model)))
         source = source_of(swap_options, self.source_tokens or sources)
-        Costs.of(model, context, source=source).check(self.memory)
+        Costs.of(model, context, source=source, nbits=self.nbits).check(self.memory)
         return context, source
 
     def plan(
@@ -143,7 +150,7 @@ class MemoryBudget:
             f"{context:,}" if source is None else f"{context:,} target and {source.tokens:,} source",
             in_mib(planner.costs.whole),
         )
-        planned = planner.plan(self.memory, swap_options.get("feature_size") if trains else 0)
+        planned = planner.plan(self.memory, swap_options.get("feature_size") if trains else 0, self.nbits)
         del planner
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # training shapes its memory in another way, and other processes may need it
@@ -172,6 +179,7 @@ def plan_memory(
     tokenizer: PreTrainedTokenizerBase | None = None,
     context: int | None = None,
     source_tokens: int | None = None,
+    nbits: int | None = None,
     recurrent: str = SwapOptions.recurrent,
     states: bool = True,
     device: str = "auto",
@@ -188,10 +196,12 @@ def plan_memory(
         context: the number of tokens that windows are planned for. None: the positions, at most 2,048; of an
             encoder-decoder, the longest target of the text.
         source_tokens: the tokens of a source whose keys and values count. None: those of the longest source.
+        nbits: 8 for keys and values in 8 bits, with a scale for each, so that windows are almost twice as long. None:
+            16, as they are.
         recurrent: `both` for states of the source too, instead of its keys and values.
         states: plan states too, which have to be trained. Otherwise: windows only.
     """
-    budgets = [MemoryBudget(each, context, source_tokens) for each in memory]
+    budgets = [MemoryBudget(each, context, source_tokens, nbits) for each in memory]
     texts, place = Texts(train, source=source, target=target), choose_device(device)
     if isinstance(model, str):
         hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

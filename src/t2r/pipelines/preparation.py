@@ -61,7 +61,11 @@ class Asked:
             refuse_replacing(source, run_folder(given.out))
         self.texts = Texts(**given.part(Texts))
         refuse_deleting([*self.texts.names(), given.recipe, given.tokenizer], given.out, run_folder(given.out))
-        self.budget = None if given.memory is None else MemoryBudget(given.memory, given.context, given.source_tokens)
+        self.budget = (
+            None
+            if given.memory is None
+            else MemoryBudget(given.memory, given.context, given.source_tokens, given.nbits)
+        )
         default = default_recipe(self.texts.translates, memory=self.budget is not None)
         self.recipe = load_recipe(default if given.recipe is None else given.recipe, given.overrides)
         if self.budget is None:
@@ -84,7 +88,9 @@ class Asked:
 
     def check_without_budget(self) -> None:
         """Raise T2RError for options of a memory budget without one."""
-        wrong = next((name for name in ("context", "source_tokens") if getattr(self.given, name) is not None), None)
+        wrong = next(
+            (name for name in ("context", "source_tokens", "nbits") if getattr(self.given, name) is not None), None
+        )
         if wrong is not None or not self.recipe.stages:
             told = (
                 f"recipe {self.recipe.name} trains nothing" if wrong is None else f"{wrong} belongs to a memory budget"

@@ -130,7 +130,7 @@ def follow(module: nn.Module, plan: MemoryPlan, layer: int) -> None:
     site: Any = module
     heads = plan.stateful(layer)
     if any(plan.windows[layer]):
-        site.give_window(Shape(plan.windows[layer], plan.sinks), device_of(module))
+        site.give_window(Shape(plan.windows[layer], plan.sinks, plan.nbits), device_of(module))
     if len(heads) < len(plan.windows[layer]):
         site.give_states(heads, device_of(module))
 

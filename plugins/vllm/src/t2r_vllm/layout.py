@@ -12,13 +12,14 @@ from t2r.attention.memories import Shape
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap, FeatureMap, make_feature_map
+from t2r.ops.stored import AS_THEY_ARE, stored
 from t2r.plans import MemoryPlan
 
 ALIGNMENT = 16
 """Bytes to whose multiple each tensor of a page begins, so that kernels can read several numbers at once."""
 STATE = ("s", "z", "z_abs")
 """The tensors of a recurrent state, as in `t2r.ops.State`."""
-WINDOW = ("keys", "values")
+WINDOW = ("keys", "values", "scales")
 """The tensors of a window, as in `t2r.attention.memories.WindowMemory`."""
 
 
@@ -116,9 +117,9 @@ def planned(plan: MemoryPlan, layer: int, index: int, heads: Heads) -> Site:
     first, last = heads.rank * heads.keys, (heads.rank + 1) * heads.keys
     share = Share(sum(head < first for head in states), len(states))
     own = tuple(head - first for head in states if first <= head < last)
-    if not states and not plan.sinks and len(set(every)) == 1:
+    if not states and not plan.sinks and len(set(every)) == 1 and plan.nbits == AS_THEY_ARE:
         return Site(index, heads, (), share, beside=True, sliding=every[0])
-    window = Shape(every[first:last], plan.sinks) if any(every[first:last]) else None
+    window = Shape(every[first:last], plan.sinks, plan.nbits) if any(every[first:last]) else None
     return Site(index, heads, own, share, window, beside=any(every))
 
 
@@ -170,7 +171,10 @@ class Layout(NamedTuple):
                 held = [(name, x) for name, x in zip(STATE, state, strict=True) if x is not None]
                 parts = [Part(name, tuple(x.shape[1:]), x.dtype) for name, x in held]
         if slots := max(site.slots for site in every):
-            parts += [Part(name, (slots, most.heads.size), dtype) for name in WINDOW]
+            token = torch.zeros(1, 1, most.heads.size, dtype=dtype)
+            assert config.memory_plan is not None
+            window = stored(token, token, config.memory_plan.nbits)
+            parts += [Part(name, (slots, x.shape[2]), x.dtype) for name, x in zip(WINDOW, window, strict=False)]
         return cls(tuple(parts))
 
     @property

@@ -60,10 +60,10 @@ class PagedWindow(WindowMemory):
         seen: the number of tokens that each row has read.
     """
 
-    def __init__(self, shape: Shape, pages: tuple[Tensor, Tensor], layout: Tensor, slots: Slots, seen: Tensor) -> None:
+    def __init__(self, shape: Shape, pages: tuple[Tensor, ...], layout: Tensor, slots: Slots, seen: Tensor) -> None:
         super().__init__(shape)
         self.pages, self.slots = pages, slots
-        self.keys, self.values = pages
+        self.hold(pages)
         self.lengths, self.layout, self.fixed = seen, layout, True
 
     def attend(
@@ -72,8 +72,8 @@ class PagedWindow(WindowMemory):
         if k.shape[2] == 1 and mask is None and steps_at_once(q, v, how.softcap):
             self.places = self.slots.at
             return super().attend(q, k, v, windows, mask, how, leaves=leaves)
-        self.keys, self.values = (copied(x, self.slots) for x in self.pages)
+        self.hold([copied(x, self.slots) for x in self.pages])
         found = super().attend(q, k, v, windows, mask, how, leaves=leaves)
-        for pages, x in zip(self.pages, (self.keys, self.values), strict=True):
+        for pages, x in zip(self.pages, self.held, strict=True):
             pages[self.slots.at] = x
         return found

@@ -22,6 +22,8 @@ class Memory(ABC):
 
     names: ClassVar[tuple[str, ...]]
     """The names of its tensors. Those of the memories of one layer differ."""
+    integers: ClassVar[tuple[str, ...]] = ()
+    """The names of those that may have whole numbers."""
     fixed: bool = False
     grows: bool = False
     """Whether its size depends on the number of tokens."""

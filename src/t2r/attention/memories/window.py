@@ -11,6 +11,7 @@ from torch import Tensor
 from t2r.attention.memories.base import Memory, may_overwrite
 from t2r.ops import Sums, Windows, window_attention
 from t2r.ops.rings import How, Ring
+from t2r.ops.stored import AS_THEY_ARE, rounded, stored
 from t2r.ops.windows import Left, steps_at_once
 
 
@@ -20,6 +21,8 @@ class Shape(NamedTuple):
     sizes: tuple[int, ...]
     """The window of each key head."""
     sinks: int
+    nbits: int = AS_THEY_ARE
+    """Bits of the numbers of keys and values (`t2r.ops.stored`)."""
 
     @property
     def rings(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -46,19 +49,19 @@ class Shape(NamedTuple):
 
 
 class WindowMemory(Memory):
-    """The windows of a layer. `keys` and `values` are `[rows, slots, dim]`, one ring after the other.
+    """The windows of a layer. `keys` and `values` are `[rows, slots, dim]`, one ring after the other. Those in 8 bits
+    have `scales [rows, slots, 2]`.
 
     Padding is not stored, so rows are independent of their padding. `seen [rows]` is the number of tokens of each row,
     without padding. A fixed memory derives it from the `lengths` of its cache, which count padding."""
 
-    names = ("keys", "values", "seen")
+    names = ("keys", "values", "scales", "seen")
+    integers = ("keys", "values", "seen")
 
-    def __init__(
-        self, shape: Shape, *, keys: Tensor | None = None, values: Tensor | None = None, lengths: Tensor | None = None
-    ) -> None:
+    def __init__(self, shape: Shape, *, held: Sequence[Tensor] = (), lengths: Tensor | None = None) -> None:
         self.shape = shape
-        self.keys, self.values = keys, values
-        self.fixed = keys is not None
+        self.hold(held)
+        self.fixed = bool(held)
         self.counted: Tensor | None = None
         """The number of tokens of each row of a memory that is not fixed."""
         self.lengths = lengths
@@ -66,7 +69,7 @@ class WindowMemory(Memory):
         """The padding that is among the `lengths` of a fixed memory. None: there never is any, which saves an
         operation."""
         # Made now, because captured calls cannot make tensors of numbers.
-        self.layout = None if keys is None else shape.layout(keys.device)
+        self.layout = shape.layout(held[0].device) if held else None
         self.places: Tensor | None = None
         """Where the buffers of each row are, if they lie among those of other sequences: only a step in one kernel
         finds them there."""
@@ -74,6 +77,18 @@ class WindowMemory(Memory):
         """The denominators of a step in one kernel, kept because to make them is a kernel, too."""
         self.before: dict[str, Tensor] | None = None
         self.added: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def hold(self, held: Sequence[Tensor]) -> None:
+        """Take buffers."""
+        self.keys: Tensor | None
+        self.values: Tensor | None
+        self.scales: Tensor | None
+        self.keys, self.values, self.scales, *_ = (*held, None, None, None)
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """The buffers. Empty before the first token."""
+        return tuple(x for x in (self.keys, self.values, self.scales) if x is not None)
 
     @property
     def seen(self) -> Tensor | None:
@@ -96,9 +111,10 @@ class WindowMemory(Memory):
         Returns sums over the new tokens and over those before, which belong together.
         """
         first = self.keys is None
-        if self.keys is None or self.values is None:
-            self.allocate(k, v)
-        assert self.keys is not None and self.values is not None
+        if self.keys is None:
+            self.hold(empty(self.shape, k, v))
+            self.counted = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
+        assert self.keys is not None
         how = how._replace(inplace=self.fixed or (may_overwrite(self.keys) and not self.recording))
         if self.recording:
             if not self.added:
@@ -113,10 +129,11 @@ class WindowMemory(Memory):
         else:
             # Earlier tokens are before the first place, and the sinks may be among them.
             origin = None if first else -seen[:, None].expand(-1, k.shape[2])
-            found = [window_attention(q, k, v, windows, scaling=how.scaling, softcap=how.softcap, origin=origin)]
+            near = rounded(k, self.shape.nbits), rounded(v, self.shape.nbits)
+            found = [window_attention(q, *near, windows, scaling=how.scaling, softcap=how.softcap, origin=origin)]
             if not first:
                 found.append(self.past(q, how))
-            left = self.leaving(k, v) if leaves else None
+            left = self.leaving(*near) if leaves else None
             self.extend(k, v, mask, how)
         if not self.fixed:
             self.counted = seen + (k.shape[2] if mask is None else mask.sum(1))
@@ -136,7 +153,7 @@ class WindowMemory(Memory):
             sums.append(own)
             left.append(gone)
         self.store(made, how)
-        return self.whole(sums), self.all_left(left, k, v)
+        return self.whole(sums), self.all_left(left, rounded(k, self.shape.nbits), rounded(v, self.shape.nbits))
 
     def step_at_once(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Sums, Left]:
         """The same in one kernel, which writes into the buffers."""
@@ -146,7 +163,7 @@ class WindowMemory(Memory):
         if self.layout is None or self.layout.device != self.keys.device:
             self.layout = self.shape.layout(self.keys.device)
         sinks, scaling = self.shape.sinks, how.scaling
-        held, where = (self.keys, self.values, self.seen, self.layout), (sinks, scaling, self.places)
+        held, where = (self.keys, self.values, self.seen, self.layout), (sinks, scaling, self.places, self.scales)
         out, logs, *left = window_step(q, k, v, *held, *where)
         if self.ones is None or self.ones.shape != logs.shape or self.ones.device != logs.device:
             self.ones = torch.ones_like(logs)
@@ -184,18 +201,17 @@ class WindowMemory(Memory):
 
     def store(self, made: list[Ring], how: How) -> None:
         if not how.inplace:  # otherwise the rings are views of the buffers
-            self.keys = torch.cat([ring.keys.flatten(1, 2) for ring in made], dim=1)
-            self.values = torch.cat([ring.values.flatten(1, 2) for ring in made], dim=1)
+            buffers = zip(*(ring.held for ring in made), strict=True)
+            self.hold([torch.cat([x.flatten(1, 2) for x in parts], dim=1) for parts in buffers])
 
     def rings(self) -> list[tuple[Ring, tuple[int, ...]]]:
         """Return views of the buffers as rings, with their heads."""
-        assert self.keys is not None and self.values is not None
         found, start = [], 0
         for size, heads in self.shape.rings:
             slots = size + self.shape.sinks
             end = start + len(heads) * slots
-            keys, values = (x[:, start:end].unflatten(1, (len(heads), slots)) for x in (self.keys, self.values))
-            found.append((Ring(keys, values, size, self.shape.sinks), heads))
+            held = tuple(x[:, start:end].unflatten(1, (len(heads), slots)) for x in self.held)
+            found.append((Ring(held, size, self.shape.sinks), heads))
             start = end
         return found
 
@@ -224,17 +240,12 @@ class WindowMemory(Memory):
                 by_head[h] = part[:, i * group : (i + 1) * group]
         return torch.cat(by_head, dim=1)
 
-    def allocate(self, k: Tensor, v: Tensor) -> None:
-        rows, slots = k.shape[0], self.shape.slots
-        self.keys, self.values = (x.new_zeros(rows, slots, x.shape[3]) for x in (k, v))
-        self.counted = torch.zeros(rows, dtype=torch.long, device=k.device)
-
     # --- Rows -----------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        if self.keys is None or self.values is None:
+        if self.keys is None:
             return {}
-        held = {"keys": self.keys, "values": self.values}
+        held = dict(zip(("keys", "values", "scales"), self.held, strict=False))
         return held if self.counted is None else held | {"seen": self.counted}
 
     def extra_tensors(self) -> list[Tensor]:
@@ -242,12 +253,20 @@ class WindowMemory(Memory):
 
     def load(self, held: dict[str, Tensor]) -> None:
         if held:
-            self.keys, self.values, self.counted = held["keys"], held["values"], held["seen"].long()
+            self.hold([held[name] for name in ("keys", "values", "scales") if name in held])
+            self.counted = held["seen"].long()
 
     def check(self, held: dict[str, Tensor]) -> None:
         keys, values, seen = held["keys"], held["values"], held["seen"]
         if keys.dim() != 3 or values.shape[:2] != keys.shape[:2] or keys.shape[1] != self.shape.slots:
             raise ValueError("not a window of this size")
+        expected = empty(self.shape, *(x.new_zeros(1, 1, 1, x.shape[2], dtype=torch.float32) for x in (keys, values)))
+        names = [name for name in ("keys", "values", "scales") if name in held]
+        if len(names) != len(expected):
+            raise ValueError("not a window of this number of bits")
+        for name, x in zip(names, expected, strict=True):
+            if held[name].is_floating_point() != x.is_floating_point() or held[name].shape[1:] != x.shape[1:]:
+                raise ValueError("not the numbers and scales of a window of this number of bits")
         if seen.shape != keys.shape[:1] or seen.is_floating_point() or bool((seen < 0).any()):
             raise ValueError("not numbers of tokens")
 
@@ -306,3 +325,9 @@ class WindowMemory(Memory):
             self.__init__(self.shape)  # type: ignore[misc]
         elif self.skipped is not None:
             self.skipped[slice(None) if rows is None else rows] = 0
+
+
+def empty(shape: Shape, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Return empty buffers for keys and values `[rows, heads, time, dim]`."""
+    one_k, one_v = (x.new_zeros(x.shape[0], 1, x.shape[3]) for x in (k, v))
+    return tuple(x.new_zeros(x.shape[0], shape.slots, x.shape[2]) for x in stored(one_k, one_v, shape.nbits))

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from t2r.ops import stored
 from t2r.ops.triton.blocks import block, inner, on_device, precision
 from t2r.ops.triton.math import dot
 
@@ -16,23 +17,38 @@ BLOCK = 64
 """The number of keys that a program reads at a time."""
 ROWS = 16
 """The fewest rows of a matrix product, so the fewest query heads of a program. Missing ones are zeros."""
+MOST, LEAST, LARGEST = map(tl.constexpr, (float(stored.MOST), stored.LEAST, stored.LARGEST))
 STAGES = 3
 """Blocks of keys and values that are on their way from memory. With one, each iteration would wait for memory."""
 SIZES = ["key_heads", "group", "sinks"]
 
 
+@triton.jit
+def scale_of(x, scales):
+    """Return the scale of a vector in 8 bits, as it is stored (`t2r.ops.stored.packed`)."""
+    scale = tl.minimum(tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 0) / MOST, LEAST), LARGEST)
+    return scale.to(scales.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def numbers(x, scale):
+    """Return a vector as whole numbers."""
+    return tl.minimum(tl.maximum(tl.floor(x.to(tl.float32) / scale + 0.5), -MOST), MOST).to(tl.int8)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def step(
-    q, k, v, keys, values, seen, layout, out, logs, old_k, old_v, valid, places,
+    q, k, v, keys, values, seen, layout, out, logs, old_k, old_v, valid, places, scales,
     q_b, q_h, k_b, k_h, v_b, v_h, keys_b, keys_t, values_b, values_t,
-    key_heads, group, sinks, scaling,
+    scales_b, key_heads, group, sinks, scaling,
     DIM: tl.constexpr, VALUE: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr, HOW: tl.constexpr, PLACED: tl.constexpr,
+    STAGES: tl.constexpr, HOW: tl.constexpr, PLACED: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Run one program per sequence and key head. It alone accesses the ring of the head.
 
     Only tokens that were stored before are read from the ring, without the one that the new token replaces. PLACED,
-    sequence number b has the buffers number `places[b]`."""
+    sequence number b has the buffers number `places[b]`. EIGHT, keys and values are stored in 8 bits, with two scales
+    for each token, and are multiplied by them after the products."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     first, size = tl.load(layout + h).to(tl.int64), tl.load(layout + key_heads + h)
@@ -56,10 +72,19 @@ def step(
     gone_v = tl.load(v_here, mask=e < tl.where(full, VALUE, 0), other=0.0)
 
     # What is stored is rounded as the buffers are, and so is what the new token sees of itself.
-    kept_k, kept_v = new_k.to(keys.dtype.element_ty), new_v.to(values.dtype.element_ty)
-    peak = tl.sum(query.to(tl.float32) * kept_k.to(tl.float32)[None, :], 1) * scaling
+    if EIGHT:
+        scale_here, zero = scales + (place * scales_b + (first + at) * 2), tl.zeros([1], tl.int64)
+        k_scale, v_scale = scale_of(new_k, scales), scale_of(new_v, scales)
+        kept_k, kept_v = numbers(new_k, k_scale), numbers(new_v, v_scale)
+        seen_k, seen_v = kept_k.to(tl.float32) * k_scale, kept_v.to(tl.float32) * v_scale
+        gone_k = gone_k.to(tl.float32) * tl.load(scale_here + zero).to(tl.float32)
+        gone_v = gone_v.to(tl.float32) * tl.load(scale_here + 1 + zero).to(tl.float32)
+    else:
+        kept_k, kept_v = new_k.to(keys.dtype.element_ty), new_v.to(values.dtype.element_ty)
+        seen_k, seen_v = kept_k.to(tl.float32), kept_v.to(tl.float32)
+    peak = tl.sum(query.to(tl.float32) * seen_k[None, :], 1) * scaling
     total = tl.full([BG], 1.0, tl.float32)
-    acc = tl.zeros([BG, BV], tl.float32) + kept_v.to(tl.float32)[None, :]
+    acc = tl.zeros([BG, BV], tl.float32) + seen_v[None, :]
     for start in tl.range(0, held, BN, num_stages=STAGES):
         t = start + n
         t_ok = (t < held) & (t != at)
@@ -68,11 +93,19 @@ def step(
         value = tl.load(
             values_here + here[:, None] * values_t + e[None, :], mask=t_ok[:, None] & e_ok[None, :], other=0.0
         )
-        score = dot(query, tl.trans(key), HOW) * scaling
+        if EIGHT:
+            scale = scales + place * scales_b + here * 2
+            k_scales = tl.load(scale, mask=t_ok, other=0.0).to(tl.float32)
+            v_scales = tl.load(scale + 1, mask=t_ok, other=0.0).to(tl.float32)
+            key = key.to(tl.float32).to(q.dtype.element_ty)  # whole numbers up to 127 are exact
+            value = value.to(tl.float32).to(q.dtype.element_ty)
+            score = dot(query, tl.trans(key), HOW) * k_scales[None, :] * scaling
+        else:
+            score = dot(query, tl.trans(key), HOW) * scaling
         score = tl.where(t_ok[None, :], score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, 1))
         left, weight = tl.exp(peak - higher), tl.exp(score - higher[:, None])
-        acc = acc * left[:, None] + dot(weight, value, HOW)
+        acc = acc * left[:, None] + dot(weight * v_scales[None, :] if EIGHT else weight, value, HOW)
         total = total * left + tl.sum(weight, 1)
         peak = higher
 
@@ -83,8 +116,8 @@ def step(
     tl.store(logs + row, tl.where(has, peak + tl.log(total), float("-inf")), mask=g_ok)
     own = b * key_heads + h
     # The token of a head without a window leaves at once.
-    gone_k = tl.where(has, gone_k.to(tl.float32), new_k.to(tl.float32))
-    gone_v = tl.where(has, gone_v.to(tl.float32), new_v.to(tl.float32))
+    gone_k = tl.where(has, gone_k.to(tl.float32), seen_k if EIGHT else new_k.to(tl.float32))
+    gone_v = tl.where(has, gone_v.to(tl.float32), seen_v if EIGHT else new_v.to(tl.float32))
     tl.store(old_k + own * DIM + d, gone_k.to(old_k.dtype.element_ty), mask=d_ok)
     tl.store(old_v + own * VALUE + e, gone_v.to(old_v.dtype.element_ty), mask=e_ok)
     one = tl.zeros([1], tl.int64)
@@ -92,6 +125,10 @@ def step(
     tl.debug_barrier()  # what the new token replaces was read by all threads
     tl.store(k_here, kept_k, mask=d_kept)
     tl.store(v_here, kept_v, mask=e_kept)
+    if EIGHT:
+        of = tl.arange(0, 2)
+        both = tl.where(of == 0, k_scale, v_scale).to(scales.dtype.element_ty)
+        tl.store(scale_here + of, both, mask=of < tl.where(has, 2, 0))
 
 
 def window_step(
@@ -105,6 +142,7 @@ def window_step(
     sinks: int,
     scaling: float,
     places: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Store the key and value of one token for each row, and attend to the window of each key head.
 
@@ -115,6 +153,7 @@ def window_step(
         layout: `[2, key_heads]`, the first slot of the ring of each head, and the window of each.
         sinks: sinks of heads with a window.
         places: `[rows]`, where the buffers of each row are, if there are those of more sequences. None: in their order.
+        scales: `[rows, slots, 2]`, of keys and values that are stored in 8 bits.
 
     Returns averages and logarithms of sums as `t2r.ops.windows.softmax_sums`, the keys and values that left, and
     whether they did.
@@ -125,15 +164,17 @@ def window_step(
     logs = torch.empty(rows, heads, 1, dtype=torch.float32, device=q.device)
     old_k, old_v = (torch.empty(x.shape, dtype=x.dtype, device=q.device) for x in (k, v))
     valid = torch.empty(rows, key_heads, 1, dtype=torch.bool, device=q.device)
+    how = precision(q, keys) if scales is None else precision(q)
     group, widest = heads // key_heads, max(dim, value) * q.element_size()
     with on_device(q):
         step[(rows * key_heads,)](
             q, k, v, keys, values, seen, layout, out, logs, old_k, old_v, valid.view(torch.uint8),
-            seen if places is None else places,
+            seen if places is None else places, logs if scales is None else scales,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            *keys.stride()[:2], *values.stride()[:2], key_heads, group, sinks, scaling,
+            *keys.stride()[:2], *values.stride()[:2], 0 if scales is None else scales.stride(0),
+            key_heads, group, sinks, scaling,
             DIM=dim, VALUE=value, BG=max(ROWS, triton.next_power_of_2(group)), BN=BLOCK, BD=block(dim, 256),
-            BV=block(value, 256), STAGES=STAGES if widest <= 256 else 2, HOW=precision(q, keys),
-            PLACED=places is not None, num_warps=4,
+            BV=block(value, 256), STAGES=STAGES if widest <= 256 else 2, HOW=how, PLACED=places is not None,
+            EIGHT=scales is not None, num_warps=4,
         )  # fmt: skip
     return out, logs, old_k, old_v, valid
