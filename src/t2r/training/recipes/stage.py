@@ -131,6 +131,12 @@ class Stage:
         minimum=1,
         maximum=10**6,
     )
+    offsets: bool = option(
+        False,
+        help="Whether the positions of each block start at a random place, as far as the positions of the teacher "
+        "reach. A state then works beyond the length of a block. Only for rotary positions: softmax attention depends "
+        "on their differences alone.",
+    )
     average: int = option(
         1,
         help="Number of points at the end of the stage whose weights are averaged: the ends of the last epochs or, if "
