@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
-from t2r.tasks.base import max_positions
 from t2r.training.recipes.recipe import Stage
 
 BY_LENGTH = {"dynamic", "longrope"}
@@ -33,7 +32,7 @@ class Room(NamedTuple):
             return cls()
         if (obstacle := obstacle_of(model)) is not None:
             return cls(0, obstacle)
-        positions = max_positions(model)
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if positions is None:
             return cls(0, "the model does not say how many positions it has")
         if positions <= stage.block_size:
