@@ -1,11 +1,11 @@
 """Texts that are longer than the blocks of the training: what do states beside windows do there?
 
     python experiments/far.py --model stories15m
-    python experiments/far.py --model stories15m --ways short offsets --steps 20 5
+    python experiments/far.py --model stories15m --ways short moved --steps 20 5
 
 One model with rotary positions, one plan of windows, one text that the model wrote itself, as many tokens of training,
-and four ways to train it: blocks of a quarter of the context; the same, whose positions start at random places; the
-same with blocks of the whole context in the last part; and both. Beside them the windows without states and training.
+and four ways to train it: blocks of a quarter of the context; the same, and the positions of every second block start at
+a random place; the same with blocks of the whole context in the last part; and both. Beside them the windows without states and training.
 
 Each is measured by its KL divergence from the model itself: at the length of the blocks, there with positions that
 start at the end of the context, at the whole context by quarters, and there without what its states add. The share is
@@ -53,15 +53,15 @@ TEXT, HELD_OUT = 128 * CONTEXT, 32 * CONTEXT
 WAYS = {
     "windows": "windows alone, not trained",
     "short": "blocks of a quarter",
-    "offsets": "the same, moved",
+    "moved": "the same, every second one moved",
     "late": "the last third in whole blocks",
-    "both": "the same, moved before",
+    "both": "the same, and moved before",
 }
 
 
 def recipe(way: str, transfer: int, distill: int) -> dict[str, Any]:
     """Return `memory-lm` with these steps."""
-    of_all = {"batch_tokens": BATCH, "offsets": way in ("offsets", "both")}
+    of_all = {"batch_tokens": BATCH, "reach": CONTEXT if way in ("moved", "both") else None}
     maps = {"objective": "transfer", "train": "maps", "learning_rate": 1e-2, "betas": [0.8, 0.95], "schedule": "linear"}
     whole = {"objective": "distill", "learning_rate": 2.5e-4, "map_learning_rate": 2.5e-3, "betas": [0.9, 0.95]}
     late = distill // 3 if way in ("late", "both") else 0
@@ -182,7 +182,7 @@ def watching() -> Iterator[list[Tensor]]:
         shares.append(logs.softmax(0)[-1].mean((0, 1)))
         return combine(parts, *given)
 
-    ops.combine = watched
+    ops.combine = watched  # type: ignore[assignment]
     try:
         yield shares
     finally:
@@ -198,7 +198,7 @@ def without_states() -> Iterator[None]:
         sums = attend(self, *given)
         return Sums(torch.zeros_like(sums.numerator), torch.zeros_like(sums.denominator))
 
-    Recurrence.attend_far = nothing  # type: ignore[method-assign]
+    Recurrence.attend_far = nothing  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ class Rows(LanguageModeling):
 
 
 def stage(objective="distill", **fields):
-    given = {"steps": 6, "block_size": LENGTH, "batch_tokens": 2 * LENGTH, "offsets": True, "learning_rate": 1e-2}
+    given = {"steps": 6, "block_size": LENGTH, "batch_tokens": 2 * LENGTH, "reach": 1000, "learning_rate": 1e-2}
     return Stage("only", objective, **({"train": "maps"} if objective == "transfer" else {}), **(given | fields))
 
 
@@ -86,7 +86,7 @@ def test_most_families_with_rotary_positions_are_moved():
     [
         ("gpt2", {}, "positions of gpt2 are learned, not rotary"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, r"length .*dynamic"),
-        ("llama", {"max_position_embeddings": LENGTH}, "a block has all 16 positions"),
+        ("llama", {"max_position_embeddings": LENGTH}, "a block reaches 16"),
     ],
 )
 def test_a_stage_says_why_blocks_are_not_moved(tmp_path, caplog, model_type, change, reason):
@@ -103,14 +103,16 @@ def test_a_stage_says_why_blocks_are_not_moved(tmp_path, caplog, model_type, cha
 
 
 def test_without_the_option_nothing_is_moved():
-    assert Room.of(tiny("llama"), stage(offsets=False)) == Room(0)
-    with pytest.raises(T2RError, match="offsets must be true or false"):
-        stage(offsets=3)
+    assert Room.of(tiny("llama"), stage(reach=None)) == Room(0)
+    for wrong in (0, 2.5, "far"):
+        with pytest.raises(T2RError, match="reach must be a whole number, at least 1"):
+            stage(reach=wrong)
+    assert Room.of(tiny("llama"), stage(reach=LENGTH + 5)) == Room(5)
 
 
 def test_the_recipe_for_budgets_moves_blocks():
-    assert all(each.offsets for each in load_recipe("memory-lm").stages)
-    assert not any(each.offsets for each in load_recipe("distill-lm").stages)
+    assert all(each.reach == 8192 for each in load_recipe("memory-lm").stages)
+    assert not any(each.reach for each in load_recipe("distill-lm").stages)
 
 
 # --- The offsets ----------------------------------------------------------------------------------------------
@@ -125,6 +127,7 @@ def test_offsets_depend_on_the_seed_and_the_place():
     assert drawn() != drawn(seed=1)
     assert (min(drawn()), max(drawn())) == (0, 100)
     assert set(drawn(room=1)) == {0, 1}
+    assert not any(drawn()[::2])  # every second block begins where texts begin
     assert Order(list("abcdef"), 500)[3] == Order(list("abcdef"), 500, 0, 100)[3][:2]
 
 
@@ -159,9 +162,9 @@ def test_only_the_student_reads_moved_positions(tmp_path, objective, documents):
 def test_windows_alone_learn_the_same_wherever_blocks_are(tmp_path):
     """They are softmax attention: only what a state sees changes."""
     found = []
-    for offsets in (False, True):
+    for reach in (None, 1000):
         student, teacher = pair(dtype=torch.float64, states=False)
-        found.append(train(tmp_path / str(offsets), student, teacher, stage(offsets=offsets))[1])
+        found.append(train(tmp_path / str(reach), student, teacher, stage(reach=reach))[1])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
@@ -186,5 +189,5 @@ def test_a_resumed_stage_draws_the_same_offsets(tmp_path, monkeypatch, objective
     assert again == losses
     for (name, x), y in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(x, y), name
-    _, others = train(tmp_path / "fixed", *pair(), stage(objective, device_tokens=LENGTH, offsets=False))
+    _, others = train(tmp_path / "fixed", *pair(), stage(objective, device_tokens=LENGTH, reach=None))
     assert others != losses

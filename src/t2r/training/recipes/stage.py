@@ -131,11 +131,14 @@ class Stage:
         minimum=1,
         maximum=10**6,
     )
-    offsets: bool = option(
-        False,
-        help="Whether the positions of each block start at a random place, as far as the positions of the teacher "
-        "reach. A state then works beyond the length of a block. Only for rotary positions: softmax attention depends "
-        "on their differences alone.",
+    reach: int | None = option(
+        None,
+        help="The positions of every second block start at a random place, so that they reach up to this number, or up "
+        "to the positions of the teacher. States then work in texts that are longer than a block. Only for rotary "
+        "positions, of which softmax attention sees the differences alone.",
+        minimum=1,
+        maximum=10**8,
+        unset="blocks start at position 0",
     )
     average: int = option(
         1,

@@ -28,16 +28,13 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel, stage: Stage) -> Room:
-        if not stage.offsets:
+        if stage.reach is None:
             return cls()
         if (obstacle := obstacle_of(model)) is not None:
             return cls(0, obstacle)
-        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if positions is None:
-            return cls(0, "the model does not say how many positions it has")
-        if positions <= stage.block_size:
-            return cls(0, f"a block has all {positions:,} positions")
-        return cls(positions - stage.block_size)
+        own = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        reach = stage.reach if own is None else min(own, stage.reach)
+        return cls(reach - stage.block_size) if reach > stage.block_size else cls(0, f"a block reaches {reach:,}")
 
 
 def obstacle_of(model: PreTrainedModel) -> str | None:

@@ -59,8 +59,10 @@ class Order(Dataset[tuple[Any, ...]]):
         return (self.items[index], reading, self.offset(place)) if self.room else (self.items[index], reading)
 
     def offset(self, place: int) -> int:
-        """Return the offset of the item at a place. It depends on nothing else, so a resumed stage draws the same."""
-        return int(np.random.default_rng([self.seed, place, 1]).integers(self.room, endpoint=True))
+        """Return the offset of the item at a place. It depends on nothing else, so a resumed stage draws the same.
+
+        Every second item stays where texts begin: what they lose is then small (docs/log/2026-11.md)."""
+        return int(np.random.default_rng([self.seed, place, 1]).integers(self.room, endpoint=True)) if place % 2 else 0
 
     def at(self, place: int) -> tuple[int, int]:
         """Return the index of the item at a place, and the number of this reading."""
