@@ -4,8 +4,9 @@
     python experiments/far.py --model stories15m --ways short moved --steps 20 5
 
 One model with rotary positions, one plan of windows, one text that the model wrote itself, as many tokens of training,
-and four ways to train it: blocks of a quarter of the context; the same, and the positions of every second block start at
-a random place; the same with blocks of the whole context in the last part; and both. Beside them the windows without states and training.
+and four ways to train it: blocks of a quarter of the context; the same, and the positions of every second block start
+at a random place; the same with blocks of the whole context in the last part; and both. Beside them the windows without
+states and training.
 
 Each is measured by its KL divergence from the model itself: at the length of the blocks, there with positions that
 start at the end of the context, at the whole context by quarters, and there without what its states add. The share is
