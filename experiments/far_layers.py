@@ -108,7 +108,7 @@ class Trial:
 
     def site(self) -> Recurrence:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(self.config)
+        model = AutoModelForCausalLM.from_config(self.config).float()
         self.rotary = model.base_model.rotary_emb
         model = t2r.swap(model, **load_recipe("memory-lm").swap, feature_size=FEATURES, plan=self.plan)
         return recurrent_sites(model)[0]
