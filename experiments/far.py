@@ -4,9 +4,9 @@
     python experiments/far.py --model stories15m --ways short moved --steps 20 5
 
 One model with rotary positions, one plan of windows, one text that the model wrote itself, as many tokens of training,
-and four ways to train it: blocks of a quarter of the context; the same, and the positions of every second block start
-at a random place; the same with blocks of the whole context in the last part; and both. Beside them the windows without
-states and training.
+and three ways to train it: blocks of a quarter of the context; the same, and the positions of every second block start
+at a random place; and blocks of the whole context in the last part. Beside them the windows without states and
+training.
 
 Each is measured by its KL divergence from the model itself: at the length of the blocks, there with positions that
 start at the end of the context, at the whole context by quarters, and there without what its states add. The share is
@@ -56,16 +56,15 @@ WAYS = {
     "short": "blocks of a quarter",
     "moved": "the same, every second one moved",
     "late": "the last third in whole blocks",
-    "both": "the same, and moved before",
 }
 
 
 def recipe(way: str, transfer: int, distill: int) -> dict[str, Any]:
     """Return `memory-lm` with these steps."""
-    of_all = {"batch_tokens": BATCH, "reach": CONTEXT if way in ("moved", "both") else None}
+    of_all = {"batch_tokens": BATCH, "reach": CONTEXT if way == "moved" else None}
     maps = {"objective": "transfer", "train": "maps", "learning_rate": 1e-2, "betas": [0.8, 0.95], "schedule": "linear"}
     whole = {"objective": "distill", "learning_rate": 2.5e-4, "map_learning_rate": 2.5e-3, "betas": [0.9, 0.95]}
-    late = distill // 3 if way in ("late", "both") else 0
+    late = distill // 3 if way == "late" else 0
     stages = [
         {"name": "transfer", "steps": transfer, "block_size": BLOCK, "warmup_steps": transfer // 10, **maps},
         {"name": "distill", "steps": distill - late, "block_size": BLOCK, "warmup_steps": distill // 10, **whole},
