@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from t2r.attention.cache import T2RCache
+from t2r.attention.masks import values_are_known
 
 
 def is_packed(inputs: dict[str, Any]) -> bool:
-    """Return whether rows contain several documents, as transformers does: if position ids are not consecutive."""
+    """Return whether rows contain several documents, as transformers does: if position ids are not consecutive. True
+    where that cannot be known."""
     steps = position_steps(inputs)
-    return steps is not None and (torch.compiler.is_compiling() or bool((steps != 1).any()))
+    return steps is not None and (not values_are_known() or bool((steps != 1).any()))
 
 
 def restarts(inputs: dict[str, Any]) -> bool:

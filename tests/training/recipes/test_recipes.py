@@ -83,7 +83,7 @@ def test_paper_recipes_match_the_paper(name, paper, swap):
     assert rest == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate"),
         *("betas", "epsilon", "kl_weight", "task_weight", "temperature", "noise", "noise_from", "lora_rank"),
-        *("label_smoothing", "average"),
+        *("label_smoothing", "average", "reach"),
     }
     assert (stage.label_smoothing, stage.average) == (0, 1)
     assert all(effective[name] is None for name in ("tokens", "epochs", "minutes", "device_tokens"))
@@ -132,8 +132,9 @@ def test_recipes_of_the_papers_translation_are_the_paper(name, paper, swap):
     assert set(effective) - set(paper) == {
         *("name", "tokens", "epochs", "minutes", "device_tokens", "map_learning_rate", "min_learning_rate"),
         *("momentum", "period", "period_mult", "shrink"),
-        *("kl_weight", "task_weight", "temperature", "noise", "noise_from", "lora_rank"),
+        *("kl_weight", "task_weight", "temperature", "noise", "noise_from", "lora_rank", "reach"),
     }
+    assert stage.reach is None
     assert (stage.noise, stage.min_learning_rate, stage.map_learning_rate) == (0, 0, None)
     (alone,) = recipe.a_block_at_a_time().stages
     assert alone.device_tokens == 3584  # so that 128 forwards make a step

@@ -8,11 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 import t2r
-from families import FAMILIES, VOCABULARY, batch, tiny
+from families import FAMILIES, POSITIONS, VOCABULARY, batch, tiny
 from t2r import compat
 from t2r.attention import masks
 from t2r.attention.interface import PADDED, UNMASKED
 from t2r.graphs import WARM_UP
+from t2r.model import inputs as model_inputs
 from t2r.tasks import LanguageModeling, Translation
 from t2r.training.loop import preparation, trainer
 from t2r.training.planning import timing
@@ -23,6 +24,7 @@ from t2r.training.steps import objectives
 from t2r.training.steps.capture import CapturedStep, Graph
 from t2r.training.steps.job import Job, Settings
 from t2r.training.steps.learner import Learner
+from t2r.training.steps.order import OFFSET
 from translating import make_model, make_tokenizer, write_pairs
 
 LENGTH = 16
@@ -142,18 +144,28 @@ def test_nothing_is_compiled_during_a_capture(tmp_path, monkeypatch, objective):
     assert not any(during)
 
 
-def test_layers_do_not_synchronize_during_capture():
+MOVED = {"feature_map": "t2r", "activation": "softmax", "decay": True}
+"""States of rotated queries and keys, whose blocks are moved."""
+
+
+@pytest.mark.parametrize("options", [{"feature_map": "t2r", "decay": True, "rotary": False}, MOVED])
+def test_layers_do_not_synchronize_during_capture(monkeypatch, options):
     """Reading a value on the host would end the capture."""
+    monkeypatch.setattr(masks, "values_are_known", lambda: False)
+    monkeypatch.setattr(model_inputs, "values_are_known", lambda: False)
     base = tiny("llama").requires_grad_(False)
-    model = t2r.swap(copy.deepcopy(base), feature_map="t2r", decay=True, rotary=False)
+    model = t2r.swap(copy.deepcopy(base), **options)
+    reach = POSITIONS if options is MOVED else None
     for part in (model, base):
         compat.set_attention_implementation(part, UNMASKED)
     ids = torch.randint(3, VOCABULARY, (2, LENGTH))
     for objective in ("transfer", "distill", "task"):
         trains = "maps" if objective == "transfer" else "all"
-        stage = Stage("only", objective, trains, steps=1, block_size=LENGTH, batch_tokens=2 * LENGTH)
+        stage = Stage("only", objective, trains, steps=1, block_size=LENGTH, batch_tokens=2 * LENGTH, reach=reach)
         learner = Learner(Job(Rows(), base), model, stage).train()
         batch = {"input_ids": ids, "labels": ids}
+        if learner.room.largest:
+            batch[OFFSET] = torch.tensor([0, 5])
         count = torch.tensor(2 * LENGTH)
         learner(dict(batch), count)  # verifies the model's head, once
         with Looks() as looks:
@@ -282,10 +294,11 @@ def test_captured_translation_matches_eager_training(tmp_path, monkeypatch, capl
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("objective", ["transfer", "distill", "task"])
-def test_captured_training_matches_eager_training(tmp_path, monkeypatch, caplog, objective, accumulation):
-    options = {"feature_map": "t2r", "activation": "softmax", "key_weights": True, "decay": True, "rotary": False}
+@pytest.mark.parametrize("options", [{"feature_map": "t2r", "activation": "softmax", "rotary": False}, MOVED])
+def test_captured_training_matches_eager_training(tmp_path, monkeypatch, caplog, options, objective, accumulation):
     base = tiny("llama").cuda().requires_grad_(False)
-    model = t2r.swap(copy.deepcopy(base), shared=False, grouped=False, seed=3, **options)
+    how = {"shared": False, "grouped": False, "key_weights": True, "decay": True, "seed": 3}
+    model = t2r.swap(copy.deepcopy(base), **(how | options))
     stage = Stage(
         "only",
         objective,
@@ -296,6 +309,7 @@ def test_captured_training_matches_eager_training(tmp_path, monkeypatch, caplog,
         device_tokens=4 * LENGTH,
         learning_rate=1e-2,
         schedule="constant",
+        reach=POSITIONS if options is MOVED else None,
     )
     losses, weights = trained_both_ways(tmp_path, monkeypatch, caplog, model, base, stage, Rows())
     torch.testing.assert_close(losses[True], losses[False], rtol=2e-3, atol=2e-3)

@@ -80,10 +80,10 @@ class StageTrainer(compat.TrainerHooks, Trainer):
         self.deadline = None if seconds is None else Deadline(seconds, steps)
         arguments = training_arguments(job.settings, model, stage, steps, folder, self.deadline)
         items = arguments.max_steps * (stage.batch_tokens // stage.block_size)
-        self.order = Order(job.dataset(stage), items, job.settings.seed)
+        self.stage, self.task, self.learner = stage, task, Learner(job, model, stage)
+        self.order = Order(job.dataset(stage), items, job.settings.seed, self.learner.room.largest)
         reached = float if self.deadline is None else self.deadline.planned_step
         self.average = make_average(model, stage, steps, self.order, reached)
-        self.stage, self.task, self.learner = stage, task, Learner(job, model, stage)
         saves = self.when_to_save(job.settings.save_steps, sharded=is_sharded(model))
         capturing = captures(model, job.settings)
         shaped = partial(task.in_few_shapes, block_size=stage.block_size) if capturing else None

@@ -131,6 +131,15 @@ class Stage:
         minimum=1,
         maximum=10**6,
     )
+    reach: int | None = option(
+        None,
+        help="The positions of every second block start at a random place, so that they reach up to this number, or up "
+        "to the positions of the teacher. States then work in texts that are longer than a block. Only for rotary "
+        "positions, of which softmax attention sees the differences alone.",
+        minimum=1,
+        maximum=10**8,
+        unset="blocks start at position 0",
+    )
     average: int = option(
         1,
         help="Number of points at the end of the stage whose weights are averaged: the ends of the last epochs or, if "

@@ -66,6 +66,8 @@ def run_stage(
         announce(job, trained, stage, steps, seconds if seconds is not None or cost is None else cost * steps)
         folder, logs = run.checkpoints(stage.name), run.logs / stage.name
         trainer = StageTrainer(job, trained, stage, steps, folder, logs=logs, seconds=seconds)
+        if (obstacle := trainer.learner.room.obstacle) is not None:
+            logger.info("stage %s: its blocks all start at position 0: %s", stage.name, obstacle)
         trainer.add_callback(KeepsTime(run))
         if seconds is not None and limits.threads is not None:
             trainer.add_callback(Threads(limits.threads))

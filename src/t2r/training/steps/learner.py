@@ -17,7 +17,8 @@ from t2r.model.top_k import TopK
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.job import Job
 from t2r.training.steps.objectives import distillation_loss, transferring
-from t2r.training.steps.order import READING
+from t2r.training.steps.offsets import Room, moved
+from t2r.training.steps.order import OFFSET, READING
 
 
 class Learner(compat.WrapsModel, nn.Module):
@@ -34,6 +35,7 @@ class Learner(compat.WrapsModel, nn.Module):
         super().__init__()
         self.student = student
         self.stage, self.task, self.compiled = stage, job.task, job.settings.compiled
+        self.room = Room.of(student, stage)
         self._teacher = (job.teacher_of(stage),)  # in a tuple, so that it is not registered as a submodule
         self._readouts: dict[int, Readout] = {}
         # An adaptive softmax computes only the logits that the loss needs.
@@ -52,14 +54,16 @@ class Learner(compat.WrapsModel, nn.Module):
 
         The loss is a mean over the scored positions or, if the batch is a part of a larger one, their sum divided by
         `count`."""
-        reading = batch.get(READING)
-        batch, taught = take_taught({name: x for name, x in batch.items() if name != READING})
+        reading, offset = batch.get(READING), batch.get(OFFSET)
+        batch, taught = take_taught({name: x for name, x in batch.items() if name not in (READING, OFFSET)})
         if self.stage.noise:
             share: float | Tensor = self.stage.noise
             if reading is not None and self.stage.noise_from > 1:
                 share = share * (reading >= self.stage.noise_from)[:, None]
             batch = self.task.disturbed(batch, share)
-        inputs = self.task.inputs(batch)
+        given = inputs = self.task.inputs(batch)
+        if self.room.largest:  # an example that is timed has no offset, but the shapes of the training
+            inputs = moved(inputs, inputs["input_ids"].new_zeros(len(batch["labels"])) if offset is None else offset)
         if self.stage.objective == "transfer":
             # Logits are not needed: the model's body is enough, or the logits of one position.
             body = None if self.without_logits else self.readout(self.student, inputs)
@@ -74,13 +78,18 @@ class Learner(compat.WrapsModel, nn.Module):
             scored = None if count is None else count.clamp_min(1)
             model = cast(Any, self.student)
             return model(**inputs, labels=batch["labels"], num_items_in_batch=scored, use_cache=False).loss, {}
-        return self.against(inputs, self.task.labels(batch).flatten(), count, taught)
+        return self.against(inputs, given, self.task.labels(batch).flatten(), count, taught)
 
     def against(
-        self, inputs: dict[str, Tensor], labels: Tensor, count: Tensor | None, taught: TopK | None = None
+        self,
+        inputs: dict[str, Tensor],
+        given: dict[str, Tensor],
+        labels: Tensor,
+        count: Tensor | None,
+        taught: TopK | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss on the labels and, in a distillation, on the teacher's distribution, which is computed unless
-        it is given."""
+        it is known. The teacher reads the inputs that were `given`, before their positions were moved."""
         stage, (teacher,) = self.stage, self._teacher
         distills = stage.objective == "distill"
         kl_weight, task_weight = (stage.kl_weight, stage.task_weight) if distills else (0.0, 1.0)
@@ -89,7 +98,7 @@ class Learner(compat.WrapsModel, nn.Module):
         teacher_head = None
         if teacher is not None:
             with torch.no_grad():
-                theirs, teacher_head = self.read(teacher, self.task.teacher_inputs(inputs))
+                theirs, teacher_head = self.read(teacher, self.task.teacher_inputs(given))
         loss, kl, task = distillation_loss(
             ours,
             theirs,

@@ -21,23 +21,27 @@ from torch.utils.data import Dataset
 
 READING = "reading"
 """The key in a batch for the number of this reading of each row, from 1."""
+OFFSET = "offset"
+"""The key in a batch for the first position of each row."""
 LARGEST = 1 << 20
 """The most items that are permuted at a time: below a second. A longer epoch, as of very unequal shares, is
 divided."""
 
 
-class Order(Dataset[tuple[Any, int]]):
-    """The items that a stage reads, in order, each with the number of its reading in this stage, from 1.
+class Order(Dataset[tuple[Any, ...]]):
+    """The items that a stage reads, in order, each with the number of its reading in this stage, from 1, and if the
+    blocks of the stage are moved, its offset.
 
     Args:
         items: the dataset. Its `portions`, if any, are pairs of a count of items and their readings per epoch.
             Otherwise every item is read once per epoch.
         length: number of items that the stage reads.
-        seed: seed of the permutations.
+        seed: seed of the permutations and of the offsets.
+        room: the largest offset. 0: there are none.
     """
 
-    def __init__(self, items: Any, length: int, seed: int = 0) -> None:
-        self.items, self.length, self.seed = items, length, seed
+    def __init__(self, items: Any, length: int, seed: int = 0, room: int = 0) -> None:
+        self.items, self.length, self.seed, self.room = items, length, seed, room
         portions: list[tuple[int, Fraction]] = getattr(items, "portions", None) or [(len(items), Fraction(1))]
         divided = -(-int(epoch_items(items)) // LARGEST) or 1
         self.portions = [(count, Fraction(readings) / divided) for count, readings in portions]
@@ -48,11 +52,17 @@ class Order(Dataset[tuple[Any, int]]):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, place: int) -> tuple[Any, int]:
+    def __getitem__(self, place: int) -> tuple[Any, ...]:
         if not 0 <= place < self.length:
             raise IndexError(f"item {place} of {self.length}")
         index, reading = self.at(place)
-        return self.items[index], reading
+        return (self.items[index], reading, self.offset(place)) if self.room else (self.items[index], reading)
+
+    def offset(self, place: int) -> int:
+        """Return the offset of the item at a place. It depends on nothing else, so a resumed stage draws the same.
+
+        Every second item stays where texts begin: what they lose is then small (docs/log/2026-11.md)."""
+        return int(np.random.default_rng([self.seed, place, 1]).integers(self.room, endpoint=True)) if place % 2 else 0
 
     def at(self, place: int) -> tuple[int, int]:
         """Return the index of the item at a place, and the number of this reading."""
@@ -116,13 +126,14 @@ def epoch_items(items: Any) -> float:
 
 
 def collate(
-    items: Sequence[tuple[Any, int]],
+    items: Sequence[tuple[Any, ...]],
     batch: Callable[[Sequence[Any]], dict[str, Tensor]],
     rows: Callable[[Any], int] = lambda item: 1,
     shaped: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Collate items into a batch, with the number of each row's reading. `rows` is the number of rows of an item, and
-    `shaped` gives a batch its final shape."""
-    readings = [reading for item, reading in items for _ in range(rows(item))]
-    made = batch([item for item, _ in items]) | {READING: torch.tensor(readings)}
+    """Collate items of an order into a batch, with the number of each row's reading, and its offset if it has one.
+    `rows` is the number of rows of an item, and `shaped` gives a batch its final shape."""
+    made = batch([item for item, *_ in items])
+    for i, name in enumerate((READING, OFFSET)[: len(items[0]) - 1]):
+        made[name] = torch.tensor([numbers[i] for item, *numbers in items for _ in range(rows(item))])
     return made if shaped is None else shaped(made)
