@@ -8,6 +8,8 @@ import torch
 
 from engines import alone
 from serving_models import STOP, model, running, served, tokenizer
+from t2r.serving.service import SHARED
+from t2r.serving.worker import Worker
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -109,6 +111,29 @@ def test_a_completion():
                 own = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == i]
                 assert "".join(p["text"] for p in own) == expected[i]
                 assert [p["finish_reason"] for p in own][:-1] == [None] * (len(own) - 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("length", [SHARED, 3 * SHARED])
+def test_a_prompt_is_read_once_for_all_choices(length, monkeypatch):
+    """If it is long. The choices are those of a prompt that is read for each."""
+    prompt, read = ids("abcd" * SHARED)[0, :length].tolist(), []
+    submit = Worker.submit
+    monkeypatch.setattr(Worker, "submit", lambda self, job: (read.append(len(job.tokens)), submit(self, job))[1])
+
+    async def main():
+        async with running(served()) as (client, service):
+            body = {"prompt": prompt, "n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 6, "frequency_penalty": 0.5}
+            many = (await client.post("/v1/completions", json=body)).json()
+            assert read == ([length] * 3 if length <= SHARED else [length - 1, 1, 1, 1])
+            monkeypatch.setattr("t2r.serving.service.SHARED", 10**6)
+            same = (await client.post("/v1/completions", json=body)).json()
+            assert [each["text"] for each in many["choices"]] == [each["text"] for each in same["choices"]]
+            assert many["usage"] == same["usage"]
+            assert not service.running
+            assert not service.worker.jobs
+            assert f't2r_tokens_total{{kind="read",model="rnn"}} {2 * length}.0' in (await client.get("/metrics")).text
 
     asyncio.run(main())
 

@@ -303,6 +303,12 @@ def test_a_server_that_is_misused_and_killed(folder, tmp_path):
             connection.sendall(post("/v1/completions", b'{"prompt": "ab", "max_tokens": 4000}'))
             until(server.running)
         until(lambda: not server.running())
+        # and one that goes while its prompt is read for several choices
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            body = json.dumps({"prompt": [9] * 3000, "n": 3, "max_tokens": 900}).encode()
+            connection.sendall(post("/v1/completions", body))
+            until(server.running)
+        until(lambda: not server.running())
         until(lambda: all(state["saved"] for state in server.http.get("/v1/states").json()["data"]))
         states = len(server.http.get("/v1/states").json()["data"])
         assert server.end(signal.SIGKILL) == -signal.SIGKILL

@@ -16,7 +16,7 @@ from t2r._version import __version__
 from t2r.errors import T2RError
 from t2r.options.serving import MIB
 from t2r.serving.api import chat, completions, models, page, responses, states
-from t2r.serving.api.answers import Json, refusal
+from t2r.serving.api.answers import Json, Left, on_left, refusal
 from t2r.serving.errors import ApiError
 from t2r.serving.gate import Gate
 from t2r.serving.service import Service
@@ -43,6 +43,7 @@ def make_app(service: Service, key: str | None = None) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(Left, on_left)
     app.add_exception_handler(T2RError, on_mistake)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)

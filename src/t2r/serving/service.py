@@ -6,9 +6,10 @@ import asyncio
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ from t2r.serving.worker import Job, Piece, Worker, explained
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SHARED = 64
+"""Prompts of more tokens than this are read once for all choices of a call. Shorter ones are read together."""
 
 
 @dataclass
@@ -172,6 +176,10 @@ class Service:
                     raise
                 tokens, cached, history = prompt.tokens, 0, None  # everything is read again
         self.admit(call)  # others may have come meanwhile
+        deadline, read = time.monotonic() + self.options.timeout, len(tokens)
+        if call.n > 1 and read > SHARED and not model.translates and (stored is None) == (history is None):
+            state = await self.read_once(call, tokens[:-1], state, history, deadline)
+            history, tokens = array("i", [*(history or ()), *tokens[:-1]]), tokens[-1:]
         seed = secrets.randbits(32) if call.seed is None else call.seed
         jobs = [
             Job(
@@ -188,13 +196,28 @@ class Service:
             )
             for i in range(call.n)
         ]
-        running = Running(call, jobs, cached, len(tokens), time.monotonic() + self.options.timeout, set(jobs))
+        running = Running(call, jobs, cached, read, deadline, set(jobs))
         self.running.add(running)
         for job in jobs:
             self.worker.submit(job)
         self.metrics.tokens.labels(model.name, "cached").inc(cached)
-        self.metrics.tokens.labels(model.name, "read").inc(len(tokens))
+        self.metrics.tokens.labels(model.name, "read").inc(read)
         return running
+
+    async def read_once(self, call: Call, tokens: list[int], state: Any, history: Any, deadline: float) -> Any:
+        """Return the state after these tokens, from which all choices of a call go on."""
+        options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": call.model.pad}
+        job = Job(call.model, tokens, options, state, history, keep_state=True, reads=True)
+        running = Running(replace(call, n=1), [job], 0, len(tokens), deadline, {job})
+        self.running.add(running)
+        self.worker.submit(job)
+        try:
+            async for _ in self.pieces(running, job):
+                pass
+        finally:
+            self.leave(running)
+        assert job.sequence is not None
+        return job.sequence.state
 
     def admit(self, call: Call) -> None:
         """Raise ApiError if the server is full or closing."""
@@ -260,6 +283,8 @@ class Service:
         running.left.discard(job)
         if not running.left:
             self.running.discard(running)
+        if job.reads:
+            return
         name, count = job.model.name, len(job.generated)
         reason = (None if job.sequence is None else job.sequence.reason) or "cancelled"
         self.metrics.ended.labels(name, reason).inc()

@@ -55,6 +55,8 @@ class Job:
     """Strings that end the text, which does not contain them."""
     logprobs: int | None = None
     keep_state: bool = False
+    reads: bool = False
+    """Whether it is there for its state only, from which others go on."""
     streams: bool = False
     """Whether pieces have text. Otherwise, only the last one has."""
     pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from t2r.serving.errors import ApiError, internal
-from t2r.serving.service import Running, Service
+from t2r.serving.service import Call, Running, Service
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +75,20 @@ async def while_connected(http: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
+async def on_left(http: Request, left: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def begun(http: Request, call: Call) -> Running:
+    """Begin a call. Raises Left if the client goes while a prompt is read for several choices."""
+    begin = service_of(http).begin(call)
+    return await (begin if call.n == 1 else while_connected(http, begin))
+
+
 async def at_once(http: Request, running: Running, work: Awaitable[dict[str, Any]]) -> Response:
     """Answer with the result of some work on a running call, which is cancelled if the client goes."""
     try:
         return Json(await while_connected(http, work))
-    except Left:
-        return Response(status_code=499)
     finally:
         service_of(http).leave(running)
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from t2r.generation.engine.sequences import LogProbability
 from t2r.serving import prompts
-from t2r.serving.api.answers import DONE, Events, at_once, data, failed_completion, merged, service_of, usage
+from t2r.serving.api.answers import DONE, Events, at_once, begun, data, failed_completion, merged, service_of, usage
 from t2r.serving.api.fields import MOST_LOGPROBS, Completing, ResponseFormat, Strict, Text
 from t2r.serving.errors import ApiError
 from t2r.serving.service import Call, Running, Service
@@ -67,7 +67,7 @@ async def chat(body: ChatRequest, http: Request) -> Response:
     how["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     with_usage = body.with_usage
     call = Call(model, prompt, choosing, streams=bool(body.stream), keep=(body.n or 1) == 1, **how)
-    running = await service.begin(call)
+    running = await begun(http, call)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": new_id("chatcmpl"), "object": kind, "created": int(time.time()), "model": model.name}
     if body.stream:

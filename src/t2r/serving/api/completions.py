@@ -13,7 +13,7 @@ from pydantic import Field
 
 from t2r.generation.engine.sequences import LogProbability
 from t2r.serving import prompts
-from t2r.serving.api.answers import DONE, Events, at_once, data, failed_completion, merged, service_of, usage
+from t2r.serving.api.answers import DONE, Events, at_once, begun, data, failed_completion, merged, service_of, usage
 from t2r.serving.api.fields import MOST_LOGPROBS, Completing, Name, Text, Token
 from t2r.serving.prompts import Prompt
 from t2r.serving.served import ServedModel
@@ -49,7 +49,7 @@ async def complete(body: CompletionRequest, http: Request) -> Response:
     choosing = body.choosing(limit, body.max_tokens, limit if model.translates else DEFAULT_TOKENS, "max_tokens")
     how: dict[str, Any] = {"n": body.n or 1, "seed": body.seed, "stop": body.stops, "logprobs": body.logprobs}
     call = Call(model, prompt, choosing, streams=bool(body.stream), keep=(body.n or 1) == 1, **how)
-    running = await service.begin(call)
+    running = await begun(http, call)
     head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": model.name}
     if body.stream:
         return Events(service, running, events(service, running, head, with_usage), failed_completion)
