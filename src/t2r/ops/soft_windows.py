@@ -22,8 +22,9 @@ REACH = 1 - EDGE / 2
 
 
 BLOCK = {"cpu": 256}
-"""Queries that are computed at once, with the keys that they can see. On a GPU all: the time of a step is that of
-launching its kernels."""
+LARGE = 512
+"""Queries that are computed at once, with the keys that they can see. More on a GPU, where each block launches its
+kernels again, but not all of a long text: most heads can see a small part of it."""
 
 
 def soft_window_attention(
@@ -41,7 +42,7 @@ def soft_window_attention(
     Other arguments and results are those of `t2r.ops.window_attention`. Weights are formed for each head and block of
     queries, and computed again in the backward pass instead of being kept."""
     group, time = q.shape[1] // k.shape[1], q.shape[2]
-    block = BLOCK.get(q.device.type, time)
+    block = BLOCK.get(q.device.type, LARGE)
     limit = time if bound is None else min(time, bound)
     found = []
     for h, size in enumerate(sizes.tolist()):
