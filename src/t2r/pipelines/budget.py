@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from t2r.data.parallel.lines import parse_pairs
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
-from t2r.options import CAUSAL, CROSS, SwapOptions, options_of
+from t2r.options import CAUSAL, CROSS, RunOptions, SwapOptions
+from t2r.options.entrance import entrance
 from t2r.pipelines.common import Texts
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
@@ -159,8 +161,9 @@ def source_of(swap_options: dict[str, Any], tokens: int) -> Source:
     return Source(tokens, features)
 
 
+@entrance(RunOptions, SwapOptions)
 def plan_memory(
-    model: str | PreTrainedModel,
+    model: str | Path | PreTrainedModel,
     memory: Sequence[str | int],
     *,
     train: Sources | None = None,
@@ -191,21 +194,24 @@ def plan_memory(
         recurrent: `both` for states of the source too, instead of its keys and values.
         states: plan states too, which have to be trained. Otherwise: windows only.
     """
+    if not memory:
+        raise T2RError("memory has no budget: give at least one, for example 8MiB")
     budgets = [MemoryBudget(each, context, source_tokens) for each in memory]
     texts, place = Texts(train, source=source, target=target), choose_device(device)
-    if isinstance(model, str):
+    if isinstance(model, str | Path):
         hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        base = load_model(model, dtype="float32", device=str(place), **hub)
+        base = load_model(str(model), dtype="float32", device=str(place), **hub)
         tokenizer = tokenizer or load_tokenizer(model, **hub)
     else:
         base = model
     if tokenizer is None:
         raise T2RError("the model has no tokenizer: give one")
     check_kind(base, texts)
+    if not texts.translates and (join != 1 or source_language or target_language or recurrent != SwapOptions.recurrent):
+        raise T2RError("join, recurrent and languages are for parallel text: give --src and --tgt, or leave them out")
     swap_options: dict[str, Any] = {}
     task: Task
     if texts.translates:
-        options_of(SwapOptions)["recurrent"].check(recurrent)
         swap_options = over(load_recipe(default_recipe(True, memory=True)).swap, {"recurrent": recurrent})
         set_languages(base, tokenizer, source_language, target_language)
         task = Translation(tokenizer, source, target, join=join, progress=progress)
