@@ -11,15 +11,22 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from t2r.errors import T2RError
+
 SMALL = 1 << 20
 """Files up to this many bytes are identified by their content, larger ones by size and modification time."""
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the default cache folder, in `T2R_CACHE` or in `t2r` in the user's cache folder."""
-    if root := os.environ.get("T2R_CACHE"):
-        return Path(root).expanduser() / kind
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "t2r" / kind
+    """Return the default cache folder, in `T2R_CACHE` or in `t2r` in the user's cache folder.
+
+    Raises T2RError if the user has no home folder, and neither is set."""
+    own = os.environ.get("T2R_CACHE")
+    try:
+        root = Path(own or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise T2RError(f"there is no folder for caches: {error} Give one by T2R_CACHE") from error
+    return root / kind if own else root / "t2r" / kind
 
 
 def digest(value: Any) -> str:

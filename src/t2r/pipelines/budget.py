@@ -37,6 +37,7 @@ from t2r.tasks.base import max_positions
 from t2r.tasks.translation import TEACHER
 from t2r.training.planning.plan import over
 from t2r.training.recipes.recipe import default_recipe, load_recipe
+from t2r.training.sessions.session import caching
 
 logger = logging.getLogger(__name__)
 
@@ -214,12 +215,13 @@ def plan_memory(
     if texts.translates:
         swap_options = over(load_recipe(default_recipe(True, memory=True)).swap, {"recurrent": recurrent})
         set_languages(base, tokenizer, source_language, target_language)
-        task = Translation(tokenizer, source, target, join=join, progress=progress)
+        task = Translation(tokenizer, source, target, join=join, progress=progress, caching=caching)
     elif train is None:
         raise T2RError("memory is planned on a text: give one (--train FILE)")
     else:
         longest = budgets[0].context_of(base)
-        task = LanguageModeling(tokenizer, train, hold_out=True, longest=longest, progress=progress)
+        how: dict[str, Any] = {"hold_out": True, "longest": longest, "progress": progress, "caching": caching}
+        task = LanguageModeling(tokenizer, train, **how)
     for budget in budgets:
         budget.check(base, texts, None, swap_options)
     task.check(base, [PAIRS if texts.translates else budgets[0].context_of(base)])
