@@ -277,6 +277,11 @@ CASES = [
     (f"{PLAN} --memory 6KiB --context {10**30}", "is longer than the model's 64 positions"),
     (f"{PLAN} --memory 6KiB --device meta", "device 'meta' is not available"),
     (f"{PLAN}", "Missing option '--memory'"),
+    *(
+        (f"{PLAN} --memory 6KiB {option}", "are for parallel text: give --src and --tgt, or leave them out")
+        for option in ("--recurrent both", "--join 3", "--source-language zh", "--target-language en")
+    ),
+    (f"{PLAN} --memory 6KiB --recurrent nonsense", "recurrent must be one of"),
     ("plan {m}/llama --memory 6KiB", "memory is planned on a text: give one"),
     ("plan {m}/llama --memory 6KiB --train {m}/nowhere", "there is no file"),
     ("plan {m}/llama --memory 6KiB --train=", "a text has no name"),
@@ -314,6 +319,11 @@ CASES = [
     ("report {m}/pipe", "is not a file"),
     ("report {m}/text.txt", "cannot be read as JSON"),
     ("report {m}/rnn --prompt the", "contains neither results.json"),
+    # Serving.
+    ("serve {m}/rnn --port 0 --states {m}/text.txt", "states cannot be kept in"),
+    ("serve {m}/rnn --port 0 --states {m}/text.txt/inside", "states cannot be kept in"),
+    ("serve {m}/rnn --port 0 --states=", "the folder of states has no name"),
+    ("serve {m}/rnn --port 0 --teacher=", "there is no folder ''"),
     # Paths.
     ("swap {m}/gpt2 {m}/pipe", "is a device, a pipe or a socket"),
     ("swap {m}/gpt2 {m}/socket", "is a device, a pipe or a socket"),

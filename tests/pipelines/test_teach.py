@@ -273,8 +273,18 @@ def test_logits_that_do_not_fit_are_one_line(world, tmp_path, how, message):
     assert not [path for path in tmp_path.iterdir() if path.name != "out.run"]
 
 
+def test_the_folder_has_a_name(world):
+    with pytest.raises(T2RError, match="the output folder has no name: give its path"):
+        teach(str(world / "llama"), " ", train=str(world / "train.txt"))
+
+
 def damage(path):
     path.write_bytes(path.read_bytes()[:-1])
+
+
+def more_blocks(path):
+    """A header with so many blocks that to look for the files of all of them would take hours."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"blocks": 10**12}))
 
 
 @pytest.mark.parametrize(
@@ -286,6 +296,7 @@ def damage(path):
         ("header.json", lambda path: path.write_text("{}"), "header.json is not that of a folder of t2r teach"),
         ("header.json", lambda path: path.write_text('{"format": 2}'), "has format 2; this version of t2r supports"),
         ("header.json", lambda path: path.write_text('{"format": 1, "top_k": 3}'), "header.json is damaged"),
+        ("header.json", more_blocks, "blocks.safetensors does not belong to header.json"),
     ],
 )
 def test_a_damaged_folder_is_one_line(world, tmp_path, name, change, message):

@@ -148,13 +148,13 @@ class TeacherLogits:
         if kind_of(self.folder / HEADER) != "file":
             raise T2RError(f"{folder} has no logits of a teacher: make them by t2r teach MODEL {folder} --train …")
         self.header = Header.load(self.folder)
+        self.keys = self.read_keys()  # first: a damaged header may have any number of blocks
         missing = [n for n in range(self.header.shards) if not shard_path(self.folder, n).exists()]
         if missing:
             raise T2RError(
                 f"{folder} has {self.header.shards - len(missing):,} of {self.header.shards:,} shards: finish it by "
                 "the same t2r teach command"
             )
-        self.keys = self.read_keys()
         self._open: OrderedDict[int, Any] = OrderedDict()
         parts = [self.check_shard(number) for number in range(self.header.shards)]
         self.rest = sum(part.rest for part in parts) / max(1, sum(part.scored for part in parts))

@@ -255,6 +255,8 @@ def check_same(folder: Path, known: Header, header: Header) -> None:
     if known.text != header.text:
         what = "text" if known.tokenizer == header.tokenizer else "text or another tokenizer"
         raise T2RError(f"{folder} was begun with another {what}: give another folder")
+    if (known.blocks, known.vocabulary) != (header.blocks, header.vocabulary):
+        raise T2RError(f"{folder / HEADER} is damaged: make the folder again by t2r teach")
 
 
 def there(folder: Path, header: Header) -> list[int]:
