@@ -364,6 +364,29 @@ def test_a_mistake_is_one_line(run, made, tmp_path, command, says):
     assert sorted(os.listdir(made)) == before
 
 
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"WORLD_SIZE": "many"}, "the environment has WORLD_SIZE=many, which is not a number of processes"),
+        ({"WORLD_SIZE": "0"}, "the environment has WORLD_SIZE=0, which is not"),
+        ({"WORLD_SIZE": ""}, "the environment has WORLD_SIZE=, which is not"),
+        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2 and no RANK: start several processes with torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "the environment has WORLD_SIZE=2 and RANK=2"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "the environment has RANK=-1, which is not"),
+    ],
+)
+def test_processes_that_nobody_started(run, made, tmp_path, monkeypatch, environment, says):
+    """One line, where torch would wait for the other processes."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for command in (CONVERT, "teach {m}/gpt2 {o} --train {m}/text.txt"):
+        code, stdout, stderr = run(*(word.format(m=made, o=tmp_path / "out") for word in command.split()))
+        assert (code, stdout) == (2, "")
+        assert says in stderr
+        assert is_one_line(stderr), stderr
+    assert os.listdir(tmp_path) == []
+
+
 def test_devices_are_left_alone(made):
     assert Path("/dev/null").is_char_device()
     assert (made / "pipe").is_fifo()

@@ -30,6 +30,7 @@ from t2r.budgets.limited import Limited
 from t2r.budgets.text import Batch, Text
 from t2r.data.fingerprint import cache_folder, digest
 from t2r.data.progress import progress_bar
+from t2r.errors import T2RError
 from t2r.ops.soft_windows import REACH
 from t2r.storage import take_lock, write_text, writing
 
@@ -193,6 +194,8 @@ class Descent:
             ids, where = questions
             _, more = self.limited.worth(ids, windows, where)
             worth = [own + ANSWERS * x for own, x in zip(worth, more, strict=True)]
+        if not all(bool(x.isfinite().all()) for x in worth):
+            raise T2RError("the logits of the model are not finite on this text: its heads cannot be measured")
         self.value = [MEMORY * old + (1 - MEMORY) * x.cpu() for old, x in zip(self.value, worth, strict=True)]
         unbiased = 1 - MEMORY ** (number + 1)
         ratios = [

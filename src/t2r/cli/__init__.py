@@ -94,7 +94,10 @@ def is_first_to_tell() -> bool:
         return True
     from t2r.training.loop.processes import first_to_tell
 
-    return first_to_tell()
+    try:
+        return first_to_tell()
+    except T2RError:  # the variables of the launcher are wrong, which is what is told
+        return True
 
 
 def check_arguments(arguments: list[str]) -> None:
