@@ -269,7 +269,9 @@ CASES = [
     *(
         (f"{command} {memory}", "memory must be a number of bytes above 0, for example 8MiB")
         for command in (f"{PLAN} --memory", f"{CONVERT} --memory")
-        for memory in ("0", "-1", "nan", "1e400MiB", "4parsecs", "MiB", "1_000", "4MiB,8MiB", "9" * 40 + "TiB", "9" * 400)
+        for memory in (
+            "0", "-1", "nan", "1e400MiB", "4parsecs", "MiB", "1_000", "4MiB,8MiB", "9" * 40 + "TiB", "9" * 400
+        )
     ),
     (f"{PLAN} --memory 1B", "a memory of 1 B is not possible: the smallest plan of this model needs"),
     (f"{PLAN} --memory 1GiB", "a memory of 1.0 GiB is not possible: the smallest plan of this model needs"),
