@@ -470,6 +470,27 @@ def test_a_conversion_uses_the_descent_of_a_plan(world, tmp_path, monkeypatch):
     assert MemoryPlan.of(results["planned"]["plan"]) == planned.plan
 
 
+def test_a_descent_is_that_of_one_model(world, tmp_path):
+    """Not of one with the same weights and other positions; but of a copy elsewhere, in another dtype."""
+    model = make_model("llama")
+    blocks = torch.randint(3, 90, (2, CONTEXT))
+    files = {"own": Planner(model, None, blocks, progress=False).descent.file}
+    model.to(torch.float64).save_pretrained(tmp_path / "copy")
+    copied = t2r.load(tmp_path / "copy", dtype="float32")
+    files["copy"] = Planner(copied, None, blocks, progress=False).descent.file
+    copied.config.rope_parameters["rope_theta"] = 5.0
+    files["positions"] = Planner(copied, None, blocks, progress=False).descent.file
+    assert files["own"] == files["copy"] != files["positions"]
+
+
+def test_logits_that_are_not_finite_make_no_plan():
+    model, blocks = tiny("llama", torch.float32), torch.randint(3, 90, (4, 40))
+    model.model.norm.weight.data *= 1e38
+    model.model.layers[0].input_layernorm.weight.data *= 1e38
+    with pytest.raises(T2RError, match="are not finite on this text"):
+        Planner(model, None, blocks, progress=False).plan(Costs.of(model, 40).least, features=0)
+
+
 # --- Pages ----------------------------------------------------------------------------------------------------
 
 

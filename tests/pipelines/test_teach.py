@@ -10,12 +10,13 @@ import time
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers.trainer_callback import DefaultFlowCallback
 
 from commands import is_one_line, runner
 from converting import BLOCK, SHORT, assert_same, make_world, run, weights, words
 from processes import same_threads
-from t2r.data.teacher_logits import shard_path
+from t2r.data.teacher_logits import TeacherLogits, shard_path
 from t2r.errors import T2RError
 from t2r.pipelines import teach as module
 from t2r.pipelines.teach import summary, teach
@@ -305,3 +306,26 @@ def test_a_damaged_folder_is_one_line(world, tmp_path, name, change, message):
     change(folder / name)
     with pytest.raises(T2RError, match=message):
         run(world, tmp_path / "out", "llama", teacher_logits=str(folder))
+
+
+DAMAGED = {
+    "log_p that is not a number": lambda x: x | {"log_p": torch.full_like(x["log_p"], torch.nan)},
+    "rest that is not a number": lambda x: x | {"rest": torch.full_like(x["rest"], torch.nan)},
+    "ids beyond the vocabulary": lambda x: x | {"ids": x["ids"].int().add(60_000).to(x["ids"].dtype)},
+    "no log_p": lambda x: {name: part for name, part in x.items() if name != "log_p"},
+    "too few log_p": lambda x: x | {"log_p": x["log_p"][..., :2].contiguous()},
+    "rest of one block": lambda x: x | {"rest": x["rest"][:1].contiguous()},
+    "rest of another shape": lambda x: x | {"rest": x["rest"][:, None].contiguous()},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_numbers_of_a_damaged_shard_do_not_train(world, tmp_path, name):
+    shutil.copytree(world / "few", tmp_path / "few")
+    path = shard_path(tmp_path / "few", 0)
+    with safe_open(path, "pt") as file:
+        tensors, about = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(DAMAGED[name](tensors), path, metadata=about)
+    logits = TeacherLogits(tmp_path / "few")
+    with pytest.raises(T2RError, match=r"00000\.safetensors"):
+        logits.block(1)

@@ -209,10 +209,14 @@ class TeacherLogits:
         try:
             file = self.opened(number)
             ids, log_p, rest = (file.get_slice(name)[row] for name in TopK._fields)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, IndexError) as error:
             raise T2RError(f"{shard_path(self.folder, number)} cannot be read: {error}") from error
-        ids = ids.to(torch.int32)
-        if not 0 <= int(ids.min()) <= int(ids.max()) < self.header.vocabulary:
+        ids, size = ids.to(torch.int32), (self.header.block_size, self.header.top_k)
+        if (
+            (ids.shape, log_p.shape, rest.shape) != (size, size, size[:1])
+            or not 0 <= int(ids.min()) <= int(ids.max()) < self.header.vocabulary
+            or bool(log_p.isnan().any() or rest.isnan().any())
+        ):
             raise T2RError(f"{shard_path(self.folder, number)} is damaged: delete it, and repeat t2r teach")
         return {TAUGHT + name: x for name, x in TopK(ids, log_p, rest)._asdict().items()}
 
