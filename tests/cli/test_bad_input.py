@@ -373,8 +373,9 @@ def test_a_mistake_is_one_line(run, made, tmp_path, command, says):
         ({"WORLD_SIZE": "0"}, "the environment has WORLD_SIZE=0, which is not"),
         ({"WORLD_SIZE": ""}, "the environment has WORLD_SIZE=, which is not"),
         ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2 and no RANK: start several processes with torchrun"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "the environment has WORLD_SIZE=2 and RANK=2"),
-        ({"WORLD_SIZE": "2", "RANK": "-1"}, "the environment has RANK=-1, which is not"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost"}, "the environment has WORLD_SIZE=2 and RANK=2"),
+        ({"WORLD_SIZE": "2", "RANK": "-1", "MASTER_ADDR": "localhost"}, "the environment has RANK=-1, which is not"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "the environment has WORLD_SIZE=2 and no MASTER_ADDR"),
     ],
 )
 def test_processes_that_nobody_started(run, made, tmp_path, monkeypatch, environment, says):

@@ -47,10 +47,12 @@ def join(place: torch.device) -> torch.device:
     Raises T2RError if there are no other processes to wait for."""
     if count() == 1:
         return place
-    if "RANK" not in os.environ or rank() >= count():
+    missing = [name for name in ("RANK", "MASTER_ADDR") if name not in os.environ]
+    if missing or rank() >= count():
+        told = f"no {missing[0]}" if missing else f"RANK={rank()}"
         raise T2RError(
-            f"the environment has WORLD_SIZE={count()} and {f'RANK={rank()}' if 'RANK' in os.environ else 'no RANK'}: "
-            "start several processes with torchrun, or unset WORLD_SIZE for one"
+            f"the environment has WORLD_SIZE={count()} and {told}: start several processes with torchrun, or unset "
+            "WORLD_SIZE for one"
         )
     if place.type == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
