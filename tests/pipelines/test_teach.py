@@ -274,6 +274,21 @@ def test_logits_that_do_not_fit_are_one_line(world, tmp_path, how, message):
     assert not [path for path in tmp_path.iterdir() if path.name != "out.run"]
 
 
+def test_a_text_that_one_of_two_processes_cannot_read_is_one_line(world, tmp_path):
+    """The main process reads it, while the other one waits."""
+    (tmp_path / "text.txt").write_bytes(b"caf\xe9 " * 100)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "t2r"]
+    command += ["teach", str(world / "llama"), str(tmp_path / "out"), "--train", str(tmp_path / "text.txt")]
+    done = subprocess.run(
+        [*command, "--device", "cpu"], env=same_threads(), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode != 0
+    assert "[rank" not in done.stderr  # how torch marks the traceback of a process; torchrun always has its own
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("t2r: ")]
+    assert "is not UTF-8" in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_folder_has_a_name(world):
     with pytest.raises(T2RError, match="the output folder has no name: give its path"):
         teach(str(world / "llama"), " ", train=str(world / "train.txt"))
