@@ -15,7 +15,24 @@ from t2r.options.entrance import check_type, described, entrance, matches
 
 NOWHERE = "no such folder"
 """Not a name on the Hub, so that every call with valid types ends here."""
-STRANGE = (3, -1, 2.5, float("nan"), True, None, b"x", object(), ["x"], [3], {"a": 1}, "", "x\0", torch.zeros(2), int)
+STRANGE = (
+    3,
+    -1,
+    2.5,
+    float("nan"),
+    True,
+    None,
+    b"x",
+    object(),
+    ["x"],
+    [3],
+    {"a": 1},
+    "",
+    "x\0",
+    "\ud800",
+    torch.zeros(2),
+    int,
+)
 CALLS = {
     "analyze": {"model": NOWHERE, "text": "text.txt"},
     "average": {"models": [NOWHERE, NOWHERE], "out": "out"},
@@ -68,6 +85,7 @@ def test_any_argument_may_be_wrong(name, tmp_path, monkeypatch):
         ("evaluate", {"beams": 2000}, "beams must be a whole number, at least 1 and at most 1000"),
         ("analyze", {"seed": -1}, "seed must be a whole number, at least 0"),
         ("generate", {"prompts": [3]}, "prompts must be text or a list, each text; got a list"),
+        ("generate", {"prompts": ["the", "\udce9"]}, "prompts is not valid Unicode (U+DCE9 at 0)"),
         ("generate", {"on_completion": 3}, "on_completion must be a function or None; got 3"),
         ("report", {"prompts": "the sea"}, "prompts must be a list, each text; got 'the sea'"),
     ],
@@ -93,6 +111,7 @@ def test_models_are_checked(model):
         lambda: t2r.swap(tiny("gpt2", torch.float32), feature_size="8"),
         lambda: t2r.read_document(model, 3, "the sea"),
         lambda: t2r.read_document(model, tokenizer, 3),
+        lambda: t2r.read_document(model, tokenizer, "the \ud800 sea"),
         lambda: t2r.read_document(model, tokenizer, "the sea", 3),
         lambda: t2r.read_document(model, tokenizer, "the sea", chat=1),
         lambda: t2r.read_document(3, tokenizer, "the sea"),
@@ -101,6 +120,8 @@ def test_models_are_checked(model):
         lambda: t2r.generate(model, "the sea", tokenizer=tokenizer, max_new_tokens="3"),
         lambda: t2r.generate(model, "the sea", tokenizer=tokenizer, batch_size=0),
         lambda: t2r.inspect(model, feature_size=2.5),
+        lambda: t2r.Engine(model, compiled="yes"),
+        lambda: t2r.Engine(model, state_dtype=torch.ones(2)),
         lambda: t2r.convert(model, "out", train=TEXT, tokenizer=3),
         lambda: t2r.evaluate([model, 3], "text.txt", tokenizer=tokenizer),
     ):

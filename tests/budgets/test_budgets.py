@@ -213,6 +213,42 @@ def descent_of(limited, blocks, ask=lambda step: None):
     return Descent(limited, blocks, ask, "a model", progress=False)
 
 
+def test_a_damaged_path_is_made_again(caplog):
+    """Whatever is in the file: the next process finds the windows that the first one did."""
+    model, blocks = tiny("llama"), torch.randint(3, 90, (4, 40), generator=torch.Generator().manual_seed(0))
+    limited = Limited(model, costs := Costs.of(model, 40), blocks)
+    budget = (costs.least + costs.whole) // 2
+    made = descent_of(limited, blocks)
+    expected, good = made.windows(budget, costs), json.loads(made.file.read_text())
+    path = good["path"]
+    for number, damaged in enumerate((
+        "", "{", "[]", "{}", "\ud800", "[" * 10_000,
+        good | {"path": 3}, good | {"path": path * 99}, good | {"logs": None}, good | {"value": [[1.0]]},
+        *(good | {"path": [*path[:-1], last]} for last in (
+            [], "ab", [["x", "x"]] * len(path[0]), [row[1:] for row in path[0]], path[0][1:],
+            [[math.nan for _ in row] for row in path[0]], [[0.0 for _ in row] for row in path[0]],
+            [[1e9 for _ in row] for row in path[0]],
+        )),
+    )):  # fmt: skip
+        text = damaged if isinstance(damaged, str) else json.dumps(damaged)
+        made.file.write_text(text, errors="surrogatepass")
+        caplog.clear()
+        again = descent_of(limited, blocks)
+        assert again.path == [], number
+        assert again.windows(budget, costs) == expected
+        (message,) = caplog.messages
+        assert "is damaged" in message
+        assert json.loads(made.file.read_text()) == good
+
+
+@pytest.mark.parametrize("name", ["tokens", "windows"])
+def test_a_cache_that_cannot_be_written_is_told(world, tmp_path, name):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / name).write_text("not a folder")
+    with pytest.raises(T2RError, match="cannot be"):
+        plan_memory(str(world / "llama"), [budget_of(0.5)], train=str(world / "train.txt"), progress=False)
+
+
 def test_the_head_that_matters_keeps_its_window(monkeypatch):
     """Only one head of four has an output, and is worth its bytes."""
     monkeypatch.setitem(descent.STEPS, "cpu", 40)
@@ -392,6 +428,30 @@ def test_wrong_budgets_are_refused_and_leave_no_files(world, tmp_path, wrong, wo
     assert not list(tmp_path.glob("rnn*"))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"memory": []}, "memory has no budget: give at least one"),
+        ({"memory": "8KiB"}, "memory must be a list, each text or a whole number; got '8KiB'"),
+        ({"memory": [2.5]}, "memory must be a list, each text or a whole number"),
+        ({"memory": ["6KiB", None]}, "memory must be a list"),
+        ({"model": 3}, "model must be text"),
+        ({"train": 3}, "train must be text, a list, a mapping or None; got 3"),
+        ({"tokenizer": 3}, "tokenizer must be"),
+        ({"context": 40.0}, "context must be a whole number or None; got 40.0"),
+        ({"states": "no"}, "states must be true or false"),
+        ({"recurrent": "nonsense"}, "recurrent must be one of"),
+        ({"recurrent": "both"}, "join, recurrent and languages are for parallel text"),
+        ({"join": 3}, "join, recurrent and languages are for parallel text"),
+        ({"source_language": "zh"}, "join, recurrent and languages are for parallel text"),
+    ],
+)
+def test_wrong_arguments_of_a_plan(world, wrong, words):
+    given = {"model": str(world / "llama"), "memory": ["6KiB"], "train": str(world / "train.txt"), "progress": False}
+    with pytest.raises(T2RError, match=words):
+        plan_memory(**given | wrong)
+
+
 def test_plans_of_several_budgets(world):
     found = plan_memory(
         str(world / "llama"), [budget_of(0.2), budget_of(0.8)], train=str(world / "train.txt"), progress=False,
@@ -428,6 +488,27 @@ def test_a_conversion_uses_the_descent_of_a_plan(world, tmp_path, monkeypatch):
         recipe="none", limit=1, progress=False,
     )  # fmt: skip
     assert MemoryPlan.of(results["planned"]["plan"]) == planned.plan
+
+
+def test_a_descent_is_that_of_one_model(world, tmp_path):
+    """Not of one with the same weights and other positions; but of a copy elsewhere, in another dtype."""
+    model = make_model("llama")
+    blocks = torch.randint(3, 90, (2, CONTEXT))
+    files = {"own": Planner(model, None, blocks, progress=False).descent.file}
+    model.to(torch.float64).save_pretrained(tmp_path / "copy")
+    copied = t2r.load(tmp_path / "copy", dtype="float32")
+    files["copy"] = Planner(copied, None, blocks, progress=False).descent.file
+    copied.config.rope_parameters["rope_theta"] = 5.0
+    files["positions"] = Planner(copied, None, blocks, progress=False).descent.file
+    assert files["own"] == files["copy"] != files["positions"]
+
+
+def test_logits_that_are_not_finite_make_no_plan():
+    model, blocks = tiny("llama", torch.float32), torch.randint(3, 90, (4, 40))
+    model.model.norm.weight.data *= 1e38
+    model.model.layers[0].input_layernorm.weight.data *= 1e38
+    with pytest.raises(T2RError, match="are not finite on this text"):
+        Planner(model, None, blocks, progress=False).plan(Costs.of(model, 40).least, features=0)
 
 
 # --- Pages ----------------------------------------------------------------------------------------------------

@@ -269,7 +269,9 @@ CASES = [
     *(
         (f"{command} {memory}", "memory must be a number of bytes above 0, for example 8MiB")
         for command in (f"{PLAN} --memory", f"{CONVERT} --memory")
-        for memory in ("0", "-1", "nan", "1e400MiB", "4parsecs", "MiB", "1_000", "4MiB,8MiB", "9" * 40 + "TiB")
+        for memory in (
+            "0", "-1", "nan", "1e400MiB", "4parsecs", "MiB", "1_000", "4MiB,8MiB", "9" * 40 + "TiB", "9" * 400
+        )
     ),
     (f"{PLAN} --memory 1B", "a memory of 1 B is not possible: the smallest plan of this model needs"),
     (f"{PLAN} --memory 1GiB", "a memory of 1.0 GiB is not possible: the smallest plan of this model needs"),
@@ -280,6 +282,11 @@ CASES = [
     (f"{CONVERT} --nbits 8", "nbits belongs to a memory budget"),
     (f"{PLAN} --memory 6KiB --device meta", "device 'meta' is not available"),
     (f"{PLAN}", "Missing option '--memory'"),
+    *(
+        (f"{PLAN} --memory 6KiB {option}", "are for parallel text: give --src and --tgt, or leave them out")
+        for option in ("--recurrent both", "--join 3", "--source-language zh", "--target-language en")
+    ),
+    (f"{PLAN} --memory 6KiB --recurrent nonsense", "recurrent must be one of"),
     ("plan {m}/llama --memory 6KiB", "memory is planned on a text: give one"),
     ("plan {m}/llama --memory 6KiB --train {m}/nowhere", "there is no file"),
     ("plan {m}/llama --memory 6KiB --train=", "a text has no name"),
@@ -317,6 +324,11 @@ CASES = [
     ("report {m}/pipe", "is not a file"),
     ("report {m}/text.txt", "cannot be read as JSON"),
     ("report {m}/rnn --prompt the", "contains neither results.json"),
+    # Serving.
+    ("serve {m}/rnn --port 0 --states {m}/text.txt", "states cannot be kept in"),
+    ("serve {m}/rnn --port 0 --states {m}/text.txt/inside", "states cannot be kept in"),
+    ("serve {m}/rnn --port 0 --states=", "the folder of states has no name"),
+    ("serve {m}/rnn --port 0 --teacher=", "there is no folder ''"),
     # Paths.
     ("swap {m}/gpt2 {m}/pipe", "is a device, a pipe or a socket"),
     ("swap {m}/gpt2 {m}/socket", "is a device, a pipe or a socket"),
@@ -355,6 +367,30 @@ def test_a_mistake_is_one_line(run, made, tmp_path, command, says):
     assert stdout == ""
     assert os.listdir(tmp_path) == []
     assert sorted(os.listdir(made)) == before
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"WORLD_SIZE": "many"}, "the environment has WORLD_SIZE=many, which is not a number of processes"),
+        ({"WORLD_SIZE": "0"}, "the environment has WORLD_SIZE=0, which is not"),
+        ({"WORLD_SIZE": ""}, "the environment has WORLD_SIZE=, which is not"),
+        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2 and no RANK: start several processes with torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost"}, "the environment has WORLD_SIZE=2 and RANK=2"),
+        ({"WORLD_SIZE": "2", "RANK": "-1", "MASTER_ADDR": "localhost"}, "the environment has RANK=-1, which is not"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "the environment has WORLD_SIZE=2 and no MASTER_ADDR"),
+    ],
+)
+def test_processes_that_nobody_started(run, made, tmp_path, monkeypatch, environment, says):
+    """One line, where torch would wait for the other processes."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for command in (CONVERT, "teach {m}/gpt2 {o} --train {m}/text.txt"):
+        code, stdout, stderr = run(*(word.format(m=made, o=tmp_path / "out") for word in command.split()))
+        assert (code, stdout) == (2, "")
+        assert says in stderr
+        assert is_one_line(stderr), stderr
+    assert os.listdir(tmp_path) == []
 
 
 def test_devices_are_left_alone(made):

@@ -10,12 +10,13 @@ import time
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers.trainer_callback import DefaultFlowCallback
 
 from commands import is_one_line, runner
 from converting import BLOCK, SHORT, assert_same, make_world, run, weights, words
 from processes import same_threads
-from t2r.data.teacher_logits import shard_path
+from t2r.data.teacher_logits import TeacherLogits, shard_path
 from t2r.errors import T2RError
 from t2r.pipelines import teach as module
 from t2r.pipelines.teach import summary, teach
@@ -273,8 +274,33 @@ def test_logits_that_do_not_fit_are_one_line(world, tmp_path, how, message):
     assert not [path for path in tmp_path.iterdir() if path.name != "out.run"]
 
 
+def test_a_text_that_one_of_two_processes_cannot_read_is_one_line(world, tmp_path):
+    """The main process reads it, while the other one waits."""
+    (tmp_path / "text.txt").write_bytes(b"caf\xe9 " * 100)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "t2r"]
+    command += ["teach", str(world / "llama"), str(tmp_path / "out"), "--train", str(tmp_path / "text.txt")]
+    done = subprocess.run(
+        [*command, "--device", "cpu"], env=same_threads(), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode != 0
+    assert "[rank" not in done.stderr  # how torch marks the traceback of a process; torchrun always has its own
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("t2r: ")]
+    assert "is not UTF-8" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_has_a_name(world):
+    with pytest.raises(T2RError, match="the output folder has no name: give its path"):
+        teach(str(world / "llama"), " ", train=str(world / "train.txt"))
+
+
 def damage(path):
     path.write_bytes(path.read_bytes()[:-1])
+
+
+def more_blocks(path):
+    """A header with so many blocks that to look for the files of all of them would take hours."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"blocks": 10**12}))
 
 
 @pytest.mark.parametrize(
@@ -286,6 +312,7 @@ def damage(path):
         ("header.json", lambda path: path.write_text("{}"), "header.json is not that of a folder of t2r teach"),
         ("header.json", lambda path: path.write_text('{"format": 2}'), "has format 2; this version of t2r supports"),
         ("header.json", lambda path: path.write_text('{"format": 1, "top_k": 3}'), "header.json is damaged"),
+        ("header.json", more_blocks, "blocks.safetensors does not belong to header.json"),
     ],
 )
 def test_a_damaged_folder_is_one_line(world, tmp_path, name, change, message):
@@ -294,3 +321,26 @@ def test_a_damaged_folder_is_one_line(world, tmp_path, name, change, message):
     change(folder / name)
     with pytest.raises(T2RError, match=message):
         run(world, tmp_path / "out", "llama", teacher_logits=str(folder))
+
+
+DAMAGED = {
+    "log_p that is not a number": lambda x: x | {"log_p": torch.full_like(x["log_p"], torch.nan)},
+    "rest that is not a number": lambda x: x | {"rest": torch.full_like(x["rest"], torch.nan)},
+    "ids beyond the vocabulary": lambda x: x | {"ids": x["ids"].int().add(60_000).to(x["ids"].dtype)},
+    "no log_p": lambda x: {name: part for name, part in x.items() if name != "log_p"},
+    "too few log_p": lambda x: x | {"log_p": x["log_p"][..., :2].contiguous()},
+    "rest of one block": lambda x: x | {"rest": x["rest"][:1].contiguous()},
+    "rest of another shape": lambda x: x | {"rest": x["rest"][:, None].contiguous()},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_numbers_of_a_damaged_shard_do_not_train(world, tmp_path, name):
+    shutil.copytree(world / "few", tmp_path / "few")
+    path = shard_path(tmp_path / "few", 0)
+    with safe_open(path, "pt") as file:
+        tensors, about = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(DAMAGED[name](tensors), path, metadata=about)
+    logits = TeacherLogits(tmp_path / "few")
+    with pytest.raises(T2RError, match=r"00000\.safetensors"):
+        logits.block(1)

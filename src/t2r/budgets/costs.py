@@ -16,6 +16,8 @@ from t2r.plans import MemoryPlan
 from t2r.surgery.adapters import family_of
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+LARGEST = 2**100
+"""The limit of a number in a budget, far beyond any memory."""
 KEY_BYTES = 2
 """Keys and values are counted in bfloat16, whatever the dtype of the model on this machine, or in 8 bits."""
 STATE_BYTES = 4
@@ -33,7 +35,7 @@ SHARE = 5
 def parse_memory(given: str | int | float) -> int:
     """Return the number of bytes that is meant by a number, or by text such as `8MiB`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
-    if isinstance(given, bool) or found is None or found[2] not in UNITS or not float(found[1]):
+    if isinstance(given, bool) or found is None or found[2] not in UNITS or not 0 < float(found[1]) < LARGEST:
         raise T2RError(f"memory must be a number of bytes above 0, for example 8MiB; got {given!r}")
     return int(float(found[1]) * UNITS[found[2]])
 

@@ -30,8 +30,9 @@ from t2r.budgets.limited import Limited
 from t2r.budgets.text import Batch, Text
 from t2r.data.fingerprint import cache_folder, digest
 from t2r.data.progress import progress_bar
+from t2r.errors import T2RError
 from t2r.ops.soft_windows import REACH
-from t2r.storage import take_lock, write_text
+from t2r.storage import take_lock, write_text, writing
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Descent:
         """Logarithms of the sizes, to base 2."""
         self.value = [torch.zeros_like(row) for row in self.longest]
         """What one more token is worth to each head, a running mean."""
+        self.warned = False
         self.load()
 
     def constants(self) -> list[Any]:
@@ -115,11 +117,13 @@ class Descent:
         lock, changed, length = None, time.monotonic(), len(self.path)
         try:
             while not (self.path and (enough(self.path[-1]) or len(self.path) == self.steps)):
-                self.file.parent.mkdir(parents=True, exist_ok=True)
                 if lock is not None or time.monotonic() - changed > PATIENCE:
                     yield True
                     return
-                if (lock := take_lock(self.file.with_suffix(".lock"))) is None:
+                with writing(self.file.parent, then="repeat the command"):  # before the work, which would be lost
+                    self.file.parent.mkdir(parents=True, exist_ok=True)
+                    lock = take_lock(self.file.with_suffix(".lock"))
+                if lock is None:
                     if time.monotonic() - changed < POLL:
                         logger.info("windows: another process makes the same plan: waiting for it")
                     time.sleep(POLL)
@@ -146,18 +150,40 @@ class Descent:
                     return
 
     def load(self) -> None:
-        """Take the path as far as it was saved."""
+        """Take the path as far as it was saved. One that is damaged is made again."""
         if not self.file.exists():
             return
+        try:
+            path, logs, value = self.read()
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            if not self.warned:
+                logger.warning("%s is damaged (%s): the plan is made again", self.file, error)
+            self.warned = True
+            return
+        if len(path) > len(self.path):
+            self.path, self.logs, self.value = path, logs, value
+
+    def read(self) -> tuple[list[list[list[float]]], list[Tensor], list[Tensor]]:
+        """Return what was saved. Raises an error of Python if it is not what `save` writes."""
         saved = json.loads(self.file.read_text(encoding="utf-8"))
-        if len(saved["path"]) > len(self.path):
-            self.path = saved["path"]
-            self.logs, self.value = ([torch.tensor(row) for row in saved[name]] for name in ("logs", "value"))
+        path, largest = saved["path"], 1 + max(2 ** float(row[0]) for row in self.longest)
+        if not isinstance(path, list) or len(path) > self.steps:
+            raise ValueError(f"it has no path of at most {self.steps} steps")
+        heads = [len(row) for row in self.longest]
+        for sizes in (*path, saved["logs"], saved["value"]):
+            numbers = [x for row in sizes for x in row]
+            if [len(row) for row in sizes] != heads or not all(type(x) is float and math.isfinite(x) for x in numbers):
+                raise ValueError("it does not have a number for each head")
+        if not all(0 < x <= largest for sizes in path for row in sizes for x in row):
+            raise ValueError("it has a window that is not possible")
+        logs, value = ([torch.tensor(row) for row in saved[name]] for name in ("logs", "value"))
+        return path, logs, value
 
     def save(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         state = {"logs": [x.tolist() for x in self.logs], "value": [x.tolist() for x in self.value]}
-        write_text(self.file, json.dumps({"path": self.path, **state}))
+        with writing(self.file, then="repeat the command"):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.file, json.dumps({"path": self.path, **state}))
 
     def step(self, number: int) -> float:
         """Make one step. Returns the divergence before it."""
@@ -168,6 +194,8 @@ class Descent:
             ids, where = questions
             _, more = self.limited.worth(ids, windows, where)
             worth = [own + ANSWERS * x for own, x in zip(worth, more, strict=True)]
+        if not all(bool(x.isfinite().all()) for x in worth):
+            raise T2RError("the logits of the model are not finite on this text: its heads cannot be measured")
         self.value = [MEMORY * old + (1 - MEMORY) * x.cpu() for old, x in zip(self.value, worth, strict=True)]
         unbiased = 1 - MEMORY ** (number + 1)
         ratios = [

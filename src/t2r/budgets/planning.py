@@ -15,7 +15,7 @@ from t2r.budgets.costs import Costs, Source, features_for, in_mib
 from t2r.budgets.descent import Descent
 from t2r.budgets.limited import Limited
 from t2r.budgets.text import Text, evenly
-from t2r.data.fingerprint import digest, of_weights
+from t2r.data.fingerprint import digest, of_config, of_weights
 from t2r.errors import T2RError
 from t2r.evaluation.generation import recall_questions, repeated_sentences
 from t2r.ops.stored import AS_THEY_ARE
@@ -115,7 +115,7 @@ class Planner:
         if text is None:
             assert isinstance(blocks, Tensor), "pairs require a name"
             text = digest(blocks.tolist())
-        name = digest([of_weights(model), kind, text])
+        name = digest([of_weights(model), of_config(model), kind, text])
         self.descent = Descent(self.limited, given, self.ask_for, name, progress=progress)
 
     def ask(self, count: int, length: int, seed: int) -> tuple[Tensor, Tensor] | None:

@@ -94,7 +94,10 @@ def is_first_to_tell() -> bool:
         return True
     from t2r.training.loop.processes import first_to_tell
 
-    return first_to_tell()
+    try:
+        return first_to_tell()
+    except T2RError:  # the variables of the launcher are wrong, which is what is told
+        return True
 
 
 def check_arguments(arguments: list[str]) -> None:
@@ -107,7 +110,7 @@ def check_arguments(arguments: list[str]) -> None:
 
 
 def _mistake(error: Exception) -> str | None:
-    """Return the message of a user error or of a lack of memory, or None for any other error."""
+    """Return the message of a user error, of a lack of memory or of other processes, or None for any other error."""
     if isinstance(error, T2RError | OutputError):
         return " ".join(str(error).split())
     if (message := shortage(error)) is not None:
@@ -118,6 +121,11 @@ def _mistake(error: Exception) -> str | None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "t2r"
         return f"{error.format_message().rstrip('.')} (see '{command} --help')"
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from t2r.training.loop.processes import lost_another
+
+        if lost_another(error):  # outside of a training run, which says how it is resumed
+            return "another process of this command has ended, so this one does too: start all of them again"
     return None
 
 

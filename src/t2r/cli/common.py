@@ -223,7 +223,7 @@ def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str,
 
 def is_first_process() -> bool:
     """Return whether this is the only process, or the first of those started by a launcher."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

@@ -174,7 +174,8 @@ def _on_server(
             raise T2RError(f"{flag_} is not possible with the address of a server: omit it, or give a model")
     remote = Remote(url)
     if given is None:
-        (name, *_) = [each["id"] for each in remote.json("/v1/models")["data"]]
+        with remote.understood():
+            (name, *_) = [each["id"] for each in remote.json("/v1/models")["data"]]
         conversation = RemoteConversation(remote, fields, load_state)
         if not quiet:
             tell(f"{name} at {remote.url}.\n{ENDS}, /help lists commands.")

@@ -5,6 +5,8 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ FIELDS = {
 }
 """Options of `generate` and the fields of the API."""
 SCHEMES = ("http://", "https://")
+DONE = b"[DONE]"
+"""The last event of completions. Responses end with an event of these types."""
+ENDS = ("response.completed", "response.incomplete")
 
 
 def is_remote(model: str) -> bool:
@@ -47,30 +52,53 @@ class Remote:
             return urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers))
         except urllib.error.HTTPError as error:
             raise T2RError(f"{self.url} refuses: {refusal(error)}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             raise T2RError(f"there is no server at {self.url}: {getattr(error, 'reason', error)}") from error
 
     def json(self, path: str, body: dict[str, Any] | bytes | None = None) -> dict[str, Any]:
         with self.send(path, body) as answer:
             try:
                 found: dict[str, Any] = json.loads(answer.read())
-            except ValueError as error:
+            except (OSError, HTTPException, ValueError) as error:
                 raise T2RError(f"{self.url} is no server of t2r: its answer is not JSON") from error
         return found
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream. Raises T2RError if one is an error."""
+        """Yield the events of a stream. Raises T2RError if one is an error, or if the last one is missing."""
+        count, ended = 0, False
         with self.send(path, {**body, "stream": True}) as answer:
             try:
                 for line in answer:
-                    if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                    if not line.startswith(b"data: "):
+                        continue
+                    count += 1
+                    if line[6:].strip() == DONE:
+                        ended = True
                         continue
                     event = json.loads(line[6:])
-                    if event.get("type") == "error" or ("error" in event and "id" not in event):
-                        raise T2RError(f"{self.url}: {event.get('message') or event['error']['message']}")
+                    with self.understood():
+                        if event.get("type") == "error" or ("error" in event and "id" not in event):
+                            raise T2RError(f"{self.url}: {event.get('message') or event['error']['message']}")
+                        ended = ended or event.get("type") in ENDS
                     yield event
-            except (OSError, ValueError) as error:
+            except T2RError:
+                raise
+            except (OSError, HTTPException, ValueError) as error:
                 raise T2RError(f"{self.url} has ended the answer: {error}") from error
+        if not count:
+            raise T2RError(f"{self.url} is no server of t2r: its answer is not a stream of events")
+        if not ended:
+            raise T2RError(f"{self.url} has ended the answer before it was complete")
+
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """Convert the errors of code that reads an answer of another form to T2RError."""
+        try:
+            yield
+        except T2RError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise T2RError(f"{self.url} is no server of t2r: its answers have another form") from error
 
 
 def refusal(error: urllib.error.HTTPError) -> str:
@@ -105,7 +133,8 @@ class RemoteConversation:
                 content = load_state.read_bytes()
             except OSError as error:
                 raise T2RError(f"{load_state} cannot be read: {error.strerror or error}") from error
-            self.first = self.remote.json("/v1/states/content", content)["id"]
+            with self.remote.understood():
+                self.first = self.remote.json("/v1/states/content", content)["id"]
         self.id = self.first
         """The id of the last answer."""
 
@@ -117,12 +146,15 @@ class RemoteConversation:
         body |= {} if self.id is None else {"previous_response_id": self.id}
         answer = ""
         for event in self.remote.events("/v1/responses", body):
-            if event["type"] == "response.output_text.delta":
-                answer += event["delta"]
-                if on_text is not None:
-                    on_text(event["delta"])
-            elif event["type"] in ("response.completed", "response.incomplete"):
-                self.id = event["response"]["id"]
+            piece = ""
+            with self.remote.understood():
+                if event["type"] == "response.output_text.delta":
+                    piece = str(event["delta"])
+                elif event["type"] in ENDS:
+                    self.id = event["response"]["id"]
+            answer += piece
+            if piece and on_text is not None:
+                on_text(piece)
             if stop is not None and stop():
                 break
         return answer
@@ -138,17 +170,17 @@ class RemoteConversation:
             try:
                 with whole_file(path) as temporary:
                     temporary.write_bytes(answer.read())
+            except HTTPException as error:
+                raise T2RError(f"{self.remote.url} has ended the answer before it was complete") from error
             except OSError as error:
                 raise T2RError(f"{path} cannot be written: {error}") from error
 
 
 def complete(remote: Remote, prompt: str, chat: bool, fields: dict[str, Any]) -> Iterator[str]:
     """Yield the pieces of the completion of a prompt, or with `chat` of the answer to a message."""
-    fields = {"max_tokens": 128} | fields
-    if chat:
-        body = {"messages": [{"role": "user", "content": prompt}], **fields}
-        for event in remote.events("/v1/chat/completions", body):
-            yield from (choice["delta"].get("content") or "" for choice in event["choices"])
-    else:
-        for event in remote.events("/v1/completions", {"prompt": prompt, **fields}):
-            yield from (choice["text"] for choice in event["choices"])
+    body: dict[str, Any] = {"max_tokens": 128} | fields
+    body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    for event in remote.events("/v1/chat/completions" if chat else "/v1/completions", body):
+        with remote.understood():
+            pieces = [(each["delta"].get("content") or "") if chat else each["text"] for each in event["choices"]]
+        yield from map(str, pieces)

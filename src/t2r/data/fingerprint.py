@@ -11,15 +11,26 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from t2r.errors import T2RError
+
 SMALL = 1 << 20
 """Files up to this many bytes are identified by their content, larger ones by size and modification time."""
 
 
+LABELS = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Fields of a configuration that do not say what a model computes."""
+
+
 def cache_folder(kind: str) -> Path:
-    """Return the default cache folder, in `T2R_CACHE` or in `t2r` in the user's cache folder."""
-    if root := os.environ.get("T2R_CACHE"):
-        return Path(root).expanduser() / kind
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "t2r" / kind
+    """Return the default cache folder, in `T2R_CACHE` or in `t2r` in the user's cache folder.
+
+    Raises T2RError if the user has no home folder, and neither is set."""
+    own = os.environ.get("T2R_CACHE")
+    try:
+        root = Path(own or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise T2RError(f"there is no folder for caches: {error} Give one by T2R_CACHE") from error
+    return root / kind if own else root / "t2r" / kind
 
 
 def digest(value: Any) -> str:
@@ -69,6 +80,18 @@ def of_model(model: PreTrainedModel) -> str:
 def of_weights(model: PreTrainedModel) -> str:
     """Return the fingerprint of the weights alone: the same for a copy of the model elsewhere, and in a wider dtype."""
     return digest(some_weights(model))
+
+
+def of_config(model: PreTrainedModel) -> str:
+    """Return the fingerprint of a configuration without names and versions: models with the same weights may differ in
+    their positions, or in an activation."""
+
+    def told(fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {str(name): told(value) for name, value in fields.items() if name not in LABELS}
+
+    return digest(told(model.config.to_dict()))
 
 
 def some_weights(model: PreTrainedModel) -> dict[str, list[float]]:

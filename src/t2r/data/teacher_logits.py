@@ -148,13 +148,13 @@ class TeacherLogits:
         if kind_of(self.folder / HEADER) != "file":
             raise T2RError(f"{folder} has no logits of a teacher: make them by t2r teach MODEL {folder} --train …")
         self.header = Header.load(self.folder)
+        self.keys = self.read_keys()  # first: a damaged header may have any number of blocks
         missing = [n for n in range(self.header.shards) if not shard_path(self.folder, n).exists()]
         if missing:
             raise T2RError(
                 f"{folder} has {self.header.shards - len(missing):,} of {self.header.shards:,} shards: finish it by "
                 "the same t2r teach command"
             )
-        self.keys = self.read_keys()
         self._open: OrderedDict[int, Any] = OrderedDict()
         parts = [self.check_shard(number) for number in range(self.header.shards)]
         self.rest = sum(part.rest for part in parts) / max(1, sum(part.scored for part in parts))
@@ -209,10 +209,14 @@ class TeacherLogits:
         try:
             file = self.opened(number)
             ids, log_p, rest = (file.get_slice(name)[row] for name in TopK._fields)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, IndexError) as error:
             raise T2RError(f"{shard_path(self.folder, number)} cannot be read: {error}") from error
-        ids = ids.to(torch.int32)
-        if not 0 <= int(ids.min()) <= int(ids.max()) < self.header.vocabulary:
+        ids, size = ids.to(torch.int32), (self.header.block_size, self.header.top_k)
+        if (
+            (ids.shape, log_p.shape, rest.shape) != (size, size, size[:1])
+            or not 0 <= int(ids.min()) <= int(ids.max()) < self.header.vocabulary
+            or bool(log_p.isnan().any() or rest.isnan().any())
+        ):
             raise T2RError(f"{shard_path(self.folder, number)} is damaged: delete it, and repeat t2r teach")
         return {TAUGHT + name: x for name, x in TopK(ids, log_p, rest)._asdict().items()}
 

@@ -71,6 +71,7 @@ def entrance(*groups: type, unchecked: Collection[str] = ()) -> Callable[[Callab
 def check_type(name: str, value: Any, hint: Any, option: Option | None = None) -> None:
     """Raise T2RError unless a value has the type of an annotation. An `option` may have a hint for the user."""
     if is_device(name, value) or matches(value, hint):
+        check_unicode(name, value)
         return
     shown = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
     shown = shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}..."
@@ -78,6 +79,16 @@ def check_type(name: str, value: Any, hint: Any, option: Option | None = None) -
         shown += ", a dataset in memory: give a name, datasets:NAME, or write it to a file (to_json) and give the file"
     told = f"; {option.hint}" if option is not None and option.hint else ""
     raise T2RError(f"{name} must be {described(hint)}; got {shown}{told}")
+
+
+def check_unicode(name: str, value: Any) -> None:
+    """Raise T2RError for text, also in a list, that has no UTF-8: tokenizers and files refuse it later."""
+    for text in value if isinstance(value, list | tuple) else [value]:
+        try:
+            if isinstance(text, str):
+                text.encode()
+        except UnicodeEncodeError as error:
+            raise T2RError(f"{name} is not valid Unicode (U+{ord(text[error.start]):X} at {error.start})") from error
 
 
 def is_device(name: str, value: Any) -> bool:

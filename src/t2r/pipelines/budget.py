@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.ops.stored import AS_THEY_ARE
-from t2r.options import CAUSAL, CROSS, SwapOptions, options_of
+from t2r.options import CAUSAL, CROSS, RunOptions, SwapOptions
+from t2r.options.entrance import entrance
 from t2r.pipelines.common import Texts
 from t2r.plans import NBITS
 from t2r.tasks import LanguageModeling, Task, Translation
@@ -37,6 +39,7 @@ from t2r.tasks.base import max_positions
 from t2r.tasks.translation import TEACHER
 from t2r.training.planning.plan import over
 from t2r.training.recipes.recipe import default_recipe, load_recipe
+from t2r.training.sessions.session import caching
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +169,9 @@ def source_of(swap_options: dict[str, Any], tokens: int) -> Source:
     return Source(tokens, features)
 
 
+@entrance(RunOptions, SwapOptions)
 def plan_memory(
-    model: str | PreTrainedModel,
+    model: str | Path | PreTrainedModel,
     memory: Sequence[str | int],
     *,
     train: Sources | None = None,
@@ -201,29 +205,33 @@ def plan_memory(
         recurrent: `both` for states of the source too, instead of its keys and values.
         states: plan states too, which have to be trained. Otherwise: windows only.
     """
+    if not memory:
+        raise T2RError("memory has no budget: give at least one, for example 8MiB")
     budgets = [MemoryBudget(each, context, source_tokens, nbits) for each in memory]
     texts, place = Texts(train, source=source, target=target), choose_device(device)
-    if isinstance(model, str):
+    if isinstance(model, str | Path):
         hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        base = load_model(model, dtype="float32", device=str(place), **hub)
+        base = load_model(str(model), dtype="float32", device=str(place), **hub)
         tokenizer = tokenizer or load_tokenizer(model, **hub)
     else:
         base = model
     if tokenizer is None:
         raise T2RError("the model has no tokenizer: give one")
     check_kind(base, texts)
+    if not texts.translates and (join != 1 or source_language or target_language or recurrent != SwapOptions.recurrent):
+        raise T2RError("join, recurrent and languages are for parallel text: give --src and --tgt, or leave them out")
     swap_options: dict[str, Any] = {}
     task: Task
     if texts.translates:
-        options_of(SwapOptions)["recurrent"].check(recurrent)
         swap_options = over(load_recipe(default_recipe(True, memory=True)).swap, {"recurrent": recurrent})
         set_languages(base, tokenizer, source_language, target_language)
-        task = Translation(tokenizer, source, target, join=join, progress=progress)
+        task = Translation(tokenizer, source, target, join=join, progress=progress, caching=caching)
     elif train is None:
         raise T2RError("memory is planned on a text: give one (--train FILE)")
     else:
         longest = budgets[0].context_of(base)
-        task = LanguageModeling(tokenizer, train, hold_out=True, longest=longest, progress=progress)
+        how: dict[str, Any] = {"hold_out": True, "longest": longest, "progress": progress, "caching": caching}
+        task = LanguageModeling(tokenizer, train, **how)
     for budget in budgets:
         budget.check(base, texts, None, swap_options)
     task.check(base, [PAIRS if texts.translates else budgets[0].context_of(base)])

@@ -39,7 +39,7 @@ from t2r.model.modeling import T2RModel
 from t2r.model.top_k import TopK, top_k_of
 from t2r.options import RunOptions, Sources, TeachingOptions
 from t2r.options.entrance import entrance
-from t2r.storage import kind_of, take_lock, whole_file, writing
+from t2r.storage import check_named, kind_of, take_lock, whole_file, writing
 from t2r.tasks.base import max_positions
 from t2r.tasks.language_modeling import TEACHER, LanguageModeling
 from t2r.training.loop import processes
@@ -93,6 +93,7 @@ def teach(
 
     Returns what was written: the number of blocks, tokens and bytes, and the mean probability outside of the top k.
     """
+    check_named(out)
     folder = Path(out)
     check_folder(folder)
     place = processes.join(choose_device(device))
@@ -254,6 +255,8 @@ def check_same(folder: Path, known: Header, header: Header) -> None:
     if known.text != header.text:
         what = "text" if known.tokenizer == header.tokenizer else "text or another tokenizer"
         raise T2RError(f"{folder} was begun with another {what}: give another folder")
+    if (known.blocks, known.vocabulary) != (header.blocks, header.vocabulary):
+        raise T2RError(f"{folder / HEADER} is damaged: make the folder again by t2r teach")
 
 
 def there(folder: Path, header: Header) -> list[int]:

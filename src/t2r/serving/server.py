@@ -77,7 +77,7 @@ def load_models(
 ) -> list[ServedModel]:
     """Load a model, and its teacher beside it. Raises T2RError if one cannot be loaded or served."""
     served: list[ServedModel] = []
-    for source in filter(None, (model, teacher)):
+    for source in [model] if teacher is None else [model, teacher]:
         name = name_of(source)
         if any(name == other.name for other in served):
             name += "-teacher"
@@ -111,6 +111,7 @@ def serve(models: list[ServedModel], options: ServeOptions, ready: Callable[[str
     # uvicorn raises the signal again when everything has ended: that is then no error.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
+        service.find_states()  # uvicorn would log an error of the user with its traceback
         asyncio.run(server.serve([listening]))
     finally:
         signal.signal(signal.SIGTERM, before)

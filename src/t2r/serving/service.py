@@ -24,6 +24,7 @@ from t2r.serving.served import ServedModel
 from t2r.serving.states import States
 from t2r.serving.stored import Stored
 from t2r.serving.worker import Job, Piece, Worker, explained
+from t2r.storage import check_named
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +90,20 @@ class Service:
 
     # --- The server -----------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start the engine's thread, and find states. Raises T2RError if their folder cannot be used."""
-        options, models = self.options, list(self.models.values())
-        folder = None if options.states is None else Path(options.states)
+    def find_states(self) -> None:
+        """Find states that were kept. Raises T2RError if their folder cannot be used."""
+        options, folder = self.options, None
+        if options.states is not None:
+            check_named(options.states, "the folder of states")
+            folder = Path(options.states)
         budget = (options.state_memory * MIB, options.state_disk * MIB, options.state_hours * 3600)
-        self.states = States([model for model in models if not model.translates], folder, *budget)
-        self.worker = Worker(models, asyncio.get_running_loop())
+        self.states = States([model for model in self.models.values() if not model.translates], folder, *budget)
+
+    async def start(self) -> None:
+        """Start the engine's thread, and find states, if `find_states` has not."""
+        if not hasattr(self, "states"):
+            self.find_states()
+        self.worker = Worker(list(self.models.values()), asyncio.get_running_loop())
         self.worker.start()
         self.measure()
 

@@ -1,7 +1,7 @@
 """Files and folders: atomic writing, what may be replaced, and reading of files that strangers wrote."""
 
 from t2r.storage.files import Resumed, finite, json_text, resumable_file, whole_file, write_text, writing
-from t2r.storage.folders import check_destination, refuse_deleting, refuse_replacing, whole_folder
+from t2r.storage.folders import check_destination, check_named, refuse_deleting, refuse_replacing, whole_folder
 from t2r.storage.locks import take_lock
 from t2r.storage.outputs import Output, beginning, refuse_input
 from t2r.storage.paths import kind_of, shortened
@@ -23,6 +23,7 @@ __all__ = [
     "Resumed",
     "beginning",
     "check_destination",
+    "check_named",
     "finite",
     "json_text",
     "kind_of",

@@ -104,10 +104,15 @@ def is_model(folder: Path) -> bool:
     return isinstance(fields, dict) and ("model_type" in fields or "architectures" in fields)
 
 
+def check_named(out: str | Path, what: str = "the output folder") -> None:
+    """Raise T2RError if the path of a folder is blank, as an unset variable of a shell is."""
+    if not str(out).strip():
+        raise T2RError(f"{what} has no name: give its path")
+
+
 def check_destination(out: str | Path, overwrite: bool) -> None:
     """Raise T2RError unless the path is free, an empty folder, or a saved model that may be overwritten."""
-    if not str(out).strip():
-        raise T2RError("the output folder has no name: give its path")
+    check_named(out)
     final, kind = Path(out), kind_of(out)
     if kind == "file":
         raise T2RError(f"{final} is a file: give the path of a folder to create")

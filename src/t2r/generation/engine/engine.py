@@ -53,6 +53,7 @@ from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.model.modeling import T2RModel, option_value
 from t2r.ops.common import HALF
+from t2r.options.entrance import check_type
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,8 @@ class Engine:
         compiled: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        if state_dtype not in (None, torch.float32, *HALF):
+        check_type("compiled", compiled, bool)
+        if state_dtype is not None and not any(state_dtype is known for known in (torch.float32, *HALF)):
             raise T2RError(f"state_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {state_dtype}")
         check_sizes(rows=rows, max_length=max_length, source_length=source_length, step_tokens=step_tokens)
         self.original: Any = model

@@ -16,18 +16,44 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
+from t2r.errors import T2RError
+
 PATIENCE = timedelta(days=1)
 """How long other processes wait for the main one, which may tokenize a large corpus."""
 
 
 def count() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of processes. Raises T2RError if the variables of a launcher are wrong."""
+    return of_launcher("WORLD_SIZE", 1, 1)
+
+
+def rank() -> int:
+    """Return the number of this process, as the launcher says. Raises T2RError if it does not say that."""
+    return of_launcher("RANK", 0, 0)
+
+
+def of_launcher(name: str, default: int, least: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise T2RError(
+            f"the environment has {name}={text}, which is not a number of processes: unset it, or use torchrun"
+        )
+    return int(text)
 
 
 def join(place: torch.device) -> torch.device:
-    """Initialize distributed training, before anything else. Returns the device of this process."""
+    """Initialize distributed training, before anything else. Returns the device of this process.
+
+    Raises T2RError if there are no other processes to wait for."""
     if count() == 1:
         return place
+    missing = [name for name in ("RANK", "MASTER_ADDR") if name not in os.environ]
+    if missing or rank() >= count():
+        told = f"no {missing[0]}" if missing else f"RANK={rank()}"
+        raise T2RError(
+            f"the environment has WORLD_SIZE={count()} and {told}: start several processes with torchrun, or unset "
+            "WORLD_SIZE for one"
+        )
     if place.type == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)
@@ -96,7 +122,7 @@ def first_to_tell() -> bool:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not dist.is_initialized():  # wrong options, which all processes have
-        return os.environ.get("RANK", "0") == "0"
+        return rank() == 0 or rank() >= count()
     try:
         # torchrun keeps the store of the processes, so it is there as long as one of them is.
         return bool(dist.distributed_c10d._get_default_store().add(TOLD, 1) == 1)
