@@ -452,6 +452,17 @@ def test_wrong_arguments_of_a_plan(world, wrong, words):
         plan_memory(**given | wrong)
 
 
+def test_what_a_plan_needs_is_said_before_anything_is_measured(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(Planner, "__init__", lambda *given, **how: pytest.fail("it is measured"))
+    model, text, short = str(world / "llama"), str(world / "train.txt"), tmp_path / "short.txt"
+    short.write_text("Too few words.")
+    windows_only = budget_of(0.01)
+    with pytest.raises(T2RError, match=r"not enough for states of 4 features: .* need [\d.]+ KiB. Plan windows only"):
+        plan_memory(model, [budget_of(0.9), windows_only], train=text, progress=False)
+    with pytest.raises(T2RError, match="less than the 64 that are planned for: give more text or a smaller context"):
+        plan_memory(model, [windows_only], train=str(short), progress=False, states=False)
+
+
 def test_plans_of_several_budgets(world):
     found = plan_memory(
         str(world / "llama"), [budget_of(0.2), budget_of(0.8)], train=str(world / "train.txt"), progress=False,

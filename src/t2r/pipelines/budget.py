@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from t2r.budgets.costs import Costs, Source, in_mib, parse_memory
+from t2r.budgets.costs import FEATURES, Costs, Source, features_for, in_mib, parse_memory
 from t2r.budgets.planning import (
     HEADER,
     Planned,
@@ -23,6 +23,7 @@ from t2r.budgets.planning import (
     told,
 )
 from t2r.budgets.text import Text
+from t2r.capacity import human
 from t2r.data.languages import set_languages
 from t2r.data.mixture import Sources
 from t2r.data.parallel.lines import parse_pairs
@@ -97,6 +98,7 @@ class MemoryBudget:
             if self.source_tokens is not None:
                 raise T2RError("source_tokens are of an encoder-decoder: a language model has a context only")
             Costs.of(model, context, nbits=self.nbits).check(self.memory)
+            self.check_states(model, context, swap_options.get("feature_size") if trains else 0)
             return
         if swap_options.get("recurrent") == CROSS:
             raise T2RError("memory is of causal attention: give recurrent=causal or both, not cross")
@@ -112,6 +114,17 @@ class MemoryBudget:
         costs = Costs.of(model, context, source=source, nbits=self.nbits)
         if self.memory < costs.least or (self.context and self.source_tokens):
             costs.check(self.memory)
+
+    def check_states(self, model: PreTrainedModel, context: int, features: int | None) -> None:
+        """Raise T2RError for a budget that is enough for windows, but not for states too."""
+        features = features_for(model, context, self.memory) if features is None else features
+        costs = Costs.of(model, context, features, nbits=self.nbits)
+        if self.memory < costs.least:
+            raise T2RError(
+                f"a memory of {human(self.memory)} is not enough for states of {features} features: with the smallest "
+                f"windows they need {human(costs.least)}. Plan windows only (--recipe none, or --no-states of t2r plan)"
+                f"{'' if features == min(FEATURES) else ', or give a smaller --feature-size'}"
+            )
 
     def settle(self, model: PreTrainedModel, task: Task, swap_options: dict[str, Any]) -> tuple[int, Source | None]:
         """Return the context, and what cross attention keeps of a source, once the text is read."""
@@ -142,6 +155,11 @@ class MemoryBudget:
         if not task.tokens:
             raise T2RError("memory is planned on a text: give one (--train FILE), also if the teacher writes more")
         context, source = self.settle(model, task, swap_options)
+        if source is None and task.tokens < context:
+            raise T2RError(
+                f"the text has {task.tokens:,} tokens, less than the {context:,} that are planned for: give more text "
+                "or a smaller context"
+            )
         count = blocks_to_read(model.device)
         blocks = text_blocks(task.dataset(context), count) if source is None else Text.of_task(task, PAIRS, count)
         planner = Planner(
@@ -233,7 +251,7 @@ def plan_memory(
         how: dict[str, Any] = {"hold_out": True, "longest": longest, "progress": progress, "caching": caching}
         task = LanguageModeling(tokenizer, train, **how)
     for budget in budgets:
-        budget.check(base, texts, None, swap_options)
+        budget.check(base, texts, None, swap_options, trains=states or texts.translates)
     task.check(base, [PAIRS if texts.translates else budgets[0].context_of(base)])
     return [budget.plan(base, tokenizer, task, swap_options, trains=states, progress=progress) for budget in budgets]
 
