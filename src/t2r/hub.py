@@ -39,7 +39,7 @@ from t2r.model.sharded import sharded_class
 from t2r.model.swapped import SwappedModel
 from t2r.options import RunOptions, options_of
 from t2r.options.entrance import entrance
-from t2r.sharding import allow_inside, own
+from t2r.sharding import allow_inside, own, tensors_of
 from t2r.storage import kind_of, shortened
 from t2r.storage.saved_sizes import check_sizes
 from t2r.surgery.adapters import FAMILIES
@@ -239,10 +239,13 @@ def check_index(source: str) -> None:
 def refuse_not_finite(source: str, model: PreTrainedModel) -> None:
     """Raise T2RError if a weight is NaN or infinite."""
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and own(weight).numel() and not weight.is_meta:
-            low, high = own(weight.detach()).aminmax()
-            if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise T2RError(f"{source} has NaN or infinite weights in {name}: the model was saved in a broken state")
+        for x in tensors_of(own(weight.detach())):
+            if x.is_floating_point() and x.numel() and not x.is_meta:
+                low, high = x.aminmax()
+                if not (torch.isfinite(low) and torch.isfinite(high)):
+                    raise T2RError(
+                        f"{source} has NaN or infinite weights in {name}: the model was saved in a broken state"
+                    )
 
 
 def check_source(source: str) -> None:

@@ -34,6 +34,13 @@ def own(x: Tensor) -> Tensor:
     return tensor.to_local() if is_part(x) else x
 
 
+def tensors_of(x: Tensor) -> list[Tensor]:
+    """Return the tensors that a tensor consists of: the integers and scales of a quantized one, or itself."""
+    tensor: Any = x
+    names = tensor.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else None
+    return [x] if names is None else [getattr(x, name) for name in names]
+
+
 def whole(x: Tensor) -> Tensor:
     """Return the values of all processes. Collective."""
     tensor: Any = x

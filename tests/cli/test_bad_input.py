@@ -278,7 +278,7 @@ CASES = [
     (f"{PLAN} --memory 6KiB --context 31", "context must be a whole number of tokens, at least 32; got 31"),
     (f"{PLAN} --memory 6KiB --context {10**30}", "is longer than the model's 64 positions"),
     (f"{PLAN} --memory 6KiB --nbits 12", "nbits must be 8 or 16; got 12"),
-    (f"{PLAN} --memory 6KiB --nbits 7", "--nbits"),
+    (f"{PLAN} --memory 6KiB --nbits 7", "nbits must be a whole number, at least 8"),
     (f"{CONVERT} --nbits 8", "nbits belongs to a memory budget"),
     (f"{PLAN} --memory 6KiB --device meta", "device 'meta' is not available"),
     (f"{PLAN}", "Missing option '--memory'"),

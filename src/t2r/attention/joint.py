@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers.pytorch_utils import Conv1D
 
+from t2r.errors import T2RError
+
 LARGEST, LARGEST_ON_A_CPU = 2**24, 2**22
 """The size in bytes of the largest joint weight. It is a copy, and the time of a larger product is not that of its
 launch or, on a CPU, of starting threads."""
@@ -74,6 +76,15 @@ def affine(layer: Any) -> tuple[Tensor, Tensor | None]:
 def is_ordinary(*tensors: Tensor | None) -> bool:
     """Return whether weights are numbers in memory, and not quantized or distributed."""
     return all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
+
+
+def refuse_packed(model: nn.Module, what: str) -> None:
+    """Raise T2RError if a layer has weights that are not tensors, as after torch's `quantize_dynamic`."""
+    for name, module in model.named_modules():
+        if callable(getattr(module, "weight", None)):
+            raise T2RError(
+                f"the weights of {name} are quantized in a form of torch: {what} the model without quantization"
+            )
 
 
 def can_be_bypassed(module: nn.Module) -> bool:

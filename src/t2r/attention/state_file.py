@@ -11,7 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from t2r.attention.joint import refuse_packed
 from t2r.errors import T2RError
+from t2r.sharding import tensors_of
 from t2r.storage import Output
 
 FORMAT = 2
@@ -74,6 +76,7 @@ def check_chat(chat: Any) -> None:
 @torch.no_grad()
 def fingerprint(model: nn.Module, format: int = FORMAT) -> str:
     """Return a hash that identifies a model, from the names, shapes and a few values of all tensors."""
+    refuse_packed(model, "save and load states with")
     digest = hashlib.sha256()
     config: Any = getattr(model, "t2r_config", None)
     if config is not None:  # options that do not affect the names and shapes of tensors
@@ -87,7 +90,8 @@ def fingerprint(model: nn.Module, format: int = FORMAT) -> str:
     samples = []
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        flat = tensor.flatten()
-        samples.append(flat[:: max(1, flat.numel() // 16)][:16].to(torch.float32))
+        for part in tensors_of(tensor):
+            flat = part.flatten()
+            samples.append(flat[:: max(1, flat.numel() // 16)][:16].to(torch.float32))
     digest.update(torch.cat(samples).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -23,6 +23,15 @@ from t2r.training.recipes.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 
+def refuse_quantized(model: PreTrainedModel) -> None:
+    """Raise T2RError if the weights of a model were quantized when it was loaded, as its folder says."""
+    if getattr(model, "is_quantized", False):
+        raise T2RError(
+            f"{name_of(model)} has quantized weights, which can be neither swapped nor trained: give the model without "
+            "quantization"
+        )
+
+
 def origin_of(base: PreTrainedModel) -> dict[str, str | None]:
     """Return what a converted model remembers of its base model: where it is, and the fingerprint of its weights."""
     name = base.config.name_or_path

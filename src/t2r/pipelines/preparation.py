@@ -26,7 +26,7 @@ from t2r.options import Conversion, SwapOptions, parse_auto
 from t2r.pipelines import sharded, taught
 from t2r.pipelines.budget import MemoryBudget, check_kind
 from t2r.pipelines.common import Texts, frozen_copy, load_whole
-from t2r.pipelines.continuation import check_continued, continued_plan, load_teacher, origin_of
+from t2r.pipelines.continuation import check_continued, continued_plan, load_teacher, origin_of, refuse_quantized
 from t2r.pipelines.sharded import by_main
 from t2r.reporting.inspection_tables import EXACT_CROSS
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
@@ -112,7 +112,9 @@ class Asked:
             else:
                 base = load_model(str(model), dtype="float32", device=str(self.place), **hub)
             tokenizer = tokenizer or load_tokenizer(str(model), **hub)
+            refuse_quantized(base)
         else:
+            refuse_quantized(model)
             base = model.float().to(self.place)
         if tokenizer is None:
             raise T2RError("the model has no tokenizer: give one")

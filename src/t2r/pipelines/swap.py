@@ -9,7 +9,7 @@ from t2r.errors import T2RError
 from t2r.hub import copy_processor, load_model, load_tokenizer
 from t2r.model.swap import swap
 from t2r.options import SwapOptions, check
-from t2r.pipelines.continuation import origin_of, remember_origin
+from t2r.pipelines.continuation import origin_of, refuse_quantized, remember_origin
 from t2r.reporting.inspection import Inspection, inspect_model
 from t2r.storage import refuse_deleting, refuse_replacing, whole_folder
 from t2r.training.planning.plan import over
@@ -45,6 +45,7 @@ def swap_folder(
             raise T2RError(f"{source} is already a t2r model: give the base model")
         tokenizer = load_tokenizer(source, **hub)
         base = load_model(source, dtype=dtype, **hub)
+        refuse_quantized(base)
         origin = origin_of(base)
         model = swap(base, **options)
         remember_origin(model.t2r_config, origin)
