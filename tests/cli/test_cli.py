@@ -113,11 +113,15 @@ def test_every_public_name_can_be_imported():
         t2r.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize(("rank", "told"), [(None, True), ("0", True), ("1", False)])
-def test_only_the_first_of_several_processes_prints(rank, told, monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
+@pytest.mark.parametrize(
+    ("rank", "count", "told"),
+    [(None, None, True), ("0", "2", True), ("1", "2", False), ("1", None, True)],  # the last: left over, no launcher
+)
+def test_only_the_first_of_several_processes_prints(rank, count, told, monkeypatch, capsys):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", count)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     with calm(quiet=False, info=True):
         logging.getLogger("t2r.training").warning("a batch is smaller")
         logging.getLogger("t2r.training").error("it went wrong")

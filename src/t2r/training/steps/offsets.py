@@ -6,18 +6,16 @@ longer than a block."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from t2r import compat
 from t2r.errors import T2RError
 from t2r.surgery.adapters import family_of
 from t2r.training.recipes.recipe import Stage
-
-BY_LENGTH = {"dynamic", "longrope"}
-"""Kinds of rotary positions whose angles depend on the largest position of a call."""
 
 
 class Room(NamedTuple):
@@ -47,16 +45,9 @@ def obstacle_of(model: PreTrainedModel) -> str | None:
         return f"the positions of {family.model_type} are {family.positions}, not rotary"
     if not family.tested:
         return f"{family.model_type} is not a tested model type"
-    if kinds := rope_types(model.config.get_text_config(decoder=True)) & BY_LENGTH:
-        return f"its rotary positions depend on the length of the text ({min(kinds)})"
+    if compat.constant_rotation(model) is not None:
+        return "its rotary positions depend on the length of the text"
     return None
-
-
-def rope_types(config: Any) -> set[str]:
-    """Return the kinds of rotary positions of a configuration, which may have some for each type of layer."""
-    given = getattr(config, "rope_parameters", None) or {}
-    parts = [given, *(part for part in given.values() if isinstance(part, dict))]
-    return {str(part["rope_type"]) for part in parts if "rope_type" in part}
 
 
 def moved(inputs: dict[str, Tensor], offset: Tensor) -> dict[str, Tensor]:
