@@ -42,9 +42,14 @@ def stage(objective="distill", **fields):
     return Stage("only", objective, **({"train": "maps"} if objective == "transfer" else {}), **(given | fields))
 
 
-def pair(model_type="llama", dtype=torch.float32, states=True):
+def pair(model_type="llama", dtype=torch.float32, states=True, **changes):
     """A model with windows, and states of what has left them, and its teacher."""
     base = tiny(model_type, dtype)
+    if changes:
+        config = copy.deepcopy(base.config)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        base = type(base)(config).to(dtype).eval()
     heads = [family_of(base).shape(site.module).num_key_value_heads for site in family_of(base).sites(base)]
     plan = MemoryPlan(tuple((4,) * n for n in heads), 2, None if states else tuple((False,) * n for n in heads))
     options = load_recipe("memory-lm").swap | {"feature_size": 4} if states else {}
@@ -85,14 +90,12 @@ def test_most_families_with_rotary_positions_are_moved():
     ("model_type", "change", "reason"),
     [
         ("gpt2", {}, "positions of gpt2 are learned, not rotary"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depend on the length"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depend on"),
         ("llama", {"max_position_embeddings": LENGTH}, "a block reaches 16"),
     ],
 )
 def test_a_stage_says_why_blocks_are_not_moved(tmp_path, caplog, model_type, change, reason):
-    student, teacher = pair(model_type)
-    for name, value in change.items():
-        setattr(student.config, name, value)
+    student, teacher = pair(model_type, **change)
     caplog.set_level(logging.INFO, "t2r")
     train(tmp_path, student, teacher, stage(steps=1))
     assert "its blocks all start at position 0: " in caplog.text
