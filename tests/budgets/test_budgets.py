@@ -90,6 +90,14 @@ def test_a_budget_that_is_not_possible_names_the_limits():
     costs.check(costs.whole)
 
 
+def test_a_model_with_windows_that_are_short_already_needs_no_budget():
+    model = tiny("mistral")
+    model.config.sliding_window = 8
+    costs = Costs.of(model, CONTEXT)
+    with pytest.raises(T2RError, match="it needs no budget"):
+        costs.check(costs.whole)
+
+
 def test_models_whose_windows_cannot_differ_are_refused_before_the_scan():
     with pytest.raises(T2RError, match="t5 models cannot have windows: their positions are a bias on the scores"):
         Costs.of(tiny("t5"), CONTEXT)

@@ -208,3 +208,14 @@ def test_memory_by_length():
     assert inspection.lengths_within(None) == list(inspection.LENGTHS)
     assert inspection.lengths_within(8192) == [512, 4096]
     assert inspection.lengths_within(64) == [64]
+
+
+@pytest.mark.parametrize("nbits", [8, 16])
+def test_windows_of_a_plan(nbits, monkeypatch):
+    monkeypatch.setattr(inspection, "LENGTHS", (LENGTH, 4096))
+    plan = {"windows": [[4, 16], [9, 9], [2, 10]], "sinks": 2, "nbits": nbits}
+    model = t2r.swap(tiny("llama", torch.float32), plan=plan, feature_size=8)
+    found = inspect_model(model)
+    assert found.cache_bytes[LENGTH] == found.cache_bytes[4096] == cache_bytes(read(model, "llama"))
+    line = next(line for line in summary(found) if line.startswith("windows of key-value heads"))
+    assert ("keys and values of 8 bits" in line) == (nbits == 8)

@@ -128,6 +128,11 @@ class Costs(NamedTuple):
         """Raise T2RError for a budget that is too small, or larger than the whole cache."""
         if self.least <= memory <= self.whole:
             return
+        if self.least > self.whole:
+            raise T2RError(
+                f"this model keeps only {human(self.whole)} of a sequence, and the smallest plan {human(self.least)}: "
+                "it needs no budget"
+            )
         wrong = f"a memory of {human(memory)} is not possible: the smallest plan of this model needs"
         if self.source is None:
             raise T2RError(

@@ -62,6 +62,8 @@ class SiteReport:
     """The window of each key-value head, in tokens. None: there are none."""
     window_bytes: dict[int, int] | None = None
     """Bytes of the windows, by number of tokens."""
+    window_nbits: int | None = None
+    """Bits of the numbers of keys and values in the windows."""
 
     def cache_bytes(self, length: int) -> int:
         if self.window_bytes is not None:
@@ -319,6 +321,7 @@ def site_report(
         kv_bytes={n: kv_bytes(layer, shape, n, dtype) for n in lengths},
         windows=None if window is None else list(window.sizes),
         window_bytes=None if window is None else {n: window_bytes(window, shape, n, dtype) for n in lengths},
+        window_nbits=None if window is None else window.nbits,
     )
 
 

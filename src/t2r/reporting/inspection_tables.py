@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from t2r.capacity import human
+from t2r.ops.stored import EIGHT
 from t2r.reporting.inspection import LENGTHS, Inspection, SiteReport, inspect_model
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def summary(inspection: Inspection) -> list[str]:
     )
     if sizes := [size for site in inspection.sites if site.recurrent for size in site.windows or []]:
         counts = ", ".join(f"{sizes.count(size)} of {size:,}" for size in sorted(set(sizes)))
-        lines.append(f"windows of key-value heads: {counts} tokens")
+        eight = any(site.window_nbits == EIGHT for site in inspection.sites)
+        lines.append(f"windows of key-value heads: {counts} tokens{', keys and values of 8 bits' if eight else ''}")
     lines.append(
         f"per sequence: {human(inspection.state_bytes)} of state; at 4K tokens "
         f"{human(inspection.cache_bytes[4096])} in total, instead of {human(inspection.kv_bytes[4096])}"
