@@ -274,6 +274,7 @@ def test_logits_that_do_not_fit_are_one_line(world, tmp_path, how, message):
     assert not [path for path in tmp_path.iterdir() if path.name != "out.run"]
 
 
+@pytest.mark.slow
 def test_a_text_that_one_of_two_processes_cannot_read_is_one_line(world, tmp_path):
     """The main process reads it, while the other one waits."""
     (tmp_path / "text.txt").write_bytes(b"caf\xe9 " * 100)
