@@ -28,9 +28,12 @@ def memory_of(shape, rows, dim, value, dtype, seen):
 
 
 @pytest.mark.parametrize("nbits", [8, 16])
-@pytest.mark.parametrize(("sizes", "sinks", "group", "dim", "value", "dtype"), CASES.values(), ids=CASES)
-def test_a_step_of_windows(sizes, sinks, group, dim, value, dtype, nbits, monkeypatch):
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_of_windows(case, nbits, monkeypatch):
     """Rows with different numbers of tokens, until every ring was filled twice."""
+    if nbits == 8 and case in ("windows that differ", "no sinks") and DEVICE == "cpu":
+        pytest.skip("the interpreter takes seconds for each, and two other cases have 8 bits")
+    sizes, sinks, group, dim, value, dtype = CASES[case]
     monkeypatch.setattr("t2r.ops.triton.window_step.BLOCK", 16)  # several blocks in short windows
     generator = torch.Generator().manual_seed(0)
     shape, heads, rows = Shape(sizes, sinks, nbits), len(sizes), 2
