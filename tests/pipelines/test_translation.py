@@ -190,6 +190,7 @@ def clock(monkeypatch, seconds):
         yield
 
 
+@pytest.mark.slow
 def test_translations_have_a_share_of_the_time(world, tmp_path, monkeypatch, caplog):
     """Fewer lines are translated, spread over the file. Once all are translated, all are used."""
     teacher = {"target": "teacher", "valid_source": None, "valid_target": None, "teacher_beams": 1}

@@ -359,7 +359,8 @@ def test_transfer_passes_softmax_attention_on(model_type, documents, forgets):
     assert all(p.grad.abs().sum() > 0 for p in maps)
 
 
-@pytest.mark.parametrize("objective", [pytest.param("transfer", marks=pytest.mark.slow), "distill"])
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["transfer", "distill"])
 def test_compiled_stages_match_eager_ones(tmp_path, monkeypatch, objective):
     """Layers, the error of sites and the loss are each compiled once."""
     logs, compiled = {}, torch.compile

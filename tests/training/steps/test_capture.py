@@ -109,7 +109,8 @@ def test_logits_with_given_masks_are_the_same(model_type, padded):
             torch.testing.assert_close(swapped(**inputs).logits, stock(**inputs).logits)
 
 
-@pytest.mark.parametrize("objective", ["distill", pytest.param("task", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["distill", "task"])
 def test_nothing_is_compiled_during_a_capture(tmp_path, monkeypatch, objective):
     """It would fail. A captured call cannot know whether a mask hides anything, so layers get one in any case."""
     task, base, model = translation(tmp_path, monkeypatch)
