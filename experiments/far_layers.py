@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
@@ -53,7 +54,7 @@ class Head(NamedTuple):
 
 def tensors(name: str, layer: int, data: Path, out: Path) -> list[list[dict[str, Tensor]]]:
     """Return the outputs of the projections of a layer, for the texts of the training and for the others."""
-    file = out / f"layer-{layer}.pt"
+    file = out / f"layer-{layer}.safetensors"
     if not file.is_file():
         model, tokenizer = load_model(name, dtype="float32", device="cpu"), load_tokenizer(name)
         assert tokenizer is not None
@@ -63,19 +64,20 @@ def tensors(name: str, layer: int, data: Path, out: Path) -> list[list[dict[str,
         for part in "qkv":
             projection = getattr(body.layers[layer].self_attn, f"{part}_proj")
             projection.register_forward_hook(lambda m, i, o, part=part: store.__setitem__(part, o[0].half()))
-        made = []
-        for texts in ((TRAIN,), HELD_OUT):
+        made: dict[str, Tensor] = {}
+        for of, texts in enumerate(((TRAIN,), HELD_OUT)):
             rows = [row for text in texts for row in pieces(tokenizer, prepared(text[0], data, out / "texts"), text[1])]
-            kept = []
-            for row in rows:
+            for index, row in enumerate(rows):
                 with torch.no_grad():
                     body(input_ids=row[None], use_cache=False)
-                kept.append(dict(store))
-            made.append(kept)
+                made |= {f"{of}.{index}.{part}": x for part, x in store.items()}
         out.mkdir(parents=True, exist_ok=True)
-        torch.save(made, file)
-    read: list[list[dict[str, Tensor]]] = torch.load(file)
-    return read
+        save_file(made, file)
+    read: tuple[dict[int, dict[str, Tensor]], ...] = ({}, {})
+    for key, x in load_file(file).items():
+        number, place, part = key.split(".")
+        read[int(number)].setdefault(int(place), {})[part] = x
+    return [[rows[place] for place in sorted(rows)] for rows in read]
 
 
 def pieces(tokenizer: Any, file: Path, count: int) -> Tensor:

@@ -17,6 +17,12 @@ LARGEST = 2**31 - 1
 NBITS = (8, 16)
 
 
+def check_nbits(nbits: Any, where: str = "") -> None:
+    """Raise T2RError if keys and values cannot be stored in this number of bits."""
+    if type(nbits) is not int or nbits not in NBITS:
+        raise T2RError(f"{where}nbits must be {' or '.join(map(str, NBITS))}; got {nbits!r}")
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """The windows and states of all layers.
@@ -42,8 +48,7 @@ class MemoryPlan:
             raise T2RError("plan: a window must be a whole number of tokens, 0 or more")
         if type(self.sinks) is not int or not 0 <= self.sinks <= LARGEST:
             raise T2RError(f"plan: sinks must be a whole number, 0 or more; got {self.sinks!r}")
-        if type(self.nbits) is not int or self.nbits not in NBITS:
-            raise T2RError(f"plan: nbits must be {' or '.join(map(str, NBITS))}; got {self.nbits!r}")
+        check_nbits(self.nbits, "plan: ")
         if self.states is not None:
             if [len(row) for row in self.states] != [len(row) for row in self.windows]:
                 raise T2RError("plan: states must have a value for each window")

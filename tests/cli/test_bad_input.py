@@ -372,7 +372,7 @@ def test_a_mistake_is_one_line(run, made, tmp_path, command, says):
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"WORLD_SIZE": "many"}, "the environment has WORLD_SIZE=many, which is not a number of processes"),
+        ({"WORLD_SIZE": "many"}, "the environment has WORLD_SIZE=many, which is not a whole number from 1"),
         ({"WORLD_SIZE": "0"}, "the environment has WORLD_SIZE=0, which is not"),
         ({"WORLD_SIZE": ""}, "the environment has WORLD_SIZE=, which is not"),
         ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2 and no RANK: start several processes with torchrun"),

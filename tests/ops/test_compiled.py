@@ -15,57 +15,56 @@ pytest.importorskip("triton", minversion="3.6")
 MISSING = BACKENDS["triton"].missing()
 
 COMPILE = """
-import json, re, sys
+import importlib, json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from t2r.ops.triton.decode_kernel import decode
 
-def instructions(**constants):
-    names = decode.arg_names
-    kinds = {name: "*fp32" for name in ("s", "z", "z_abs", "decay", "dens", "logs")} | {"mask": "*u8", "fresh": "*u8"}
-    kinds |= {name: "*bf16" for name in ("q", "k", "v", "out", "q_weight", "q_bias", "k_weight", "k_bias")}
-    kinds |= {name: "*i64" for name in ("places", "slots")}
+def found(module, name, words, kinds, loose, constants):
+    kernel = getattr(importlib.import_module(module), name)
+    names = kernel.arg_names
+    kinds = {name: kind for kind, those in kinds.items() for name in those}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    loose = ("key_heads", "group", "k_share", "v_share", "mask_share", "logs_b")  # sizes that are any number
     even = [i for i, name in enumerate(names) if name not in constants and name not in loose]
     source = ASTSource(
-        decode, signature, constexprs={(names.index(name),): value for name, value in constants.items()},
+        kernel, signature, constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in even},
     )
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-    return re.findall(r"(ld\\.global|st\\.global|bar\\.sync)", text)
+    return re.findall(words, text)
 
-print(json.dumps([instructions(**each) for each in json.loads(sys.argv[1])]))
+print(json.dumps([found(**each) for each in json.loads(sys.argv[1])]))
 """
-WINDOWS = """
-import json, re
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from t2r.ops.triton.window_step import step
-
-def copies(eight):
-    names = step.arg_names
-    constants = dict(
-        DIM=64, VALUE=64, BG=16, BN=64, BD=64, BV=64, STAGES=3, HOW="bf16", PLACED=True, EIGHT=eight
-    )
-    kinds = {name: "*bf16" for name in ("q", "k", "v", "out", "old_k", "old_v")}
-    kinds |= {name: "*i64" for name in ("seen", "layout", "places")} | {"logs": "*fp32", "valid": "*u8"}
-    kinds |= {name: "*i8" if eight else "*bf16" for name in ("keys", "values")} | {"scaling": "fp32"}
-    kinds |= {"scales": "*fp16" if eight else "*fp32"}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    loose = ("key_heads", "group", "sinks", "scaling")
-    even = [i for i, name in enumerate(names) if name not in constants and name not in loose]
-    source = ASTSource(
-        step, signature, constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in even},
-    )
-    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-    return re.findall(r"cp\\.async\\.c\\w\\.shared\\.global .*, (0x\\w+|\\d+)", text)
-
-print(json.dumps([copies(eight) for eight in (False, True)]))
-"""
+"""Prints what is found in the compiled text of kernels: their module and name, the expression to find, the types of
+arguments that are not `i32`, the sizes that are any number, and the constants."""
+DECODE = {
+    "module": "t2r.ops.triton.decode_kernel",
+    "name": "decode",
+    "words": r"(ld\.global|st\.global|bar\.sync)",
+    "kinds": {
+        "*fp32": ("s", "z", "z_abs", "decay", "dens", "logs"),
+        "*bf16": ("q", "k", "v", "out", "q_weight", "q_bias", "k_weight", "k_bias"),
+        "*i64": ("places", "slots"),
+        "*u8": ("mask", "fresh"),
+    },
+    "loose": ("key_heads", "group", "k_share", "v_share", "mask_share", "logs_b"),
+}
+WINDOWS = {
+    "module": "t2r.ops.triton.window_step",
+    "name": "step",
+    "words": r"cp\.async\.c\w\.shared\.global",
+    "loose": ("key_heads", "group", "sinks", "scaling"),
+}
+WINDOW_KINDS = {
+    "*bf16": ("q", "k", "v", "out", "old_k", "old_v"),
+    "*i64": ("seen", "layout", "places"),
+    "*fp32": ("logs",),
+    "*u8": ("valid",),
+    "fp32": ("scaling",),
+}
+WINDOW_SIZES = {
+    "DIM": 64, "VALUE": 64, "BG": 16, "BN": 64, "BD": 64, "BV": 64, "STAGES": 3, "HOW": "bf16", "PLACED": True,
+}  # fmt: skip
 SMOLLM2 = {
     "FEATURE": 128, "VALUE": 64, "DIM": 64, "HAS_Z_ABS": False, "HAS_MASK": False, "HAS_DECAY": True, "GROUPED": False,
     "MAPPED": True, "HAS_BIAS": True, "ACTIVATION": "softmax", "WEIGHS": True, "BF": 128, "BV": 64, "BLOCKS": 1,
@@ -87,7 +86,7 @@ def test_the_decoding_step_loads_wide_words_before_it_computes():
     grouped = SMOLLM2 | {
         "GROUPED": True, "BLOCKS": 2, "HAS_MASK": True, "HAS_Z_ABS": True, "MAPPED": False, "CHUNKS": 3,
     }  # fmt: skip
-    found, _, planned = output(COMPILE, json.dumps([SMOLLM2, grouped, PLANNED]))
+    found, _, planned = compiled([DECODE | {"constants": each} for each in (SMOLLM2, grouped, PLANNED)])
     assert found.count("ld.global") < 60
     for each in (found, planned):
         assert "ld.global" not in each[each.index("bar.sync") :]
@@ -97,14 +96,21 @@ def test_the_decoding_step_loads_wide_words_before_it_computes():
 @pytest.mark.slow
 def test_windows_in_eight_bits_are_read_in_fewer_words():
     """Keys and values are on their way from memory while others are multiplied, in either form."""
-    wide, narrow = output(WINDOWS)
+    as_they_are = {"*bf16": (*WINDOW_KINDS["*bf16"], "keys", "values"), "*fp32": ("logs", "scales")}
+    eight = {"*i8": ("keys", "values"), "*fp16": ("scales",)}
+    wide, narrow = compiled(
+        [
+            WINDOWS | {"kinds": WINDOW_KINDS | kinds, "constants": WINDOW_SIZES | {"EIGHT": kinds is eight}}
+            for kinds in (as_they_are, eight)
+        ]
+    )
     assert 0 < len(narrow) < len(wide)
 
 
-def output(script: str, *arguments: str) -> list:
-    """Run a script in a process that compiles kernels instead of interpreting them."""
+def compiled(kernels: list[dict]) -> list:
+    """Run the script in a process that compiles kernels instead of interpreting them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script, *arguments]
+    command = [sys.executable, "-c", COMPILE, json.dumps(kernels)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from t2r.attention.memories import Shape, WindowMemory
-from t2r.attention.memories.window import empty
 from t2r.ops import Windows, registry
 from t2r.ops.rings import How
 
@@ -24,7 +23,7 @@ CASES = {  # windows of the key heads, sinks, query heads of each, size of keys 
 
 def memory_of(shape, rows, dim, value, dtype, seen):
     token = (torch.zeros(rows, 1, 1, n, device=DEVICE, dtype=dtype) for n in (dim, value))
-    return WindowMemory(shape, held=empty(shape, *token), lengths=seen.clone())
+    return WindowMemory(shape, held=shape.empty(*token), lengths=seen.clone())
 
 
 @pytest.mark.parametrize("nbits", [8, 16])

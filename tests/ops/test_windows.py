@@ -13,7 +13,7 @@ from t2r import ops
 from t2r.errors import T2RError
 from t2r.ops import State, Sums, Windows, registry, windows
 from t2r.ops.rings import How, Ring
-from t2r.ops.stored import MOST, packed, read, rounded, stored, token_bytes
+from t2r.ops.stored import MOST, read, rounded, stored, token_bytes, whole_numbers
 from t2r.ops.windows import delayed, in_blocks
 
 MISSING = registry.BACKENDS["triton"].missing()
@@ -245,7 +245,7 @@ def test_eight_bits(dim, exponent, dtype):
     """A number is off by at most half of a step, a 127th of the largest."""
     torch.manual_seed(dim)
     x = (torch.randn(3, 2, 5, dim) * 2.0**exponent).to(dtype)
-    numbers, scale = packed(x)
+    numbers, scale = whole_numbers(x)
     found = numbers.float() * scale.float()
     step = x.float().abs().amax(-1, keepdim=True) / MOST
     # A scale has a relative error of 2**-11, below 2**-14 an error of 2**-25. The largest number has 127 times that.

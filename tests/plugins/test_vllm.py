@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 
 import t2r
 from t2r.attention.memories import Shape, WindowMemory
-from t2r.attention.memories.window import empty
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.ops import Slots, State, Sum, Windows, combine
@@ -122,7 +121,7 @@ def test_windows_in_pages_continue(nbits):
     windows = Windows(torch.tensor(shape.sizes), shape.sinks)
     q, k, v = (torch.rand(2, heads, 9, 4) for heads in (4, 2, 2))
     token = torch.zeros(5, 2, 1, 4)
-    before = tuple(x.fill_(torch.nan if x.is_floating_point() else 77) for x in empty(shape, token, token))
+    before = tuple(x.fill_(torch.nan if x.is_floating_point() else 77) for x in shape.empty(token, token))
     pages = tuple(x.clone() for x in before)
     own, seen = WindowMemory(shape), 0
     for time in (5, 3, 1):

@@ -78,7 +78,7 @@ def is_ordinary(*tensors: Tensor | None) -> bool:
     return all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
 
 
-def refuse_packed(model: nn.Module, what: str) -> None:
+def refuse_quantized_layers(model: nn.Module, what: str) -> None:
     """Raise T2RError if a layer has weights that are not tensors, as after torch's `quantize_dynamic`."""
     for name, module in model.named_modules():
         if callable(getattr(module, "weight", None)):

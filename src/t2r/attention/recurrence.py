@@ -24,7 +24,6 @@ from t2r.context import current, within
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, repeat_heads
 from t2r.ops.rings import How
-from t2r.ops.stored import rounded
 from t2r.ops.windows import Left, delayed, steps_at_once
 
 
@@ -210,7 +209,7 @@ class Recurrence(nn.Module):
             near, left = layer.window.attend(q, k, v, windows, rows.mask, how, leaves=self.has_map)
             return near, left, rows
         assert self.window is not None
-        k, v = rounded(k, self.window.nbits), rounded(v, self.window.nbits)
+        k, v = self.window.rounded(k, v)
         near = [ops.window_attention(q, k, v, windows, scaling=how.scaling, origin=rows.origin, softcap=how.softcap)]
         return near, delayed(k, v, windows, rows.origin) if self.has_map else None, rows
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from t2r.attention.joint import refuse_packed
+from t2r.attention.joint import refuse_quantized_layers
 from t2r.errors import T2RError
 from t2r.sharding import tensors_of
 from t2r.storage import Output
@@ -76,7 +76,7 @@ def check_chat(chat: Any) -> None:
 @torch.no_grad()
 def fingerprint(model: nn.Module, format: int = FORMAT) -> str:
     """Return a hash that identifies a model, from the names, shapes and a few values of all tensors."""
-    refuse_packed(model, "save and load states with")
+    refuse_quantized_layers(model, "save and load states with")
     digest = hashlib.sha256()
     config: Any = getattr(model, "t2r_config", None)
     if config is not None:  # options that do not affect the names and shapes of tensors

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from t2r.attention.recurrence import Recurrence
 from t2r.attention.softmax import sliding_window_of
 from t2r.feature_maps import AffineMap, FeatureMap
-from t2r.ops.stored import AS_THEY_ARE, token_bytes
+from t2r.ops.stored import token_bytes
 from t2r.surgery.adapters import Site, family_of
 
 SOURCE_PROJECTIONS = ("k_proj", "v_proj", "k", "v", "merged_projections.k")
@@ -90,8 +90,7 @@ def step_cost(
         if module.window is not None:
             tokens = sum(min(length + 1, size + module.window.sinks) for size in module.window.sizes if size)
             attention += 4 * (heads // kv_heads) * tokens * size
-            nbits = module.window.nbits
-            token = 2 * size * each if nbits == AS_THEY_ARE else token_bytes(size, size, nbits)
+            token = token_bytes(size, size, module.window.nbits, each)
             read, held, written = read + tokens * token, held + tokens * token, written + kv_heads * token
         if not module.has_map:
             continue

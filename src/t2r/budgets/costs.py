@@ -154,9 +154,6 @@ class Costs(NamedTuple):
         """The bytes of a plan with these windows, and of cross attention."""
         return self.cross + sum(layer.of(size) for layer, row in zip(self.layers, windows, strict=True) for size in row)
 
-    def without_states(self) -> Costs:
-        return self._replace(layers=tuple(layer._replace(state=0) for layer in self.layers))
-
     def one_window(self, memory: int) -> list[list[int]]:
         """Return one window for all heads within a number of bytes, without states."""
         token = sum(layer.heads * layer.token for layer in self.layers)

@@ -147,7 +147,7 @@ class Planner:
             features = features_for(self.model, self.context, memory, self.source)
         costs = Costs.of(self.model, self.context, features, self.source, nbits)
         costs.check(memory)
-        windows, one = self.descent.windows(memory, costs), costs.without_states().one_window(memory)
+        windows, one = self.descent.windows(memory, costs), costs.one_window(memory)
         return Planned(
             memory,
             costs.of_windows(windows),

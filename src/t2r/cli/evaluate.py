@@ -79,7 +79,7 @@ def evaluate(
     t2r evaluate teacher rnn --text valid.txt
     t2r evaluate teacher rnn --text a.txt --text b.txt --window 512 --window 2048
     t2r evaluate teacher rnn --text valid.txt --variant teacher:window=386,sinks=4    teacher with windowed attention
-    t2r evaluate teacher --text valid.txt --variant teacher:window=752,nbits=8         the same bytes, in 8 bits
+    t2r evaluate teacher --text valid.txt --variant teacher:window=752,sinks=4,nbits=8    in 8 bits, in the same memory
     t2r evaluate teacher rnn --text valid.txt --variant rnn:state=bfloat16            state rounded to bfloat16
     t2r evaluate teacher rnn --task hellaswag --task lambada_openai                   tasks of lm-eval
     t2r evaluate rnn --task mine --task-folder tasks                                  the task in tasks/mine.yaml

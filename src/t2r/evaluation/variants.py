@@ -24,7 +24,7 @@ from t2r.model.modeling import T2RModel
 from t2r.model.windows import with_windows
 from t2r.ops import Rule, Sums
 from t2r.ops.common import HALF
-from t2r.plans import NBITS
+from t2r.plans import check_nbits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,8 +55,9 @@ class Variant:
             raise T2RError("variant: sinks must be at least 0 and require a window")
         if self.state is not None and self.state not in DTYPES:
             raise T2RError(f"variant: state must be one of {', '.join(DTYPES)}; got {self.state}")
-        if self.nbits not in NBITS or (self.nbits != 16 and self.window is None):
-            raise T2RError(f"variant: nbits must be {' or '.join(map(str, NBITS))}, and requires a window")
+        check_nbits(self.nbits, "variant: ")
+        if self.nbits != 16 and self.window is None:
+            raise T2RError("variant: nbits requires a window")
         if self.every < 1:
             raise T2RError(f"variant: every must be at least 1; got {self.every}")
         if self.window is None and self.state is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from t2r.attention.joint import is_ordinary, refuse_packed
+from t2r.attention.joint import is_ordinary, refuse_quantized_layers
 from t2r.attention.merged import Affine, Mergeable, MergedProjections
 from t2r.attention.recurrence import Recurrence, recurrent_sites
 from t2r.errors import T2RError
@@ -55,7 +55,7 @@ def merge(model: PreTrainedModel, force: bool = False) -> PreTrainedModel:
         model: a swapped model.
         force: merge even if the merged model needs more multiplications.
     """
-    refuse_packed(model, "merge")
+    refuse_quantized_layers(model, "merge")
     sites = mergeable_sites(model)
     cost = merge_cost(model)
     if not cost.pays and not force:

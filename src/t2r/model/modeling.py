@@ -25,7 +25,6 @@ from t2r.attention.interface import NAME, PADDED, UNMASKED
 from t2r.attention.layers import SiteLayer
 from t2r.attention.masks import new_token_mask, refuse_full_mask
 from t2r.attention.memories import KeyValueMemory, Memory, StateMemory, WindowMemory
-from t2r.attention.memories.window import empty
 from t2r.attention.recurrence import Recurrence
 from t2r.attention.static import StaticT2RCache
 from t2r.config import SWAP, T2RConfig, reading_class
@@ -377,7 +376,7 @@ def fixed_memories(module: Recurrence, head_dim: int, room: Room) -> tuple[Memor
     made: list[Memory] = []
     if module.window is not None:
         token = torch.zeros(room.rows, 1, 1, head_dim, dtype=room.dtype, device=room.device)
-        made.append(WindowMemory(module.window, held=empty(module.window, token, token), lengths=room.lengths))
+        made.append(WindowMemory(module.window, held=module.window.empty(token, token), lengths=room.lengths))
     if module.has_map:
         state = module.feature_map.empty_state(room.rows, head_dim, room.dtype, room.device)
         if room.state_dtype is not None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from t2r import compat
 from t2r._version import __version__
 from t2r.attention.interface import NAME
-from t2r.attention.joint import refuse_packed
+from t2r.attention.joint import refuse_quantized_layers
 from t2r.attention.recurrence import Recurrence
 from t2r.config import KEPT, T2RConfig
 from t2r.errors import T2RError
@@ -51,7 +51,7 @@ class SavedModel:
         folder = Path(save_directory)
         if folder.is_file():
             raise T2RError(f"{save_directory} is a file: give a folder to save to")
-        refuse_packed(self, "save")  # type: ignore[arg-type]
+        refuse_quantized_layers(self, "save")  # type: ignore[arg-type]
         folder.mkdir(parents=True, exist_ok=True)
         code = f'from t2r import T2RConfig, {self.task_name}\n\n__all__ = ["T2RConfig", "{self.task_name}"]\n'
         write_text(folder / REMOTE_CODE, f'"""Loads this model by t2r: pip install t2r."""\n\n{code}')

@@ -17,12 +17,13 @@ LEAST, LARGEST = 2.0**-24, 65504.0
 """The smallest and the largest scale in float16. A vector of zeros has the smallest."""
 
 
-def token_bytes(dim: int, value_dim: int, nbits: int) -> int:
-    """Return the bytes of a key and a value, which count as bfloat16 if they are stored as they are."""
-    return 2 * (dim + value_dim) if nbits == AS_THEY_ARE else dim + value_dim + 4
+def token_bytes(dim: int, value_dim: int, nbits: int, itemsize: int = 2) -> int:
+    """Return the bytes of a key and a value. If they are stored as they are, numbers of a model have `itemsize`: that
+    of bfloat16 if nothing else is said."""
+    return itemsize * (dim + value_dim) if nbits == AS_THEY_ARE else dim + value_dim + 4
 
 
-def packed(x: Tensor) -> tuple[Tensor, Tensor]:
+def whole_numbers(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return vectors `[..., dim]` as whole numbers, and their scales `[..., 1]`."""
     scale = (x.detach().float().abs().amax(-1, keepdim=True) / MOST).clamp(LEAST, LARGEST).half()
     # Not `round`, whose ties are other numbers than those of a kernel.
@@ -33,7 +34,7 @@ def rounded(x: Tensor, nbits: int) -> Tensor:
     """Return vectors as they will be read again. The gradient is that of vectors that are not rounded."""
     if nbits == AS_THEY_ARE:
         return x
-    numbers, scale = packed(x)
+    numbers, scale = whole_numbers(x)
     found = (numbers.float() * scale.float()).to(x.dtype)
     return x + (found - x).detach() if x.requires_grad else found
 
@@ -42,7 +43,7 @@ def stored(k: Tensor, v: Tensor, nbits: int) -> tuple[Tensor, ...]:
     """Return what is stored of keys and values: themselves, or whole numbers and both scales `[..., 2]`."""
     if nbits == AS_THEY_ARE:
         return k, v
-    (keys, key_scale), (values, value_scale) = packed(k), packed(v)
+    (keys, key_scale), (values, value_scale) = whole_numbers(k), whole_numbers(v)
     return keys, values, torch.cat([key_scale, value_scale], dim=-1)
 
 

@@ -34,7 +34,7 @@ from t2r.ops.stored import AS_THEY_ARE
 from t2r.options import CAUSAL, CROSS, RunOptions, SwapOptions
 from t2r.options.entrance import entrance
 from t2r.pipelines.common import Texts
-from t2r.plans import NBITS
+from t2r.plans import check_nbits
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
 from t2r.tasks.translation import TEACHER
@@ -64,8 +64,7 @@ class MemoryBudget:
     ) -> None:
         self.memory, self.context, self.source_tokens = parse_memory(memory), context, source_tokens
         self.nbits = AS_THEY_ARE if nbits is None else nbits
-        if type(self.nbits) is not int or self.nbits not in NBITS:
-            raise T2RError(f"nbits must be {' or '.join(map(str, NBITS))}; got {nbits!r}")
+        check_nbits(self.nbits)
         if context is not None and (type(context) is not int or context < LEAST):
             raise T2RError(f"context must be a whole number of tokens, at least {LEAST}; got {context!r}")
         if source_tokens is not None and (type(source_tokens) is not int or source_tokens < 1):

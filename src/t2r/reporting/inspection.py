@@ -25,7 +25,7 @@ from t2r.feature_maps import FeatureMap, make_feature_map
 from t2r.hub import auto_class, choose_dtype, load_config
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
-from t2r.ops.stored import AS_THEY_ARE, token_bytes
+from t2r.ops.stored import token_bytes
 from t2r.options import RunOptions, parse_auto
 from t2r.options.entrance import entrance
 from t2r.storage import shortened
@@ -328,9 +328,7 @@ def site_report(
 def window_bytes(window: Any, shape: Shape, length: int, dtype: torch.dtype) -> int:
     """Return the bytes of the windows of a layer after `length` tokens, and of their number."""
     held = sum(min(length, size + window.sinks) for size in window.sizes if size)
-    each = 2 * shape.head_dim * dtype.itemsize
-    if window.nbits != AS_THEY_ARE:
-        each = token_bytes(shape.head_dim, shape.head_dim, window.nbits)
+    each = token_bytes(shape.head_dim, shape.head_dim, window.nbits, dtype.itemsize)
     return held * each + torch.long.itemsize
 
 

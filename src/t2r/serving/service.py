@@ -185,7 +185,8 @@ class Service:
                 tokens, cached, history = prompt.tokens, 0, None  # everything is read again
         self.admit(call)  # others may have come meanwhile
         deadline, read = time.monotonic() + self.options.timeout, len(tokens)
-        if call.n > 1 and read > SHARED and not model.translates and (stored is None) == (history is None):
+        forgotten = stored is not None and history is None  # what penalties have to see
+        if call.n > 1 and read > SHARED and not model.translates and not forgotten:
             state = await self.read_once(call, tokens[:-1], state, history, deadline)
             history, tokens = array("i", [*(history or ()), *tokens[:-1]]), tokens[-1:]
         seed = secrets.randbits(32) if call.seed is None else call.seed

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from t2r.attention.memories import Shape
+from t2r.attention.memories import BUFFERS, Shape
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap, FeatureMap, make_feature_map
@@ -19,8 +19,6 @@ ALIGNMENT = 16
 """Bytes to whose multiple each tensor of a page begins, so that kernels can read several numbers at once."""
 STATE = ("s", "z", "z_abs")
 """The tensors of a recurrent state, as in `t2r.ops.State`."""
-WINDOW = ("keys", "values", "scales")
-"""The tensors of a window, as in `t2r.attention.memories.WindowMemory`."""
 
 
 class Heads(NamedTuple):
@@ -174,7 +172,7 @@ class Layout(NamedTuple):
             token = torch.zeros(1, 1, most.heads.size, dtype=dtype)
             assert config.memory_plan is not None
             window = stored(token, token, config.memory_plan.nbits)
-            parts += [Part(name, (slots, x.shape[2]), x.dtype) for name, x in zip(WINDOW, window, strict=False)]
+            parts += [Part(name, (slots, x.shape[2]), x.dtype) for name, x in zip(BUFFERS, window, strict=False)]
         return cls(tuple(parts))
 
     @property

@@ -14,11 +14,11 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from t2r.attention.layers import SiteLayer
-from t2r.attention.memories import Memory
+from t2r.attention.memories import BUFFERS, Memory
 from t2r.attention.recurrence import Inputs, Recurrence
 from t2r.feature_maps import AffineMap, FeatureMap
 from t2r.ops import Slots, State
-from t2r_vllm.layout import STATE, WINDOW, Layout, Site
+from t2r_vllm.layout import STATE, Layout, Site
 from t2r_vllm.memories import PagedState, PagedWindow
 from t2r_vllm.metadata import Batch, RecurrentBackend
 
@@ -136,7 +136,7 @@ class PagedSite(Recurrence, MambaBase):
         memories: list[Memory] = []
         if self.window is not None:
             assert self.places is not None
-            pages = tuple(self.pages[name] for name in WINDOW if name in self.pages)
+            pages = tuple(self.pages[name] for name in BUFFERS if name in self.pages)
             memories.append(PagedWindow(self.window, pages, self.places, slots, batch.seen[which]))
         if self.has_map:
             memories.append(PagedState(State(*(self.pages.get(name) for name in STATE)), slots))  # type: ignore[arg-type]

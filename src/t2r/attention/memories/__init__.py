@@ -3,6 +3,6 @@
 from t2r.attention.memories.base import Memory
 from t2r.attention.memories.keys_values import KeyValueMemory
 from t2r.attention.memories.state import Added, StateMemory
-from t2r.attention.memories.window import Shape, WindowMemory
+from t2r.attention.memories.window import BUFFERS, Shape, WindowMemory
 
-__all__ = ["Added", "KeyValueMemory", "Memory", "Shape", "StateMemory", "WindowMemory"]
+__all__ = ["BUFFERS", "Added", "KeyValueMemory", "Memory", "Shape", "StateMemory", "WindowMemory"]

@@ -14,6 +14,9 @@ from t2r.ops.rings import How, Ring
 from t2r.ops.stored import AS_THEY_ARE, rounded, stored
 from t2r.ops.windows import Left, steps_at_once
 
+BUFFERS = ("keys", "values", "scales")
+"""The names of what is stored of tokens. Only windows in 8 bits have scales."""
+
 
 class Shape(NamedTuple):
     """The buffers of a window memory: heads of equal windows lie together, so that each kind is a ring."""
@@ -47,6 +50,15 @@ class Shape(NamedTuple):
         """Tokens of all heads together."""
         return sum(len(heads) * (size + self.sinks) for size, heads in self.rings)
 
+    def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they will be read again."""
+        return rounded(k, self.nbits), rounded(v, self.nbits)
+
+    def empty(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return empty buffers for keys and values `[rows, heads, time, dim]`."""
+        one_k, one_v = (x.new_zeros(x.shape[0], 1, x.shape[3]) for x in (k, v))
+        return tuple(x.new_zeros(x.shape[0], self.slots, x.shape[2]) for x in stored(one_k, one_v, self.nbits))
+
 
 class WindowMemory(Memory):
     """The windows of a layer. `keys` and `values` are `[rows, slots, dim]`, one ring after the other. Those in 8 bits
@@ -55,7 +67,7 @@ class WindowMemory(Memory):
     Padding is not stored, so rows are independent of their padding. `seen [rows]` is the number of tokens of each row,
     without padding. A fixed memory derives it from the `lengths` of its cache, which count padding."""
 
-    names = ("keys", "values", "scales", "seen")
+    names = (*BUFFERS, "seen")
     integers = ("keys", "values", "seen")
 
     def __init__(self, shape: Shape, *, held: Sequence[Tensor] = (), lengths: Tensor | None = None) -> None:
@@ -112,7 +124,7 @@ class WindowMemory(Memory):
         """
         first = self.keys is None
         if self.keys is None:
-            self.hold(empty(self.shape, k, v))
+            self.hold(self.shape.empty(k, v))
             self.counted = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
         assert self.keys is not None
         how = how._replace(inplace=self.fixed or (may_overwrite(self.keys) and not self.recording))
@@ -129,7 +141,7 @@ class WindowMemory(Memory):
         else:
             # Earlier tokens are before the first place, and the sinks may be among them.
             origin = None if first else -seen[:, None].expand(-1, k.shape[2])
-            near = rounded(k, self.shape.nbits), rounded(v, self.shape.nbits)
+            near = self.shape.rounded(k, v)
             found = [window_attention(q, *near, windows, scaling=how.scaling, softcap=how.softcap, origin=origin)]
             if not first:
                 found.append(self.past(q, how))
@@ -153,7 +165,7 @@ class WindowMemory(Memory):
             sums.append(own)
             left.append(gone)
         self.store(made, how)
-        return self.whole(sums), self.all_left(left, rounded(k, self.shape.nbits), rounded(v, self.shape.nbits))
+        return self.whole(sums), self.all_left(left, *self.shape.rounded(k, v))
 
     def step_at_once(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Sums, Left]:
         """The same in one kernel, which writes into the buffers."""
@@ -245,7 +257,7 @@ class WindowMemory(Memory):
     def tensors(self) -> dict[str, Tensor]:
         if self.keys is None:
             return {}
-        held = dict(zip(("keys", "values", "scales"), self.held, strict=False))
+        held = dict(zip(BUFFERS, self.held, strict=False))
         return held if self.counted is None else held | {"seen": self.counted}
 
     def extra_tensors(self) -> list[Tensor]:
@@ -253,15 +265,15 @@ class WindowMemory(Memory):
 
     def load(self, held: dict[str, Tensor]) -> None:
         if held:
-            self.hold([held[name] for name in ("keys", "values", "scales") if name in held])
+            self.hold([held[name] for name in BUFFERS if name in held])
             self.counted = held["seen"].long()
 
     def check(self, held: dict[str, Tensor]) -> None:
         keys, values, seen = held["keys"], held["values"], held["seen"]
         if keys.dim() != 3 or values.shape[:2] != keys.shape[:2] or keys.shape[1] != self.shape.slots:
             raise ValueError("not a window of this size")
-        expected = empty(self.shape, *(x.new_zeros(1, 1, 1, x.shape[2], dtype=torch.float32) for x in (keys, values)))
-        names = [name for name in ("keys", "values", "scales") if name in held]
+        expected = self.shape.empty(*(x.new_zeros(1, 1, 1, x.shape[2], dtype=torch.float32) for x in (keys, values)))
+        names = [name for name in BUFFERS if name in held]
         if len(names) != len(expected):
             raise ValueError("not a window of this number of bits")
         for name, x in zip(names, expected, strict=True):
@@ -325,9 +337,3 @@ class WindowMemory(Memory):
             self.__init__(self.shape)  # type: ignore[misc]
         elif self.skipped is not None:
             self.skipped[slice(None) if rows is None else rows] = 0
-
-
-def empty(shape: Shape, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Return empty buffers for keys and values `[rows, heads, time, dim]`."""
-    one_k, one_v = (x.new_zeros(x.shape[0], 1, x.shape[3]) for x in (k, v))
-    return tuple(x.new_zeros(x.shape[0], shape.slots, x.shape[2]) for x in stored(one_k, one_v, shape.nbits))

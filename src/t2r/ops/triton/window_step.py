@@ -25,7 +25,7 @@ SIZES = ["key_heads", "group", "sinks"]
 
 @triton.jit
 def scale_of(x, scales):
-    """Return the scale of a vector in 8 bits, as it is stored (`t2r.ops.stored.packed`)."""
+    """Return the scale of a vector in 8 bits, as it is stored (`t2r.ops.stored.whole_numbers`)."""
     scale = tl.minimum(tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 0) / MOST, LEAST), LARGEST)
     return scale.to(scales.dtype.element_ty).to(tl.float32)
 

@@ -36,7 +36,7 @@ def of_launcher(name: str, default: int, least: int) -> int:
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdecimal() and int(text) >= least):
         raise T2RError(
-            f"the environment has {name}={text}, which is not a number of processes: unset it, or use torchrun"
+            f"the environment has {name}={text}, which is not a whole number from {least}: unset it, or use torchrun"
         )
     return int(text)
 
