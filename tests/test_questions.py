@@ -44,7 +44,7 @@ def test_a_page_has_the_question_one_table_a_verdict_and_what_qualifies_it(name)
     assert name in re.findall(r"\((\w+)\.md\)", text("results"))
 
 
-MEMORY = "smollm2-memory-full"
+MEMORY, WIDE = "smollm2-memory-eight", "smollm2-memory-full"
 
 
 def test_the_verdict_on_memory_budgets():
@@ -52,16 +52,18 @@ def test_the_verdict_on_memory_budgets():
         (kind, row) for kind, row in budgets.rows_of(recorded(MEMORY)) if round(row["kept_bytes"] / 2**20, 2) == 8.57
     ]
     own, rnn, one = (
-        next(f"{100 * (row['ratio'] - 1):.1f}" for kind, row in kinds if kind == name)
-        for name in ("trained", "pure", "variant")
+        next(100 * (row["ratio"] - 1) for kind, row in kinds if kind == name) for name in ("trained", "pure", "variant")
     )
-    assert f"a window and a state for each head lose {own} %, where the RNN loses {rnn} % and one " in words("memory")
-    assert f"window for all heads {one} %." in words("memory")
+    assert own < 0
+    assert f"a window and a state for each head gain {-own:.1f} %, where the RNN loses {rnn:.1f} % and one " in words(
+        "memory"
+    )
+    assert f"window for all heads {one:.1f} %." in words("memory")
 
 
-def numbers(of, models, **wanted):
+def numbers(name, of, models, **wanted):
     """Return what an evaluation measured for these models, where the text and the window are as wanted."""
-    rows = {row.get("variant") or row["model"]: row for row in step(MEMORY, of)}
+    rows = {row.get("variant") or row["model"]: row for row in step(name, of)}
     parts = [next(p for p in rows[m].get("measured") or [rows[m]] if wanted.items() <= p.items()) for m in models]
     assert parts
     return parts
@@ -75,21 +77,45 @@ def listed(values):
     return f"{', '.join(first)} and {last}"
 
 
-def test_what_qualifies_memory_budgets():
-    page = words("memory")
-    far = ("trained-8", "windows-8", "window 386 + 4 sinks")
-    wiki, novels = ([p["kl"] for p in numbers("far", far, text=f"{n}/valid")] for n in ("wikitext", "novels"))
-    said = (
-        "of 8.57 MiB has a KL of {:.3f}, the windows of the same bytes without training {:.3f}, and one window {:.3f}"
-    )
-    assert said.format(*wiki) in page
-    assert f"with novels {listed(novels)}" in page
-    short = numbers("short", TRAINED)
+def short_texts(name):
+    short = numbers(name, "short", TRAINED)
     perplexities = ", ".join(f"{p['perplexity']:.2f}" for p in short[:3]) + f" and {short[3]['perplexity']:.2f}"
-    assert f"have perplexities of {perplexities}, and KL of {listed(p['kl'] for p in short)}" in page
-    assert f"on novels, KL is {listed(p['kl'] for p in numbers('others', TRAINED, text='novels/valid'))}" in page
-    assert f"Parliament {listed(p['kl'] for p in numbers('others', TRAINED, text='speeches'))}" in page
-    (report,) = (each for each in step(MEMORY, "decode") if each["settings"]["batch"] == 16)
+    return f"plans have perplexities of {perplexities}, and KL of {listed(p['kl'] for p in short)}"
+
+
+FAR = {n: (f"trained-{n}", f"windows-{n}", f"window {size} + 4 sinks") for n, size in ((8, 386), (2, 93))}
+
+
+def far(name, text, budget=8):
+    return [p["kl"] for p in numbers(name, "far", FAR[budget], text=f"{text}/valid")]
+
+
+SAID = "of 8.57 MiB has a KL of {:.3f}, the windows of the same bytes without training {:.3f}, and one window {:.3f}"
+
+
+@pytest.mark.parametrize("name", [MEMORY, WIDE])
+def test_what_qualifies_memory_budgets(name):
+    page = words("memory")
+    assert SAID.format(*far(name, "wikitext")) in page
+    assert f"with novels {listed(far(name, 'novels'))}" in page
+    assert short_texts(name) in page
+
+
+def test_windows_in_eight_bits():
+    page, (untrained,) = words("memory"), numbers(MEMORY, "short", ["windows-8"])
+    assert f"Not trained, the windows of 8.57 MiB have {untrained['kl']:.3f}." in page
+    assert f"With 2.14 MiB it is {listed(far(MEMORY, 'wikitext', 2))}, and with novels" in page
+    assert f"novels {listed(far(MEMORY, 'novels', 2))}." in page
+    plans = next(part["seconds"] for part in recorded(MEMORY)["steps"] if part["name"] == "plans")
+    assert f"plans took {plans / 60:.1f} minutes in all" in page
+
+
+def test_windows_in_sixteen_bits():
+    page = words("memory")
+    novels, speeches = (numbers(WIDE, "others", TRAINED, text=text) for text in ("novels/valid", "speeches"))
+    assert f"On novels, KL is {listed(p['kl'] for p in novels)}" in page
+    assert f"Parliament {listed(p['kl'] for p in speeches)}" in page
+    (report,) = (each for each in step(WIDE, "decode") if each["settings"]["batch"] == 16)
     at = {p["model"].removesuffix(", engine"): p["milliseconds"] for p in report["points"]
         if p["length"] == 8192 and p["model"].endswith(", engine")}  # fmt: skip
     one = next(time for name, time in at.items() if "window of" in name)
