@@ -52,7 +52,7 @@ DECODE = {
 WINDOWS = {
     "module": "t2r.ops.triton.window_step",
     "name": "step",
-    "words": r"cp\.async\.c\w\.shared\.global",
+    "words": r"cp\.async\.c\w\.shared\.global .*?, (0x\w+)",
     "loose": ("key_heads", "group", "sinks", "scaling"),
 }
 WINDOW_KINDS = {
@@ -63,7 +63,7 @@ WINDOW_KINDS = {
     "fp32": ("scaling",),
 }
 WINDOW_SIZES = {
-    "DIM": 64, "VALUE": 64, "BG": 16, "BN": 64, "BD": 64, "BV": 64, "STAGES": 3, "HOW": "bf16", "PLACED": True,
+    "DIM": 64, "VALUE": 64, "BN": 64, "BD": 64, "BV": 64, "STAGES": 3, "HOW": "bf16", "PLACED": True,
 }  # fmt: skip
 SMOLLM2 = {
     "FEATURE": 128, "VALUE": 64, "DIM": 64, "HAS_Z_ABS": False, "HAS_MASK": False, "HAS_DECAY": True, "GROUPED": False,
@@ -94,17 +94,21 @@ def test_the_decoding_step_loads_wide_words_before_it_computes():
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.slow
-def test_windows_in_eight_bits_are_read_in_fewer_words():
-    """Keys and values are on their way from memory while others are multiplied, in either form."""
-    as_they_are = {"*bf16": (*WINDOW_KINDS["*bf16"], "keys", "values"), "*fp32": ("logs", "scales")}
-    eight = {"*i8": ("keys", "values"), "*fp16": ("scales",)}
+def test_all_of_a_window_is_on_its_way_from_memory():
+    """In either form, keys, values and scales are copied while others are used: words of 16 and of 4 bytes."""
+    as_they_are = {"*bf16": (*WINDOW_KINDS["*bf16"], "keys", "values"), "*fp32": ("logs", "scales", "pairs")}
+    eight = {"*i8": ("keys", "values"), "*fp16": ("scales",), "*i32": ("pairs",)}
     wide, narrow = compiled(
         [
-            WINDOWS | {"kinds": WINDOW_KINDS | kinds, "constants": WINDOW_SIZES | {"EIGHT": kinds is eight}}
-            for kinds in (as_they_are, eight)
+            WINDOWS | {"kinds": WINDOW_KINDS | kinds, "constants": WINDOW_SIZES | form}
+            for kinds, form in (
+                (as_they_are, {"EIGHT": False, "LANES": False, "BG": 16}),
+                (eight, {"EIGHT": True, "LANES": True, "BG": 1}),
+            )
         ]
     )
-    assert 0 < len(narrow) < len(wide)
+    assert (set(wide), set(narrow)) == ({"0x10"}, {"0x10", "0x4"})
+    assert narrow.count("0x10") < wide.count("0x10")
 
 
 def compiled(kernels: list[dict]) -> list:
