@@ -104,6 +104,12 @@ def other_weights():
     return model
 
 
+def other_activation():
+    model = make_model("gpt2")
+    model.config.activation_function = "relu"
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
@@ -112,6 +118,7 @@ def other_weights():
         ("rnn", {"softmax_layers": [0]}, r"softmax_layers is \[1\] in .*rnn, not \[0\]"),
         ("rnn", {"softmax_layers": "auto:1"}, r"auto:1 chooses layers when a model is converted: .*rnn.* in \[1\]"),
         ("rnn", {"teacher": other_weights}, "has other weights than the model that .*rnn was converted from"),
+        ("rnn", {"teacher": other_activation}, "has another activation_function than that of .*rnn: give the model"),
         ("rnn", {"teacher": "rnn"}, "the teacher .*rnn is a t2r model"),
         ("rnn", {"teacher": "nowhere/at/all"}, "there is no folder"),
         ("gpt2", {"teacher": "gpt2"}, "a model is its own teacher"),

@@ -16,7 +16,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from commands import is_one_line, runner
 from converting import BLOCK, SHORT, assert_same, make_world, run, weights, words
 from processes import same_threads
-from t2r.data.teacher_logits import TeacherLogits, shard_path
+from t2r.data.teacher_logits import HEADER, TeacherLogits, shard_path
 from t2r.errors import T2RError
 from t2r.pipelines import teach as module
 from t2r.pipelines.teach import summary, teach
@@ -34,6 +34,10 @@ SPLIT = (*SHORT, *LOSS, f"device_tokens={2 * BLOCK}")
 def world(tmp_path_factory):
     folder = make_world(tmp_path_factory.mktemp("world"))
     (folder / "more.txt").write_text(words(4000, seed=2))
+    shutil.copytree(folder / "llama", folder / "turned")  # the same weights, and other positions
+    config = json.loads((folder / "turned" / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500.0
+    (folder / "turned" / "config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("T2R_CACHE", str(folder / "cache"))
         made(folder, "logits", top_k=VOCABULARY)
@@ -53,6 +57,17 @@ def made(world, name, model="llama", **how):
 
 def taught(world, out, logits="logits", **how):
     return run(world, out, "llama", teacher_logits=str(world / logits), **how)
+
+
+def test_a_folder_of_format_1_does_not_know_the_configuration(world, tmp_path):
+    shutil.copytree(world / "few", tmp_path / "old")
+    header = json.loads((tmp_path / "old" / HEADER).read_text())
+    del header["config"]
+    (tmp_path / "old" / HEADER).write_text(json.dumps(header | {"format": 1}))
+    assert TeacherLogits(tmp_path / "old").header.config == ""
+    made(world, tmp_path / "old", top_k=8)
+    with pytest.raises(T2RError, match="another model"):
+        made(world, tmp_path / "old", "gpt2", top_k=8)
 
 
 def losses(results, stage="distill"):
@@ -223,6 +238,7 @@ def test_the_command_says_what_it_wrote(world, monkeypatch, capsys):
     [
         ({"train": "more.txt"}, "was begun with another text: give another folder"),
         ({"model": "gpt2"}, "was begun with another model"),
+        ({"model": "turned"}, "was begun with another model"),
         ({"block_size": 32}, "was begun with block_size 16, not 32"),
         ({"top_k": 9}, "was begun with top_k 8, not 9"),
         ({"documents": True}, "was begun with documents False, not True"),
@@ -255,6 +271,7 @@ def test_a_full_disk_is_told_before_the_work(world, tmp_path, monkeypatch):
         ({"teacher_logits": "nowhere"}, "has no logits of a teacher: make them by t2r teach MODEL"),
         ({"train": "more.txt"}, r"lacks \d+ of the \d+ blocks of this text"),
         ({"model": "gpt2"}, "has the logits of another model"),
+        ({"model": "turned"}, "has the logits of another model"),
         ({"documents": True}, "was made without --documents, and this conversion is with"),
         ({"overrides": (*SHORT, "block_size=32")}, "has block_size 16, and stage distill 32: give --set"),
         ({"overrides": (*SHORT, "distill.temperature=2")}, "has temperature 1, and stage distill 2"),
@@ -311,7 +328,7 @@ def more_blocks(path):
         ("00000.safetensors", damage, "00000.safetensors is damaged: delete it, and repeat t2r teach"),
         ("blocks.safetensors", damage, "blocks.safetensors cannot be read"),
         ("header.json", lambda path: path.write_text("{}"), "header.json is not that of a folder of t2r teach"),
-        ("header.json", lambda path: path.write_text('{"format": 2}'), "has format 2; this version of t2r supports"),
+        ("header.json", lambda path: path.write_text('{"format": 3}'), "has format 3; this version of t2r supports"),
         ("header.json", lambda path: path.write_text('{"format": 1, "top_k": 3}'), "header.json is damaged"),
         ("header.json", more_blocks, "blocks.safetensors does not belong to header.json"),
     ],

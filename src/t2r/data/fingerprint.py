@@ -17,8 +17,8 @@ SMALL = 1 << 20
 """Files up to this many bytes are identified by their content, larger ones by size and modification time."""
 
 
-LABELS = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Fields of a configuration that do not say what a model computes."""
+LABELS = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "t2r")
+"""Fields of a configuration that do not say what a base model computes."""
 
 
 def cache_folder(kind: str) -> Path:
@@ -85,13 +85,21 @@ def of_weights(model: PreTrainedModel) -> str:
 def of_config(model: PreTrainedModel) -> str:
     """Return the fingerprint of a configuration without names and versions: models with the same weights may differ in
     their positions, or in an activation."""
-
-    def told(fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {str(name): told(value) for name, value in fields.items() if name not in LABELS}
-
     return digest(told(model.config.to_dict()))
+
+
+def told(fields: Any) -> Any:
+    """Return what a configuration says of the computation."""
+    if not isinstance(fields, dict):
+        return fields
+    return {str(name): told(value) for name, value in fields.items() if name not in LABELS}
+
+
+def config_differences(one: PreTrainedModel, other: PreTrainedModel) -> list[str]:
+    """Return the fields in which two models compute differently. Ids of tokens belong to the text, not to a model."""
+    own, theirs = (told(model.config.to_dict()) for model in (one, other))
+    names = sorted(name for name in own.keys() | theirs.keys() if not name.endswith("_token_id"))
+    return [name for name in names if own.get(name) != theirs.get(name)]
 
 
 def some_weights(model: PreTrainedModel) -> dict[str, list[float]]:

@@ -33,7 +33,7 @@ from t2r.errors import T2RError
 from t2r.model.top_k import TopK
 from t2r.storage import kind_of, read_json, whole_file, write_text, writing
 
-FORMAT = 1
+FORMAT = 2
 HEADER, BLOCKS = "header.json", "blocks.safetensors"
 TAUGHT = "taught."
 """How the names of a teacher's tensors in a batch begin."""
@@ -67,6 +67,8 @@ class Header:
     """Blocks of a shard. The last one may have fewer."""
     text: str
     """A hash of all blocks."""
+    config: str = ""
+    """The fingerprint of its configuration. Folders of format 1 have none."""
 
     @property
     def shards(self) -> int:
@@ -97,6 +99,8 @@ class Header:
             raise T2RError(f"{folder / HEADER} is not that of a folder of t2r teach")
         if number > FORMAT:
             raise T2RError(f"{folder} has format {number}; this version of t2r supports up to {FORMAT}: upgrade t2r")
+        if number == 1:
+            found.setdefault("config", "")
         counts = ("vocabulary", "block_size", "top_k", "temperature", "blocks", "shard")
         if (
             found.keys() != hints.keys()

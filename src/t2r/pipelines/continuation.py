@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from t2r.config import T2RConfig
-from t2r.data.fingerprint import of_weights
+from t2r.data.fingerprint import config_differences, of_weights
 from t2r.errors import T2RError
 from t2r.hub import load_model
 from t2r.options import SwapOptions, options_of
@@ -110,6 +110,11 @@ def load_teacher(
     if valued and config.base_weights is not None and of_weights(teacher) != config.base_weights:
         raise T2RError(
             f"{told} has other weights than the model that {name} was converted from: give that as --teacher"
+        )
+    if different := config_differences(teacher, student):
+        raise T2RError(
+            f"the configuration of {told} has another {' and '.join(different)} than that of {name}: give the model "
+            "that it was converted from"
         )
     own = {key: x.shape for key, x in student.named_parameters()}
     if any(own.get(key) != x.shape for key, x in teacher.named_parameters()):

@@ -222,9 +222,10 @@ def prepare(given: Conversion) -> Start:
         if planned.cross_features:
             options["cross_feature_size"] = planned.cross_features
         config = T2RConfig(**options, plan=planned.plan.to_dict())
-    origin = by_main(lambda: origin_of(base if teacher is None else teacher), asked.divided)
+    followed = base if teacher is None else teacher
+    origin = by_main(lambda: origin_of(followed), asked.divided)
     if asked.logits is not None:
-        taught.check(asked.logits, given, plan, origin["base_weights"])
+        taught.check(asked.logits, given, plan, followed, origin["base_weights"])
     facts = {
         "model": base.config.name_or_path,
         "weights": by_main(lambda: of_model(base), asked.divided),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from t2r.data.fingerprint import digest
+from transformers import PreTrainedModel
+
+from t2r.data.fingerprint import digest, of_config
 from t2r.data.teacher_logits import TeacherLogits
 from t2r.errors import T2RError
 from t2r.options import Conversion
@@ -31,10 +33,13 @@ def find(given: Conversion, recipe: Recipe, texts: Texts, sources: list[str]) ->
     return TeacherLogits(given.teacher_logits)
 
 
-def check(logits: TeacherLogits, given: Conversion, plan: Recipe, weights: str | None) -> None:
-    """Raise T2RError if logits do not belong to a teacher with this fingerprint, or not to the stages of the plan."""
+def check(
+    logits: TeacherLogits, given: Conversion, plan: Recipe, teacher: PreTrainedModel, weights: str | None
+) -> None:
+    """Raise T2RError if logits do not belong to a teacher, whose weights have this fingerprint, or not to the stages of
+    the plan."""
     header, folder = logits.header, logits.folder
-    if weights != header.weights:
+    if weights != header.weights or header.config not in ("", of_config(teacher)):
         raise T2RError(f"{folder} has the logits of another model, {header.model}: make them anew by t2r teach")
     if header.documents != given.documents:
         raise T2RError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from t2r.data.blocks import BLOCK_SIZE
-from t2r.data.fingerprint import digest, of_tokenizer, of_weights
+from t2r.data.fingerprint import digest, of_config, of_tokenizer, of_weights
 from t2r.data.progress import Report, progress_bar
 from t2r.data.teacher_logits import (
     BLOCKS,
@@ -145,7 +145,7 @@ class Lesson:
         size = block_size or min(BLOCK_SIZE, max_positions(teacher) or BLOCK_SIZE)
         task.check(teacher, [size])
         task.read()
-        weights = of_weights(teacher)
+        weights, config = of_weights(teacher), of_config(teacher)
         if bf16:
             halve(teacher)
         model: Any = teacher
@@ -169,6 +169,7 @@ class Lesson:
             blocks=len(self.items),
             shard=max(1, SHARD // size),
             text=digest(self.keys.tolist()),
+            config=config,
         )
 
     def write(self, path: Path, blocks: range, report: Callable[[int], None]) -> None:
@@ -245,7 +246,7 @@ def begin(folder: Path, header: Header, keys: NDArray[Any]) -> Header:
 
 def check_same(folder: Path, known: Header, header: Header) -> None:
     """Raise T2RError if a folder was begun with something else."""
-    if known.weights != header.weights:
+    if known.weights != header.weights or known.config not in ("", header.config):
         raise T2RError(f"{folder} was begun with another model, {known.model}: give another folder")
     for name in ("block_size", "documents", "top_k", "temperature", "bf16"):
         if (one := getattr(known, name)) != (other := getattr(header, name)):
