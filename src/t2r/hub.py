@@ -42,7 +42,7 @@ from t2r.options.entrance import entrance
 from t2r.sharding import allow_inside, own, tensors_of
 from t2r.storage import kind_of, shortened
 from t2r.storage.saved_sizes import check_sizes
-from t2r.surgery.adapters import FAMILIES
+from t2r.surgery.adapters import FAMILIES, repaired
 
 INDEX = "model.safetensors.index.json"
 LONGEST_REASON = 400
@@ -130,7 +130,7 @@ def load_model(
     refuse_not_finite(source, model)
     if fsdp_size is not None:
         allow_inside(model)
-    return model
+    return repaired(model)
 
 
 def load_shell(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -139,7 +139,7 @@ def load_shell(source: str, *, revision: str | None = None, trust_remote_code: b
     with explained(source), torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     model.config.name_or_path = source
-    return model.eval()
+    return repaired(model.eval())
 
 
 def class_to_shard(source: str, config: Any, loader: Any) -> Any:

@@ -22,6 +22,7 @@ from t2r.evaluation.variants import Variant, swap_of
 from t2r.hub import auto_class, load_config, load_model, load_tokenizer
 from t2r.options import RunOptions, check
 from t2r.options.entrance import entrance
+from t2r.surgery.adapters import repaired
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +300,9 @@ def _config(source: Model) -> Any:
 
 
 def _loaded(source: Model, dtype: str, device: str) -> PreTrainedModel:
-    return source if isinstance(source, PreTrainedModel) else load_model(str(source), dtype=dtype, device=device)
+    if isinstance(source, PreTrainedModel):
+        return repaired(source)
+    return load_model(str(source), dtype=dtype, device=device)
 
 
 def _title(source: Model) -> str:

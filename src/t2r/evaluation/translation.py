@@ -36,6 +36,7 @@ from t2r.hub import load_config, load_model, need_tokenizer
 from t2r.model.logits import Readout, evaluating, logits_at_once, widened
 from t2r.options import RunOptions
 from t2r.storage import Output, kind_of, writing
+from t2r.surgery.adapters import repaired
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,7 @@ def opened(
     if isinstance(model, PreTrainedModel):
         if tokenizer is None:
             raise T2RError("a model that is given as an object needs its tokenizer beside it")
-        return model, tokenizer
+        return repaired(model), tokenizer
     return load_model(str(model), dtype=dtype, device=device), tokenizer or need_tokenizer(str(model))
 
 

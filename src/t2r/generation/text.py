@@ -28,7 +28,7 @@ from t2r.hub import load_model, need_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.options import GenerationOptions, RunOptions, check, options_of
 from t2r.options.entrance import entrance
-from t2r.surgery.adapters import FAMILIES, family_of
+from t2r.surgery.adapters import FAMILIES, family_of, repaired
 
 # Options that have no effect without sampling or beam search. transformers would only warn.
 NEEDS_SAMPLING = ("temperature", "top_p", "top_k")
@@ -96,6 +96,7 @@ def generate(
         source = str(model)
         model = load_model(source, dtype=dtype, device=device, **hub)
         tokenizer = tokenizer or need_tokenizer(source, **hub)
+    model = repaired(model)
     if tokenizer is None:
         raise T2RError("a model given as an object requires the tokenizer argument")
     set_languages(model, tokenizer, source_language, target_language)

@@ -35,6 +35,7 @@ from t2r.options import CAUSAL, CROSS, RunOptions, SwapOptions
 from t2r.options.entrance import entrance
 from t2r.pipelines.common import Texts
 from t2r.plans import check_nbits
+from t2r.surgery.adapters import repaired
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
 from t2r.tasks.translation import TEACHER
@@ -231,7 +232,7 @@ def plan_memory(
         base = load_model(str(model), dtype="float32", device=str(place), **hub)
         tokenizer = tokenizer or load_tokenizer(model, **hub)
     else:
-        base = model
+        base = repaired(model)
     if tokenizer is None:
         raise T2RError("the model has no tokenizer: give one")
     check_kind(base, texts)

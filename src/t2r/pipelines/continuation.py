@@ -18,6 +18,7 @@ from t2r.hub import load_model
 from t2r.options import SwapOptions, options_of
 from t2r.pipelines.common import load_whole
 from t2r.storage import kind_of
+from t2r.surgery.adapters import repaired
 from t2r.training.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def load_teacher(
     Raises T2RError if the base model is not known or not found, or if the teacher has other weights."""
     config, name = student.t2r_config, name_of(student)
     if isinstance(given, PreTrainedModel):
-        teacher = given.float().to(place)
+        teacher = repaired(given.float().to(place))
     else:
         known = config.base_model if given is None else str(given)
         if known is None:

@@ -30,7 +30,7 @@ from t2r.pipelines.continuation import check_continued, continued_plan, load_tea
 from t2r.pipelines.sharded import by_main
 from t2r.reporting.inspection_tables import EXACT_CROSS
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
-from t2r.surgery.adapters import family_of
+from t2r.surgery.adapters import family_of, repaired
 from t2r.tasks import Task
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, within
@@ -115,7 +115,7 @@ class Asked:
             refuse_quantized(base)
         else:
             refuse_quantized(model)
-            base = model.float().to(self.place)
+            base = repaired(model.float().to(self.place))
         if tokenizer is None:
             raise T2RError("the model has no tokenizer: give one")
         return base, tokenizer

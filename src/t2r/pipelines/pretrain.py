@@ -34,6 +34,7 @@ from t2r.options.calls import flat
 from t2r.pipelines.common import Texts, complete, frozen_copy
 from t2r.reporting.inspection_tables import state_lines
 from t2r.storage import check_destination, kind_of, refuse_deleting, refuse_replacing
+from t2r.surgery.adapters import repaired
 from t2r.tasks.translation import TEACHER
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, within
@@ -236,7 +237,7 @@ def make_model(shape: PreTrainedConfig, options: dict[str, Any], seed: int, init
                 initialize_as_fairseq(model)
         except (ValueError, RuntimeError) as error:
             raise T2RError(f"this configuration of {shape.model_type} is not valid: {error}") from error
-    return swap(model, T2RConfig(**options)) if options else model
+    return swap(model, T2RConfig(**options)) if options else repaired(model)
 
 
 def check_reading(model: PreTrainedModel) -> None:

@@ -2,7 +2,7 @@
 
 from t2r.surgery.adapters.base import Family, Shape, Site, change_class
 from t2r.surgery.adapters.names import FAMILIES, refusal
-from t2r.surgery.adapters.registry import family, family_of
+from t2r.surgery.adapters.registry import family, family_of, repaired
 
 __all__ = [
     "FAMILIES",
@@ -13,4 +13,5 @@ __all__ = [
     "family",
     "family_of",
     "refusal",
+    "repaired",
 ]

@@ -112,6 +112,9 @@ class Family:
         ours = InterfaceAttention if self.recurrent is None else self.recurrent
         return swapped_class(ours, stock)
 
+    def repair(self, model: PreTrainedModel) -> None:
+        """Repair what a base model computes wrongly with some versions of transformers, in place."""
+
     def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
         """Make further changes to a model that its swapped sites or softmax layers require."""
 

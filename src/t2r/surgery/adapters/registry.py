@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from importlib import import_module
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
@@ -12,6 +13,8 @@ from t2r.surgery.adapters import plain
 from t2r.surgery.adapters.base import Family
 from t2r.surgery.adapters.generic import discover
 from t2r.surgery.adapters.names import FAMILIES
+
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 @functools.cache
@@ -22,6 +25,15 @@ def family(model_type: str) -> Family:
     module = import_module(f"t2r.surgery.adapters.{model_type}")
     found: Family = module.FAMILY
     return found if found.about else replace(found, about=(module.__doc__ or "").split(". ")[0].strip().rstrip("."))
+
+
+def repaired(model: Model) -> Model:
+    """Repair what a base model computes wrongly with some versions of transformers, in place, and return it.
+
+    For each model that t2r loads, makes or is given, before it computes anything."""
+    if model.config.model_type in FAMILIES:
+        family(model.config.model_type).repair(model)
+    return model
 
 
 def family_of(model: PreTrainedModel) -> Family:

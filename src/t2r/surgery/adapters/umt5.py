@@ -30,10 +30,16 @@ class UMT5Recurrence(T5Projections):
 
 
 class UMT5Family(RelativeBiasFamily):
+    def repair(self, model: PreTrainedModel) -> None:
+        """Make the decoder causal. In older versions of transformers, its attention does not say that it is, and relies
+        on a causal mask. `sdpa` creates none unless tokens are padded, and then attends to later tokens too. The masks
+        of t2r are not causal either."""
+        for name, module in model.named_modules():
+            if name.endswith(".SelfAttention"):
+                module.is_causal = module.is_decoder
+
     def finish(self, model: PreTrainedModel, swapped: Sequence[Site], kept: Sequence[Site]) -> None:
-        for site in kept:
-            # Older versions of transformers do not set it and rely on a causal mask. The mask of t2r is not causal.
-            site.module.is_causal = not site.cross  # type: ignore[assignment]
+        self.repair(model)
 
 
 FAMILY = t5_like("umt5", UMT5Recurrence, UMT5Family)
