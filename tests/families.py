@@ -74,10 +74,7 @@ T5 = TOKENS | {
 }
 FSMT = SEQ2SEQ | {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "num_beams": 1}
 GEMMA = DECODER | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 9}
-GEMMA2 = GEMMA | {
-    "attn_logit_softcapping": 2.0,
-    "attn_implementation": "eager",
-}  # older versions cap only if eager
+GEMMA2 = GEMMA | {"attn_logit_softcapping": 2.0}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 GEMMA3 = {
     "text_config": GEMMA | {"sliding_window_pattern": 2},

@@ -2,11 +2,17 @@
 
 import pytest
 import torch
-from transformers import UMT5Config, UMT5ForConditionalGeneration
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma2PreTrainedModel,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
 from transformers.models.umt5 import modeling_umt5
 
 import t2r
-from families import T5, batch
+from families import GEMMA2, T5, batch
 from t2r import compat
 from t2r.attention.interface import PADDED
 from t2r.evaluation.translation import opened
@@ -61,3 +67,17 @@ def test_a_repaired_umt5_computes_the_same_with_every_attention(config, padding)
     for name in ("eager", "sdpa", PADDED):
         compat.set_attention_implementation(repaired(model), name)
         torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_gemma_2_caps_its_scores(monkeypatch, tmp_path):
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as in transformers 5.17
+    stock = Gemma2ForCausalLM(Gemma2Config(**GEMMA2)).eval()
+    assert compat.attention_implementation(stock) == "sdpa"
+    stock.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path))
+    compat.set_attention_implementation(stock, "eager")
+    inputs = batch("gemma2", padding=None)
+    torch.testing.assert_close(loaded(**inputs).logits, stock(**inputs).logits)
+    swapped = t2r.swap(loaded)
+    assert compat.attention_implementation(repaired(swapped)) == "t2r"

@@ -6,10 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedModel
 
+from t2r import compat
 from t2r.surgery.adapters.base import Family, Site
 
 
 class Gemma2Family(Family):
+    def repair(self, model: PreTrainedModel) -> None:
+        """Use `eager` attention. `sdpa` does not cap scores: older versions of transformers use it nevertheless."""
+        if model.config.attn_logit_softcapping is not None and compat.attention_implementation(model) == "sdpa":
+            compat.set_attention_implementation(model, "eager")
+
     def notices(self, model: PreTrainedModel, swapped: Sequence[Site]) -> Iterator[str]:
         yield from super().notices(model, swapped)
         cap = model.config.attn_logit_softcapping
