@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import refuse_seq2seq
 from t2r.hub import load_config, load_model, load_tokenizer
+from t2r.surgery.adapters import repaired
 from t2r.words import extra
 
 
@@ -35,6 +36,7 @@ def harness(
         refuse_seq2seq(load_config(source), source)
         tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
         model = load_model(source, dtype=dtype, device=device)
+    model = repaired(model)
     if tokenizer is None:
         raise T2RError("a model given as an object, or saved without a tokenizer, requires the tokenizer argument")
     if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
