@@ -1,12 +1,14 @@
 """Windows with soft edges: their values, and the gradient of their sizes."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2r.errors import T2RError
-from t2r.ops import Windows, soft_windows, window_attention
+from t2r.ops import Windows, soft_window_attention, soft_windows, window_attention
 from t2r.ops.soft_windows import EDGE, REACH
 
 
@@ -16,23 +18,35 @@ def inputs(time=9, heads=4, key_heads=2):
     return [torch.randn(2, n, time, size, generator=generator, dtype=torch.float64) for n, size in shapes]
 
 
-@settings(deadline=None, max_examples=25)
+WAYS = ["by head", "all heads"]
+
+
+@contextmanager
+def computing(way, size=None):
+    """Compute in one way, with blocks of some size: queries of a head, or scores of all heads."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "all heads":
+            patch.delitem(soft_windows.BLOCK, "cpu")
+            patch.setattr(soft_windows, "LEAST", 2)
+            patch.setattr(soft_windows, "AT_ONCE", size or soft_windows.AT_ONCE)
+        elif size:
+            patch.setitem(soft_windows.BLOCK, "cpu", size)
+        yield
+
+
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.floats(1.0, 20.0), min_size=2, max_size=2),
     st.integers(0, 3),
     st.none() | st.integers(1, 9),
     st.none() | st.just(2.0),
-    st.sampled_from([2, 4, 256]),
+    st.sampled_from([(way, size) for way in WAYS for size in (2, 4, 300, None)]),
 )
-def test_values_are_weighted_by_distance(sizes, sinks, bound, softcap, block):
+def test_values_are_weighted_by_distance(sizes, sinks, bound, softcap, how):
     q, k, v = inputs()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(soft_windows.BLOCK, "cpu", block)
-        check_values(q, k, v, sizes, sinks, bound, softcap)
-
-
-def check_values(q, k, v, sizes, sinks, bound, softcap):
-    sums = window_attention(q, k, v, Windows(torch.tensor(sizes).double(), sinks, bound), scaling=0.7, softcap=softcap)
+    windows = Windows(torch.tensor(sizes).double(), sinks, bound)
+    with computing(*how):
+        out = soft_window_attention(q, k, v, windows, scaling=0.7, softcap=softcap)
     for h in range(4):
         for t in range(9):
             scores = 0.7 * k[:, h // 2, : t + 1] @ q[:, h, t, :, None]
@@ -43,33 +57,62 @@ def check_values(q, k, v, sizes, sinks, bound, softcap):
                 weights.append(1.0 if s < sinks else share * (bound is None or t - s < bound))
             weights = torch.tensor(weights).double()[:, None] * scores.exp()
             expected = (weights * v[:, h // 2, : t + 1]).sum(1) / weights.sum(1)
-            torch.testing.assert_close(sums.numerator[:, h, t], expected)
-            torch.testing.assert_close(sums.peak[:, h, t], weights.sum((1, 2)).log())
+            torch.testing.assert_close(out[:, h, t], expected)
 
 
-def test_long_windows_are_whole_attention():
+@pytest.mark.parametrize("way", WAYS)
+def test_long_windows_are_whole_attention(way):
     q, k, v = inputs()
-    soft, hard = (
-        window_attention(q, k, v, Windows(torch.tensor([size] * 2)), scaling=1.0).numerator for size in (9 / REACH, 9)
-    )
+    hard = window_attention(q, k, v, Windows(torch.tensor([9, 9])), scaling=1.0).numerator
+    with computing(way):
+        soft = soft_window_attention(q, k, v, Windows(torch.tensor([9 / REACH] * 2)), scaling=1.0)
     torch.testing.assert_close(soft, hard)
 
 
-@pytest.mark.parametrize("block", [2, 256])
-def test_sizes_have_a_gradient(block, monkeypatch):
-    monkeypatch.setitem(soft_windows.BLOCK, "cpu", block)
+@pytest.mark.parametrize("bound", [None, 4])
+@pytest.mark.parametrize(("way", "size"), [("by head", 2), ("by head", 256), ("all heads", 48), ("all heads", None)])
+def test_sizes_have_a_gradient(way, size, bound):
     q, k, v = (x[:1, :, :6].requires_grad_() for x in inputs())
     sizes = torch.tensor([2.7, 4.1], dtype=torch.float64, requires_grad=True)
 
     def call(*given):
-        sums = window_attention(*given[:3], Windows(given[3], 1), scaling=1.0)
-        return sums.numerator, sums.peak
+        return soft_window_attention(*given[:3], Windows(given[3], 1, bound), scaling=1.0)
 
-    assert torch.autograd.gradcheck(call, (q, k, v, sizes))
+    with computing(way, size):
+        assert torch.autograd.gradcheck(call, (q, k, v, sizes))
 
 
-def test_padding_is_refused():
+def test_both_ways_agree_in_bfloat16():
+    """What a GPU computes: the bias has few bits, and its gradient is summed with more."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 300, 16, generator=generator).bfloat16() for n in (6, 2, 2))
+    found = []
+    for way in WAYS:
+        sizes = torch.tensor([40.0, 150.0], requires_grad=True)
+        with computing(way):
+            out = soft_window_attention(q, k, v, Windows(sizes, 4, 300), scaling=0.25)
+        assert out.dtype == torch.bfloat16
+        (slope,) = torch.autograd.grad((out.float() * v.repeat_interleave(3, 1).roll(1, 2)).sum(), sizes)
+        assert slope.dtype == torch.float32
+        found.append((out, slope))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0.02, atol=0.01)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0.03, atol=0)
+
+
+def test_only_scores_at_once_are_limited():
+    """Nothing of the size of all scores is formed, and the keys after a block of queries are not looked at."""
     q, k, v = inputs()
-    origin = torch.zeros(2, 9, dtype=torch.long)
-    with pytest.raises(T2RError, match="without padding"):
-        window_attention(q, k, v, Windows(torch.ones(2)), scaling=1.0, origin=origin)
+    seen = []
+    with computing("all heads", 4 * 2 * 9 * 4), pytest.MonkeyPatch.context() as patch:
+        real = soft_windows.biased
+        patch.setattr(soft_windows, "biased", lambda *given: (
+            seen.append((given[0].shape[2], given[1].shape[2])), real(*given))[1])  # fmt: skip
+        soft_window_attention(q, k, v, Windows(torch.tensor([3.0, 5.0]).double()), scaling=1.0)
+    assert seen == [(4, 4), (4, 8), (1, 9)]
+
+
+def test_sums_are_refused():
+    """Other memories cannot add to the average alone."""
+    q, k, v = inputs()
+    with pytest.raises(T2RError, match="windows with soft edges have no sums"):
+        window_attention(q, k, v, Windows(torch.ones(2)), scaling=1.0)

@@ -170,6 +170,8 @@ class Recurrence(nn.Module):
 
     def attend_window(self, inputs: Inputs, layer: Any) -> Tensor:
         """Attend to the window, and with the state to what has left it. Both have one denominator."""
+        if self.window_sizes.is_floating_point():
+            return self.attend_softly(inputs)
         near, left, rows = self.attend_near(inputs, layer)
         parts = near
         if (features := self.fused_beside(near, inputs, rows, layer)) is not None:
@@ -188,6 +190,15 @@ class Recurrence(nn.Module):
         if len(parts) == 1:
             return rows.unpacked(parts[0].numerator)
         return rows.unpacked(ops.combine(parts, inputs.v.dtype))
+
+    def attend_softly(self, inputs: Inputs) -> Tensor:
+        """Attend to a window with soft edges, which is alone: it is how a plan is looked for (`t2r.budgets`)."""
+        rows = Rows.of(*padding_and_starts(inputs.mask, inputs.q.shape[2]))
+        if self.has_map or rows.origin is not None:
+            raise T2RError("windows with soft edges require one document in each row, and no states")
+        q, k, v = map(rows.packed, inputs[:3])
+        how = {"scaling": inputs.scaling, "softcap": inputs.softcap}
+        return rows.unpacked(ops.soft_window_attention(q, k, v, self.windows(), **how))
 
     def fused_beside(self, near: list[ops.Sums], inputs: Inputs, rows: Rows, layer: Any) -> ops.Features | None:
         """Return how the kernel of a step adds the state to the window. None: they are added here."""

@@ -196,7 +196,7 @@ class Descent:
             worth = [own + ANSWERS * x for own, x in zip(worth, more, strict=True)]
         if not all(bool(x.isfinite().all()) for x in worth):
             raise T2RError("the logits of the model are not finite on this text: its heads cannot be measured")
-        self.value = [MEMORY * old + (1 - MEMORY) * x.cpu() for old, x in zip(self.value, worth, strict=True)]
+        self.value = [MEMORY * old + (1 - MEMORY) * x for old, x in zip(self.value, worth, strict=True)]
         unbiased = 1 - MEMORY ** (number + 1)
         ratios = [
             (x / unbiased / layer.token).clamp_min(LEAST).log()
@@ -220,20 +220,20 @@ class Descent:
 
     def moved(self, ratios: Sequence[Tensor], memory: float) -> list[Tensor]:
         """Return the sizes after a step in which they get a number of bytes, at one price for all."""
-        bounds = list(zip(self.smallest(), self.longest, strict=True))
+        # In one tensor: layer by layer, the search for the price would be thousands of small operations.
+        logs, ratio, least, most = (torch.cat([*rows]) for rows in (self.logs, ratios, self.smallest(), self.longest))
+        heads = [len(row) for row in self.logs]
+        costs = torch.cat([torch.full((x.heads,), x.token, dtype=torch.float64) for x in self.costs.layers])
 
-        def at(price: float) -> list[Tensor]:
-            return [
-                (x + PACE * (ratio - price).clamp(-FARTHEST, FARTHEST)).clamp(least, most)
-                for x, ratio, (least, most) in zip(self.logs, ratios, bounds, strict=True)
-            ]
+        def at(price: float) -> Tensor:
+            return (logs + PACE * (ratio - price).clamp(-FARTHEST, FARTHEST)).clamp(least, most)
 
         low, high = math.log(LEAST) - 99.0, 99.0
         for _ in range(60):
             price = (low + high) / 2
-            used = sum(float((2**x).sum()) * layer.token for x, layer in zip(at(price), self.costs.layers, strict=True))
+            used = float((2 ** at(price)).double() @ costs)
             low, high = (price, high) if used > memory else (low, price)
-        return at(high)
+        return list(at(high).split(heads))
 
 
 def grid(longest: int) -> list[int]:

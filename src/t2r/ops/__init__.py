@@ -23,6 +23,7 @@ from t2r.ops.common import (
 from t2r.ops.functional import absorb, computes_features, linear_attention, look, step
 from t2r.ops.registry import backends, choose
 from t2r.ops.rules import Rule, Sum
+from t2r.ops.soft_windows import soft_window_attention
 from t2r.ops.weights import attention_weights
 from t2r.ops.windows import window_attention
 
@@ -46,6 +47,7 @@ __all__ = [
     "linear_attention",
     "look",
     "normalize",
+    "soft_window_attention",
     "step",
     "window_attention",
 ]

@@ -16,7 +16,6 @@ from torch import Tensor
 from t2r.errors import T2RError
 from t2r.ops.common import Sums, Windows, accumulator_dtype, fold_groups
 from t2r.ops.registry import BACKENDS, PREFERENCE
-from t2r.ops.soft_windows import soft_window_attention
 
 BLOCK = 256
 """Queries that are computed at once. Their keys are those of a block and of the largest window before it."""
@@ -51,10 +50,7 @@ def window_attention(
     if windows.sizes.shape != k.shape[1:2]:
         raise T2RError(f"windows must have a size for each of {k.shape[1]} key heads; got {len(windows.sizes)}")
     if windows.sizes.is_floating_point():
-        if origin is not None:
-            raise T2RError("windows with soft edges require whole sequences without padding")
-        out, lse = soft_window_attention(q, k, v, *windows, scaling, softcap)
-        return Sums(out, torch.ones_like(lse), peak=lse)
+        raise T2RError("windows with soft edges have no sums: they are for soft_window_attention")
     triton = BACKENDS["triton"]
     fits = q.device.type in (triton.abilities.devices or ()) and q.dtype in triton.abilities.dtypes
     fits = fits and softcap is None and q.shape[3] <= 256
