@@ -22,6 +22,8 @@ from t2r.budgets.limited import Limited
 from t2r.budgets.planning import Planner
 from t2r.errors import T2RError
 from t2r.evaluation.sizes import memory_of
+from t2r.model import logits
+from t2r.ops import soft_windows
 from t2r.ops.soft_windows import REACH
 from t2r.pipelines.budget import plan_memory
 from t2r.pipelines.convert import convert
@@ -185,6 +187,22 @@ def test_the_worth_of_a_token_is_the_slope_of_the_divergence():
                 each[layer][head] += by
             low, high = (limited.worth(blocks, each, where)[0] for each in moved)
             assert float(worth[layer][head]) == pytest.approx((low - high) / 0.1, rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_worth_is_the_same_on_a_gpu(family, monkeypatch):
+    """There, all heads are computed at once, and the logits block by block."""
+    model = tiny(family, torch.float64)
+    blocks = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    limited = Limited(model, Costs.of(model, 40), blocks)
+    sizes = [torch.linspace(9.3, 21.7, layer.heads) + i for i, layer in enumerate(limited.costs.layers)]
+    divergence, worth = limited.worth(blocks, sizes)
+    monkeypatch.delitem(soft_windows.BLOCK, "cpu")
+    monkeypatch.setitem(logits.AT_ONCE, "cpu", 30 * model.config.vocab_size)
+    again, same = limited.worth(blocks, sizes)
+    assert again == pytest.approx(divergence, rel=1e-6)
+    torch.testing.assert_close(torch.cat(same), torch.cat(worth), rtol=1e-5, atol=1e-12)
+    assert torch.cat(worth).abs().min() > 1e-9
 
 
 def test_the_longest_windows_lose_nothing():

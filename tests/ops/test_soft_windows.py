@@ -34,7 +34,7 @@ def computing(way, size=None):
         yield
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.floats(1.0, 20.0), min_size=2, max_size=2),
     st.integers(0, 3),
@@ -44,7 +44,7 @@ def computing(way, size=None):
 )
 def test_values_are_weighted_by_distance(sizes, sinks, bound, softcap, how):
     q, k, v = inputs()
-    windows = Windows(torch.tensor(sizes).double(), sinks, bound)
+    windows = Windows(torch.tensor(sizes, dtype=torch.float64), sinks, bound)
     with computing(*how):
         out = soft_window_attention(q, k, v, windows, scaling=0.7, softcap=softcap)
     for h in range(4):
@@ -69,10 +69,12 @@ def test_long_windows_are_whole_attention(way):
     torch.testing.assert_close(soft, hard)
 
 
-@pytest.mark.parametrize("bound", [None, 4])
-@pytest.mark.parametrize(("way", "size"), [("by head", 2), ("by head", 256), ("all heads", 48), ("all heads", None)])
+@pytest.mark.parametrize(
+    ("way", "size", "bound"),
+    [("by head", 2, None), ("by head", 256, 4), ("all heads", 40, 4), ("all heads", None, None)],
+)
 def test_sizes_have_a_gradient(way, size, bound):
-    q, k, v = (x[:1, :, :6].requires_grad_() for x in inputs())
+    q, k, v = (x[:1, :, :5].requires_grad_() for x in inputs())
     sizes = torch.tensor([2.7, 4.1], dtype=torch.float64, requires_grad=True)
 
     def call(*given):
@@ -83,12 +85,12 @@ def test_sizes_have_a_gradient(way, size, bound):
 
 
 def test_both_ways_agree_in_bfloat16():
-    """What a GPU computes: the bias has few bits, and its gradient is summed with more."""
+    """The bias has few bits, and its gradient is summed with more."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, 300, 16, generator=generator).bfloat16() for n in (6, 2, 2))
     found = []
     for way in WAYS:
-        sizes = torch.tensor([40.0, 150.0], requires_grad=True)
+        sizes = torch.tensor([41.3, 150.7], requires_grad=True)
         with computing(way):
             out = soft_window_attention(q, k, v, Windows(sizes, 4, 300), scaling=0.25)
         assert out.dtype == torch.bfloat16

@@ -80,8 +80,8 @@ _KERNELS = threading.Lock()
 def biased(q: Tensor, k: Tensor, v: Tensor, sizes: Tensor, sinks: int, bound: int | None, scaling: float) -> Tensor:
     """Attend with the last queries of a sequence."""
     bias: Tensor = _Bias.apply(sizes, q.shape[2], k.shape[2], sinks, bound, q.dtype)
-    # That of cuDNN would be chosen for a bias with a gradient, too, and has none. The choice belongs to the process: two
-    # threads that change it at the same time would restore each other's.
+    # The kernel of cuDNN has no gradient of the bias, and could be chosen all the same. The choice belongs to the process:
+    # two threads that change it at the same time would restore each other's.
     with _KERNELS, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
 
@@ -135,7 +135,7 @@ def by_position(numbers: Tensor, queries: int, after: float) -> Tensor:
 def by_head(q: Tensor, k: Tensor, v: Tensor, windows: Windows, scaling: float, softcap: float | None) -> Tensor:
     """Attend with one head after the other, block by block."""
     sizes, sinks, bound = windows
-    (rows, heads, time, _), group = q.shape, q.shape[1] // k.shape[1]
+    (rows, _, time, _), group = q.shape, q.shape[1] // k.shape[1]
     block = BLOCK.get(q.device.type) or max(LEAST, WIDE // (rows * group * time))
     limit = time if bound is None else min(time, bound)
     # The device is not waited for if its only block sees all keys before it anyway.
