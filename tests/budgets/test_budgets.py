@@ -195,7 +195,7 @@ def test_the_worth_is_the_same_on_a_gpu(family, monkeypatch):
     model = tiny(family, torch.float64)
     blocks = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
     limited = Limited(model, Costs.of(model, 40), blocks)
-    sizes = [torch.linspace(9.3, 21.7, layer.heads) + i for i, layer in enumerate(limited.costs.layers)]
+    sizes = [torch.linspace(0.31, 0.87, layer.heads) * layer.longest for layer in limited.costs.layers]
     divergence, worth = limited.worth(blocks, sizes)
     monkeypatch.delitem(soft_windows.BLOCK, "cpu")
     monkeypatch.setitem(logits.AT_ONCE, "cpu", 30 * model.config.vocab_size)

@@ -197,8 +197,8 @@ class Recurrence(nn.Module):
         if self.has_map or rows.origin is not None:
             raise T2RError("windows with soft edges require one document in each row, and no states")
         q, k, v = map(rows.packed, inputs[:3])
-        how = {"scaling": inputs.scaling, "softcap": inputs.softcap}
-        return rows.unpacked(ops.soft_window_attention(q, k, v, self.windows(), **how))
+        scaling, softcap = inputs.scaling, inputs.softcap
+        return rows.unpacked(ops.soft_window_attention(q, k, v, self.windows(), scaling=scaling, softcap=softcap))
 
     def fused_beside(self, near: list[ops.Sums], inputs: Inputs, rows: Rows, layer: Any) -> ops.Features | None:
         """Return how the kernel of a step adds the state to the window. None: they are added here."""

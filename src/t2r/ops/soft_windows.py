@@ -71,7 +71,8 @@ def all_heads(q: Tensor, k: Tensor, v: Tensor, windows: Windows, scaling: float)
                    scaling, use_reentrant=False, preserve_rng_state=False)
         for start in range(0, time, block)
     ]  # fmt: skip
-    return torch.cat(parts, 2).unflatten(0, (rows, group)).transpose(1, 2).flatten(1, 2)
+    out: Tensor = torch.cat(parts, 2).unflatten(0, (rows, group))
+    return out.transpose(1, 2).flatten(1, 2)
 
 
 _KERNELS = threading.Lock()
@@ -80,8 +81,8 @@ _KERNELS = threading.Lock()
 def biased(q: Tensor, k: Tensor, v: Tensor, sizes: Tensor, sinks: int, bound: int | None, scaling: float) -> Tensor:
     """Attend with the last queries of a sequence."""
     bias: Tensor = _Bias.apply(sizes, q.shape[2], k.shape[2], sinks, bound, q.dtype)
-    # The kernel of cuDNN has no gradient of the bias, and could be chosen all the same. The choice belongs to the process:
-    # two threads that change it at the same time would restore each other's.
+    # The kernel of cuDNN has no gradient of the bias, and could be chosen all the same. The choice belongs to the
+    # process: two threads that change it at the same time would restore each other's.
     with _KERNELS, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
 
@@ -183,4 +184,5 @@ def of_block(
     peak = scores.detach().amax(-1, keepdim=True)
     weights = (scores - peak).exp() * weight
     weights = weights / weights.sum(-1, keepdim=True)
-    return (weights.to(v.dtype) @ values[:, :, None]).squeeze(1)
+    out: Tensor = (weights.to(v.dtype) @ values[:, :, None]).squeeze(1)
+    return out
