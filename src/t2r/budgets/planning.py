@@ -17,7 +17,7 @@ from t2r.budgets.limited import Limited
 from t2r.budgets.text import Text, evenly
 from t2r.data.fingerprint import digest, of_config, of_weights
 from t2r.errors import T2RError
-from t2r.evaluation.generation import recall_questions, repeated_sentences
+from t2r.evaluation.generation import recall_questions, recall_sentences, repeated_sentences
 from t2r.ops.stored import AS_THEY_ARE
 from t2r.plans import MemoryPlan
 
@@ -112,6 +112,7 @@ class Planner:
         if self.questions is not None and (able := self.limited.right(*self.questions)) < KNOWN:
             logger.info("recall: the model itself answers %.0f %% of the questions: it is not asked", 100 * able)
             self.questions = None
+        self.sentences = None if tokenizer is None or self.questions is None else recall_sentences(tokenizer)
         if text is None:
             assert isinstance(blocks, Tensor), "pairs require a name"
             text = digest(blocks.tolist())
@@ -134,7 +135,7 @@ class Planner:
         if self.questions is None or self.tokenizer is None:
             return None
         rows = ASKED.get(self.model.device.type, AT_ONCE)
-        return repeated_sentences(self.tokenizer, self.text, self.context, rows, seed=step)
+        return repeated_sentences(self.tokenizer, self.text, self.context, rows, seed=step, sentences=self.sentences)
 
     def plan(self, memory: int, features: int | None = None, nbits: int = AS_THEY_ARE) -> Planned:
         """Return the plan for a number of bytes.

@@ -204,7 +204,7 @@ def recall(
     """
     if trials < 1 or choices < 2 or min(distances, default=0) < 0:
         raise T2RError("recall requires at least 1 trial, 2 choices, and distances of 0 or more")
-    text, sentences = _ids(tokenizer, filler), _sentences(tokenizer)
+    text, sentences = _ids(tokenizer, filler), recall_sentences(tokenizer)
     results = []
     for distance in distances:
         rng = random.Random(seed)
@@ -235,7 +235,7 @@ def recall_questions(
 ) -> tuple[Tensor, Tensor]:
     """Return the questions of `recall` as token ids `[trials, length]`, with the longest distance that fits, and the
     first tokens of the choices `[trials, choices]`, the right one first."""
-    rng, sentences = random.Random(seed), _sentences(tokenizer)
+    rng, sentences = random.Random(seed), recall_sentences(tokenizer)
     asked = [_trial(tokenizer, sentences, rng, choices) for _ in range(trials)]
     distance = length - LEAD - max(len(t.key) + len(t.question) for t in asked)
     if distance < 0 or len(text) < length:
@@ -245,11 +245,11 @@ def recall_questions(
 
 
 def repeated_sentences(
-    tokenizer: Tokenizer, text: list[int], length: int, rows: int, *, seed: int = 0
+    tokenizer: Tokenizer, text: list[int], length: int, rows: int, *, seed: int = 0, sentences: Sentences | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return texts in which sentences of `recall` occur twice, at all distances: token ids `[rows, length]`, and which
-    tokens precede a word that the first occurrence told."""
-    rng, sentences = random.Random(seed), _sentences(tokenizer)
+    tokens precede a word that the first occurrence told. Many calls are faster with the `recall_sentences`."""
+    rng, sentences = random.Random(seed), sentences or recall_sentences(tokenizer)
     keys = [
         {
             name: _ids(tokenizer, f"\nThe password of the {name} is {word}.\n")
@@ -300,7 +300,7 @@ def fitting_distances(
 
 def recall_tokens(tokenizer: Tokenizer) -> int:
     """Return the maximum number of tokens of a trial of `recall`, without its distance."""
-    sentences = _sentences(tokenizer)
+    sentences = recall_sentences(tokenizer)
     questions = [len(question) + max(map(len, answers.values())) for question, answers in sentences.values()]
     key = max(len(_ids(tokenizer, f"\nThe password of the {name} is {word}.\n")) for name in NAMES for word in WORDS)
     return LEAD + key + max(questions)
@@ -330,7 +330,7 @@ def _context(trial: _Trial, text: list[int], length: int, distance: int, rng: ra
     return piece[:lead] + trial.key + piece[lead:] + trial.question
 
 
-def _sentences(tokenizer: Tokenizer) -> Sentences:
+def recall_sentences(tokenizer: Tokenizer) -> Sentences:
     """Return questions and answers, split at the first token that differs between the words.
 
     If a tokenizer has a separate token for the space before a word, that token belongs to the question."""
