@@ -113,6 +113,24 @@ def test_only_scores_at_once_are_limited():
     assert seen == [(4, 4), (4, 8), (1, 9)]
 
 
+def test_sizes_alone_may_have_a_gradient(monkeypatch):
+    """The kernel of a GPU has one for the bias only if queries, keys or values have one too."""
+    q, k, v = inputs()
+    sizes = torch.tensor([2.7, 4.1], dtype=torch.float64, requires_grad=True)
+    real, slopes, asked = soft_windows.scaled_dot_product_attention, [], []
+    monkeypatch.setattr(soft_windows, "scaled_dot_product_attention", lambda q, *given, **how: (
+        asked.append(q.requires_grad), real(q, *given, **how))[1])  # fmt: skip
+    for way in WAYS:
+        with computing(way):
+            out = soft_window_attention(q, k, v, Windows(sizes, 1), scaling=1.0)
+            slopes += torch.autograd.grad(out.pow(2).sum(), sizes)
+    torch.testing.assert_close(*slopes)
+    assert asked == [True, True]  # in the backward pass again
+    with computing("all heads"), torch.no_grad():
+        soft_window_attention(q, k, v, Windows(sizes, 1), scaling=1.0)
+    assert asked == [True, True, False]
+
+
 def test_sums_are_refused():
     """Other memories cannot add to the average alone."""
     q, k, v = inputs()
