@@ -82,8 +82,8 @@ def biased(q: Tensor, k: Tensor, v: Tensor, sizes: Tensor, sinks: int, bound: in
     """Attend with the last queries of a sequence."""
     bias: Tensor = _Bias.apply(sizes, q.shape[2], k.shape[2], sinks, bound, q.dtype)
     if bias.requires_grad and not q.requires_grad:
-        # As in the first layer of a frozen model. If only the bias has a gradient, torch lets the kernel of the backward
-        # pass read logarithms of sums that it has not made (pytorch/pytorch#148476).
+        # In the first layer of a frozen model. If only the bias has a gradient, the kernel of the backward pass reads
+        # logarithms of sums that torch has not made (pytorch/pytorch#148476).
         q = q.detach().requires_grad_()
     # The kernel of cuDNN has no gradient of the bias, and could be chosen all the same. The choice belongs to the
     # process: two threads that change it at the same time would restore each other's.
