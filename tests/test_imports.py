@@ -35,11 +35,12 @@ def run(code):
     return done.stdout
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [pytest.param(ORDERS[0], marks=pytest.mark.slow), ORDERS[1]])
 def test_any_order_of_imports_works(order):
     run("\n".join(order) + LOADS)
 
 
+@pytest.mark.slow
 def test_any_part_can_be_imported_first():
     """Each part in a fork of a process that has imported torch and transformers, which takes most of the time."""
     fork = (

@@ -83,6 +83,7 @@ def given(toy, out="out"):
     return {"data_folder": toy / "texts", "models": {"teacher": str(toy / "llama")}, "out": toy / out}
 
 
+@pytest.mark.slow
 def test_an_experiment_from_end_to_end_and_again(toy, capfd):
     record = reproduce(str(toy / "toy.yaml"), **given(toy), steps=["rnn"])
     assert [part["name"] for part in record["steps"]] == ["rnn"]

@@ -266,7 +266,9 @@ def test_the_number_of_kernels(name, monkeypatch):
     assert (layer.total(), counts[0].total() - layer.total()) == KERNELS[name], (layer, counts[0])
 
 
-@pytest.mark.parametrize("name", ["windows and states", "windows and many states"])
+@pytest.mark.parametrize(
+    "name", ["windows and states", pytest.param("windows and many states", marks=pytest.mark.slow)]
+)
 @torch.no_grad()
 def test_a_step_of_windows_and_states_in_kernels(name, monkeypatch):
     """The kernels add the state to the window: until every window was filled, in rows that began at other times."""

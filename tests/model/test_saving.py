@@ -330,7 +330,7 @@ LOADS = """
 @pytest.mark.parametrize(
     "first",
     [
-        "import t2r",
+        pytest.param("import t2r", marks=pytest.mark.slow),
         pytest.param("import transformers.models.auto.modeling_auto, t2r", marks=pytest.mark.slow),
         "options = remote",
     ],

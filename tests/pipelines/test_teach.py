@@ -145,6 +145,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_teach_and_train(world, tmp_path):
     """Both write shards; then they train as copies (DDP), and as parts of one model (FSDP)."""
     common = {"train": str(world / "train.txt"), "device": "cpu", "progress": False}
