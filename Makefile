@@ -6,7 +6,8 @@ INSTALLED := .venv/.installed
 OLDEST := .venv-oldest/.installed
 VLLM := .venv-vllm/.installed
 # Registration, saving, states, generation, the command line, a conversion, and each family once.
-OLDEST_TESTS := tests/test_imports.py tests/test_compat.py tests/attention tests/generation tests/model/test_saving.py tests/cli/test_cli.py \
+OLDEST_TESTS := tests/test_imports.py tests/test_compat.py $(addprefix tests/attention/test_,static.py state.py plans.py) \
+	$(addprefix tests/generation/test_,engine.py engine_families.py beams.py recorded_generate.py softmax.py) tests/model/test_saving.py tests/cli/test_cli.py \
 	tests/surgery/test_generic_adapter.py tests/surgery/test_families.py tests/surgery/test_repairs.py tests/pipelines/test_convert.py \
 	-k "not test_families and not test_convert and not test_imports and not test_plans and not task or exact_attention or trainer or peft \
 	or (test_generates_like and greedy) or (test_plans and llama and states and not some) or whole_way or stays_what or continuing_from or order1 or hook"

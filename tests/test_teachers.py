@@ -95,7 +95,9 @@ ENGLISH = [
 ]
 
 
-@pytest.mark.parametrize(("recurrent", "memory"), [("causal", "1MiB"), ("both", "0.8MiB")])
+@pytest.mark.parametrize(
+    ("recurrent", "memory"), [("causal", "1MiB"), pytest.param("both", "0.8MiB", marks=pytest.mark.slow)]
+)
 def test_a_translator_within_a_memory_budget(teachers, tmp_path, monkeypatch, recurrent, memory):
     """Planned, trained for a step, saved and loaded. It translates a batch in the engine as in `generate`."""
     monkeypatch.setenv("T2R_CACHE", str(tmp_path / "cache"))

@@ -892,6 +892,7 @@ def test_another_number_of_threads_gives_nearly_the_same_result(world, tmp_path,
         torch.testing.assert_close(x, other[name], rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_two_processes_get_the_losses_of_one(world, tmp_path):
     arguments = command(world, tmp_path / "two", "--valid", str(world / "valid.txt"), "--device", "cpu", "--json")
     # Not `accelerate launch --cpu`, which always starts one process.

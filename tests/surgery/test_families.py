@@ -131,7 +131,13 @@ DECAY = {"decay": True, "rotary": False, "feature_map": "hedgehog", "feature_siz
 
 @family
 @kept
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"do_sample": False}, id="greedy"),
+        pytest.param({"num_beams": 3}, id="beams", marks=pytest.mark.slow),
+    ],
+)
 def test_with_decay_it_generates_like_recomputation(model_type, softmax_layers, options):
     model = swapped(model_type, **DECAY, softmax_layers=softmax_layers)
     assert_generates_like_recomputation(model, model_type, **options)
