@@ -238,9 +238,10 @@ class Descent:
 
 def grid(longest: int) -> list[int]:
     """Return the windows that a head may have: two for each power of two, so that heads of a layer often have the
-    same, and can be stored together."""
+    same, and can be stored together. None is just below the longest: a soft window of that size still sees a little of
+    everything, and so the heads that answer about the first words would lose exactly those."""
     sizes = [round(SMALLEST * 2 ** (i / 2)) for i in range(64)]
-    return [*(size for size in sizes if size < longest / 2**0.25), longest]
+    return [*(size for size in sizes if size < longest * (1 if size == SMALLEST else REACH)), longest]
 
 
 def fitted(sizes: Sequence[Sequence[float]], costs: Costs, memory: int | None = None) -> list[list[int]]:
