@@ -28,17 +28,18 @@ STEPS = ("budget-", "alone-")
 """The beginnings of the names of the evaluations. What follows is the budget."""
 
 
-def rows_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def rows_of(*records: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the rows of the evaluations of all budgets, with their kind: the teacher once, and the others by memory and
-    divergence."""
+    divergence. A budget that the first record does not have is that of the next."""
     found: list[tuple[str, Mapping[str, Any]]] = []
-    for part in record["steps"]:
-        if part["name"].startswith(STEPS) and "result" in part:
+    steps = {part["name"]: part for record in reversed(records) for part in record["steps"] if "result" in part}
+    for name, part in steps.items():
+        if name.startswith(STEPS):
             teacher, *others = part["result"]
             if not found:
                 yield "teacher", teacher
             found += [("variant" if "variant" in row else row["model"].partition("-")[0], row) for row in others]
-    found += [(kind, row) for kind, row in others_of(record) if found]
+    found += [(kind, row) for kind, row in others_of(records[0]) if found]
     yield from sorted(found, key=lambda each: (-round(each[1]["kept_bytes"], -5), each[1]["kl"]))
 
 
@@ -53,11 +54,11 @@ def others_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
                 yield ("variant" if variant else model), row | at
 
 
-def table(record: Mapping[str, Any]) -> str:
-    """Return a row for each model: its memory, perplexity, divergence and recall."""
+def table(*records: Mapping[str, Any]) -> str:
+    """Return a row for each model of `rows_of`: its memory, perplexity, divergence and recall."""
     rows: list[list[str]] = []
     distances: list[int] = []
-    for kind, row in rows_of(record):
+    for kind, row in rows_of(*records):
         distances = [part["distance"] for part in row["recall"]] if kind == "teacher" else distances
         ratio = "" if row.get("ratio") is None else f" ({100 * (row['ratio'] - 1):+.1f} %)"
         title = f"the model itself, {row['window']:,} tokens" if kind == "teacher" else MODELS[kind]

@@ -2,8 +2,8 @@
 
 docs/records has a page for each record, with its commands and all its tables, and the claims of the paper for each
 scale. In the other pages, `<!-- summary: NAME -->` starts a table of summaries.py, `<!-- claims: SCALE -->` the claims
-of the paper, and `<!-- budgets: NAME -->` the table of an experiment about memory budgets. All end with `<!-- end -->`.
-The text between such parts is written by hand.
+of the paper, and `<!-- budgets: NAME … -->` the table of an experiment about memory budgets, where later records fill
+in the budgets that the first does not have. All end with `<!-- end -->`. The text between such parts is written by hand.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ def page(text: str) -> str:
 
 
 def _part(kind: str, names: Sequence[str]) -> str:
-    make = {"summary": summaries.summary, "claims": summaries.claims, "budgets": budgets_of}[kind]
+    if kind == "budgets":
+        return budgets_of(*names)
+    make = {"summary": summaries.summary, "claims": summaries.claims}[kind]
     return "".join(map(make, names))
 
 
-def budgets_of(name: str) -> str:
+def budgets_of(*names: str) -> str:
     """Return the table of an experiment about memory budgets."""
-    if (record := recorded(name)) is None:
-        return f"Not recorded yet: `t2r reproduce {name}`.\n"
-    return budgets.table(record)
+    records = [record for name in names if (record := recorded(name))]
+    return budgets.table(*records) if records else f"Not recorded yet: `t2r reproduce {names[0]}`.\n"
 
 
 # --- Pages of records -------------------------------------------------------------------------------------

@@ -72,8 +72,8 @@ def test_the_first_table_is_part_of_that_of_memory_budgets():
 
 
 def test_the_minutes_of_the_plans_and_trainings():
-    steps = {step["name"]: step for step in recorded("smollm2-memory-eight")["steps"]}
-    trained = max(sum(steps[f"trained-{n}"]["result"]["seconds"].values()) for n in (8, 4, 2, 1)) / 60
+    steps = {step["name"]: step for step in recorded("smollm2-memory-gentle")["steps"]}
+    trained = max(sum(steps[f"trained-{n}"]["result"]["seconds"].values()) for n in (8, 4)) / 60
     assert f"took up to {trained:.1f} minutes each, after {steps['plans']['seconds'] / 60:.1f} for all plans" in WORDS
 
 
