@@ -3,7 +3,8 @@
 docs/records has a page for each record, with its commands and all its tables, and the claims of the paper for each
 scale. In the other pages, `<!-- summary: NAME -->` starts a table of summaries.py, `<!-- claims: SCALE -->` the claims
 of the paper, and `<!-- budgets: NAME … -->` the table of an experiment about memory budgets, where later records fill
-in the budgets that the first does not have. All end with `<!-- end -->`. The text between such parts is written by hand.
+in the budgets that the first does not have. All end with `<!-- end -->`.
+The text between such parts is written by hand.
 """
 
 from __future__ import annotations
