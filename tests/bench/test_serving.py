@@ -13,6 +13,7 @@ from t2r import T2RError
 from t2r.bench import serving
 from t2r.bench.client import Client, Refused
 from t2r.cli import app
+from t2r.experiments.results import serving_tables
 from t2r.serving.served import ServedModel
 
 SMALL = ["--users", "1", "--users", "3", "--prompt", "5", "--prompt", "20", "--new-tokens", "4", "--gap", "1"]
@@ -52,6 +53,9 @@ def test_both_models_are_measured(server):
     assert [note.partition(":")[0] for note in report["notes"]] == ["rnn", "llama"]
     assert all("no turn after 400 tokens" in note for note in report["notes"])
     assert not service.running
+    users, conversation = serving_tables(report)  # of a record
+    assert users.count("\n") == 6 and conversation.count("\n") == 6
+    assert "| 30 tokens | llama |" in conversation
 
 
 def test_the_tables_can_be_shown(server):

@@ -28,7 +28,8 @@ GROUPS = "pair"
 
 
 def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
-    """Return the table of a grid. Rows are the models that were made, by pair, in the order of the experiment."""
+    """Return the table of a grid. Rows are the models that were made, by pair, in the order of the experiment.
+    Nothing if none was trained."""
     cells = cells_of_record(record)
     groups = list(dict.fromkeys(cell.labels.get(GROUPS) for cell in cells.values()))
     cells = dict(sorted(cells.items(), key=lambda item: groups.index(item[1].labels.get(GROUPS))))
@@ -54,7 +55,7 @@ def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
             row[len(axes or [""])] = "failed"
         row += [count(cell.tokens), duration(cell), *with_pretraining(cells, cell), number(paper.get("hours"), 0)]
         rows.append([*row, parameters(cells, cell), kept(cell)])
-    return markdown(header, rows)
+    return markdown(header, rows) if rows else ""
 
 
 def _evaluated(cell: Cell) -> bool:

@@ -16,6 +16,7 @@ from t2r.experiments.results import (
     evaluation_tables,
     memory_table,
     ops_table,
+    serving_tables,
     steps_table,
     training_table,
     translation_table,
@@ -104,6 +105,8 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
             found.append(analysis_table(part["result"]))
         elif command == "bench" and isinstance(part["result"], list):
             found += [decoding_table(report) for report in part["result"]]
+        elif command == "bench" and kind == "serve":
+            found += serving_tables(part["result"])
         elif command == "bench":
             made = {"translate": translation_table, "memory": memory_table, "train": steps_table}.get(kind, ops_table)
             found.append(made(part["result"]))
