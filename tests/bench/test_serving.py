@@ -54,7 +54,7 @@ def test_both_models_are_measured(server):
     assert all("no turn after 400 tokens" in note for note in report["notes"])
     assert not service.running
     users, conversation = serving_tables(report)  # of a record
-    assert users.count("\n") == 6 and conversation.count("\n") == 6
+    assert [table.count("\n") for table in (users, conversation)] == [6, 6]
     assert "| 30 tokens | llama |" in conversation
 
 
