@@ -231,13 +231,13 @@ def serving_tables(report: Mapping[str, Any]) -> list[str]:
         times = [f"{middle:,.0f} ({last:,.0f})" for middle, last in (row["first_token"], row["between_tokens"])]
         cells = (row["model"], f"{row['users']:,}", f"{row['tokens_per_second']:,.1f}")
         rows.append([*cells, *times, _mebibytes(row["bytes_per_user"])])
-    turns = ("a turn after", "model", "first token, ms", "the turn, ms", "reading everything, ms", "MiB of the state")
-    cells = []
+    columns = ("a turn after", "model", "first token, ms", "the turn, ms", "reading everything, ms", "MiB of the state")
+    turns = []
     for turn in report["turns"]:
         reading = "" if turn["reading"] is None else f"{turn['reading']:,.0f}"
-        own = (f"{turn['tokens']:,} tokens", turn["model"], f"{turn['first_token']:,.0f}", f"{turn['whole']:,.0f}")
-        cells.append([*own, reading, _mebibytes(turn["state_bytes"])])
-    return [markdown(header, rows), markdown(turns, cells)]
+        own = [f"{turn['tokens']:,} tokens", turn["model"], f"{turn['first_token']:,.0f}", f"{turn['whole']:,.0f}"]
+        turns.append([*own, reading, _mebibytes(turn["state_bytes"])])
+    return [markdown(header, rows), markdown(columns, turns)]
 
 
 def _pair(softmax: float, ours: float | None) -> list[str]:
