@@ -87,6 +87,9 @@ class WindowMemory(Memory):
         finds them there."""
         self.ones: Tensor | None = None
         """The denominators of a step in one kernel, kept because to make them is a kernel, too."""
+        self.arrived: Tensor | None = None
+        """What a step in one kernel counts its programs in, if it divides rings: zeros after each step. It belongs to
+        the buffers, because steps that run at the same time cannot share it any more than these."""
         self.before: dict[str, Tensor] | None = None
         self.added: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
@@ -169,14 +172,18 @@ class WindowMemory(Memory):
 
     def step_at_once(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Sums, Left]:
         """The same in one kernel, which writes into the buffers."""
-        from t2r.ops.triton.window_step import window_step
+        from t2r.ops.triton.window_step import split_of, window_step
 
         assert self.keys is not None and self.values is not None and self.seen is not None
         if self.layout is None or self.layout.device != self.keys.device:
             self.layout = self.shape.layout(self.keys.device)
         sinks, scaling = self.shape.sinks, how.scaling
+        split, heads = split_of(self.shape.sizes, sinks, *q.shape[:2], self.shape.nbits), q.shape[0] * q.shape[1]
+        if split is not None:
+            if self.arrived is None or self.arrived.shape[0] < heads or self.arrived.device != q.device:
+                self.arrived = torch.zeros(heads, dtype=torch.int32, device=q.device)
         held, where = (self.keys, self.values, self.seen, self.layout), (sinks, scaling, self.places, self.scales)
-        out, logs, *left = window_step(q, k, v, *held, *where)
+        out, logs, *left = window_step(q, k, v, *held, *where, split, self.arrived)
         if self.ones is None or self.ones.shape != logs.shape or self.ones.device != logs.device:
             self.ones = torch.ones_like(logs)
         return Sums(out, self.ones, peak=logs), Left(*left)
