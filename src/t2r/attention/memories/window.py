@@ -177,11 +177,10 @@ class WindowMemory(Memory):
         assert self.keys is not None and self.values is not None and self.seen is not None
         if self.layout is None or self.layout.device != self.keys.device:
             self.layout = self.shape.layout(self.keys.device)
-        sinks, scaling = self.shape.sinks, how.scaling
-        split, heads = split_of(self.shape.sizes, sinks, *q.shape[:2], self.shape.nbits), q.shape[0] * q.shape[1]
-        if split is not None:
-            if self.arrived is None or self.arrived.shape[0] < heads or self.arrived.device != q.device:
-                self.arrived = torch.zeros(heads, dtype=torch.int32, device=q.device)
+        sinks, scaling, (rows, heads) = self.shape.sinks, how.scaling, q.shape[:2]
+        split, known = split_of(self.shape.sizes, sinks, rows, heads, self.shape.nbits), self.arrived
+        if split is not None and (known is None or known.shape[0] < rows * heads or known.device != q.device):
+            self.arrived = torch.zeros(rows * heads, dtype=torch.int32, device=q.device)
         held, where = (self.keys, self.values, self.seen, self.layout), (sinks, scaling, self.places, self.scales)
         out, logs, *left = window_step(q, k, v, *held, *where, split, self.arrived)
         if self.ones is None or self.ones.shape != logs.shape or self.ones.device != logs.device:

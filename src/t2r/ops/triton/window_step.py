@@ -1,6 +1,6 @@
 """One decoding step of the windows of a layer: attend, store the token, and return what it replaces, in one kernel.
 
-Long rings can be divided among several programs (`Split`). Each stores its sums, and the last one joins those of all."""
+Long rings can be divided among several programs (`Split`). Each stores its sums, and the last one joins them."""
 
 # mypy: ignore-errors
 
@@ -66,7 +66,7 @@ class Split(NamedTuple):
 
 
 def split_of(windows: tuple[int, ...], sinks: int, rows: int, heads: int, nbits: int) -> Split | None:
-    """Return how the rings of these windows of key heads are divided, with this number of query heads. None: not at all.
+    """Return how rings are divided, for the window of each key head and a number of query heads. None: not at all.
 
     This depends on nothing that changes from step to step: a captured step has the same programs each time."""
     form = FORMS[nbits]
@@ -126,9 +126,7 @@ def join(
         here = work + ((row + g)[None, :] * PARTS + p[:, None]) * (BV + BESIDE)
         peaks = tl.load(here + BV, mask=ok, other=float("-inf"))
         totals = tl.load(here + BV + 1, mask=ok, other=0.0)
-        sums = tl.load(
-            here[:, :, None] + e[None, None, :], mask=ok[:, :, None] & (e < VALUE)[None, None, :], other=0.0
-        )
+        sums = tl.load(here[:, :, None] + e[None, None, :], mask=ok[:, :, None] & (e < VALUE)[None, None, :], other=0.0)
         peak = tl.where(g_ok, tl.max(peaks, 0), 0.0)
         weights = tl.exp(peaks - peak[None, :])
         total = tl.where(g_ok, tl.sum(weights * totals, 0), 1.0)
