@@ -267,7 +267,7 @@ def divided_cases(draw):
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given_some(case=divided_cases(), seed=st.integers(0, 2**31))
 @pytest.mark.slow
 def test_any_step_of_divided_windows(case, seed):

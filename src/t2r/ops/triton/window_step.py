@@ -203,8 +203,8 @@ def step(
         kept_k, kept_v = new_k.to(keys.dtype.element_ty), new_v.to(values.dtype.element_ty)
         seen_k, seen_v = kept_k.to(tl.float32), kept_v.to(tl.float32)
     score = tl.sum(query.to(tl.float32) * seen_k[None, :], 1) * scaling
-    if PARTS:
-        score = tl.where(part == 0, score, float("-inf"))
+    if PARTS:  # others begin with it, too, but next to any other score this one has no weight
+        score = tl.where(part == 0, score, LOWEST)
     if LANES:
         peak, weights = tl.full([BN], LOWEST, tl.float32), tl.zeros([BN], tl.float32)
         acc = tl.zeros([BN, BV], tl.float32)
@@ -212,9 +212,6 @@ def step(
     else:
         peak, weights = score, tl.full([BG], 1.0, tl.float32)
         acc = tl.zeros([BG, BV], tl.float32) + seen_v[None, :]
-        if PARTS:
-            peak, weights = tl.maximum(peak, LOWEST), tl.where(part == 0, weights, 0.0)
-            acc = tl.where(part == 0, acc, 0.0)
     for start in tl.range(begin, end, BN, num_stages=STAGES):
         t = start + n
         t_ok = (t < end) & (t != at)
@@ -269,8 +266,7 @@ def step(
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == live - 1:
                 tl.store(counter, 0)
                 join(work, out, logs, b * key_heads * group + own * heads, live, heads, VALUE, BV, PARTS, BJ, JOINS)
-        alone = tl.where(live == 1, part == 0, False)
-        g_ok, weights = g < tl.where(alone, heads, 0), tl.where(alone, weights, 1.0)
+        g_ok = g < tl.where((live == 1) & (part == 0), heads, 0)  # nothing to join
     mean = tl.where(has, acc / weights[:, None], 0.0)
     ok = g_ok[:, None] & e_ok[None, :]
     tl.store(out + row[:, None] * VALUE + e[None, :], mean.to(out.dtype.element_ty), mask=ok)
