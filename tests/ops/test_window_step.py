@@ -138,8 +138,6 @@ CASES_DIVIDED = {
     "8 bits, products": Divided((13, 5), (10, 19), sinks=0, nbits=8, placed=True),
     "half precision": Divided((20,), (70, 0, 9), dim=16, value=16, dtype=torch.bfloat16),
 }
-FEW = 2
-"""Of these cases, so many are not slow."""
 
 
 def in_any_order(monkeypatch, order):
@@ -239,10 +237,7 @@ def check_divided(case, seed=0):
     assert fast.arrived is None or not fast.arrived.any()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if i >= FEW else []) for i, case in enumerate(CASES_DIVIDED)],
-)
+@pytest.mark.parametrize("case", CASES_DIVIDED)
 def test_a_step_of_divided_windows(case):
     check_divided(CASES_DIVIDED[case])
 
