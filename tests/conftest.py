@@ -12,6 +12,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is loaded; child process
 
 import gc
 import importlib.util
+import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -70,24 +72,64 @@ DESCENDANTS = {
     "pegasus", "phi", "plbart", "qwen2", "stablelm",
 }  # fmt: skip
 """Families whose adapter has no attention code of its own. Another family tests that code in all combinations."""
-FEW, SOME = 2, 4
-"""Number of combinations of a test's other parameters that such a family always runs, and a family that is neither one
+FEW, SOME = 1, 3
+"""Number of combinations of a test's other parameters that such a family runs at most, and a family that is neither one
 of them nor among the most different ones. The others are marked slow."""
 
 
+def choices(item: pytest.Item) -> frozenset[tuple]:
+    """Return what a combination has of each `parametrize` but the family: names, and identities of values."""
+    params = item.callspec.params
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [name.replace(" ", "").split(",") if isinstance(name, str) else name for name in names]
+    return frozenset(
+        (*group, *(id(params[name]) for name in group)) for group in map(tuple, together) if group != ("model_type",)
+    )
+
+
+def covering(group: list[pytest.Item], limit: int, used: Counter[frozenset]) -> list[pytest.Item]:
+    """Return combinations that have every value of every parameter, or as many values as `limit` combinations can have.
+
+    `used` counts how often two values were together, in other families too. Rare pairs are preferred."""
+    chosen: list[pytest.Item] = []
+    left = frozenset().union(*map(choices, group))
+    while not chosen or (left and len(chosen) < limit):
+        best = max(group, key=lambda item: (len(choices(item) & left), -sum(used[pair] for pair in pairs(item))))
+        chosen.append(best)
+        left -= choices(best)
+        used.update(pairs(best))
+    return chosen
+
+
+def pairs(item: pytest.Item) -> list[frozenset]:
+    return [frozenset(pair) for pair in itertools.combinations(choices(item), 2)]
+
+
 def mark_repetitions(items: list[pytest.Item]) -> None:
-    """Mark redundant combinations as slow, except the first ones and the last ones of each test and family."""
+    """Mark combinations of a test's parameters as slow in which nothing is new.
+
+    A family has every value of every parameter, or as many combinations as above. Which values are together differs
+    between families, and any two values are together in some family."""
     from families import DIFFERENT, FAMILIES  # imports t2r, after the variables above
 
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         family = getattr(getattr(item, "callspec", None), "params", {}).get("model_type")
-        if isinstance(family, str) and family in FAMILIES and family not in DIFFERENT:
+        if isinstance(family, str) and family in FAMILIES and item.get_closest_marker("slow") is None:
             groups.setdefault((item.nodeid.split("[")[0], family), []).append(item)
-    for (_, family), group in groups.items():
-        first, last = (FEW - 1, 1) if family in DESCENDANTS else (SOME // 2, SOME // 2)
-        for item in group[first:-last]:
-            item.add_marker(pytest.mark.slow)
+    used: dict[str, Counter[frozenset]] = {}
+    kept: set[pytest.Item] = set()
+    for (test, family), group in groups.items():
+        limit = len(group) if family in DIFFERENT else FEW if family in DESCENDANTS else SOME
+        kept.update(covering(group, limit, used.setdefault(test, Counter())))
+    for (test, _), group in groups.items():
+        seen = used[test]
+        for item in group:
+            if not all(seen[pair] for pair in pairs(item)):
+                kept.add(item)
+                seen.update(pairs(item))
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)
