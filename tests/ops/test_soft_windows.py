@@ -81,7 +81,7 @@ def test_sizes_have_a_gradient(way, size, bound):
         return soft_window_attention(*given[:3], Windows(given[3], 1, bound), scaling=1.0)
 
     with computing(way, size):
-        assert torch.autograd.gradcheck(call, (q, k, v, sizes))
+        assert torch.autograd.gradcheck(call, (q, k, v, sizes), fast_mode=True)
 
 
 def test_both_ways_agree_in_bfloat16():

@@ -92,9 +92,21 @@ def test_blocks(monkeypatch, sinks):
         assert_near(actual, expected)
 
 
+CASES = [((3, 40), 2, 8), ((0, 17), 3, 20), ((1, 5), 0, 16)]
+"""Windows, sinks, and the size of keys."""
+OFTEN = {(0, "whole"), (0, "packed"), (0, "continued"), (1, "continued"), (2, "packed")}
+"""Every case and every kind of rows. The interpreter takes seconds for each, so that the others are slow."""
+
+
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize("rows", ["whole", "packed", "continued"])
-@pytest.mark.parametrize(("sizes", "sinks", "dim"), [((3, 40), 2, 8), ((0, 17), 3, 20), ((1, 5), 0, 16)])
+@pytest.mark.parametrize(
+    ("sizes", "sinks", "dim", "rows"),
+    [
+        pytest.param(*case, rows, marks=() if (i, rows) in OFTEN else pytest.mark.slow)
+        for rows in ("whole", "packed", "continued")
+        for i, case in enumerate(CASES)
+    ],
+)
 def test_triton(sizes, sinks, dim, rows):
     """The kernels give the values and gradients of the definition in PyTorch."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
