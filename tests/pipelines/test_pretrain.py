@@ -35,6 +35,7 @@ from t2r.training.recipes.recipe import Stage, load_recipe
 from t2r.training.sessions import session as sessions
 from t2r.training.sessions.run import Run
 from t2r.training.sessions.run_stage import run_stage
+from t2r.training.steps import objectives
 from t2r.training.steps.job import Job, Settings
 from t2r.training.steps.learner import Learner
 
@@ -393,8 +394,11 @@ def test_the_plan_reports_the_time(world, tmp_path, caplog, monkeypatch, budget)
         assert "in about 2.0 minutes" in caplog.text
 
 
-def test_a_model_of_an_unknown_family_trains(world, tmp_path):
-    """A model without a known family or attention: there is nothing to compile or swap."""
+def test_a_model_of_an_unknown_family_trains(world, tmp_path, monkeypatch):
+    """A model without a known family or attention: there is nothing to compile or swap.
+
+    Its loss is that of any model, and is not compiled here, which takes ten seconds."""
+    monkeypatch.setattr(objectives, "fused", lambda function: function)
     file = tmp_path / "mamba.yaml"
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     text = {"model": {"model_type": "mamba", **sizes}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
