@@ -1,5 +1,7 @@
 """Parameter groups of the optimizers."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,6 +77,7 @@ def test_everything_that_is_trained_gets_a_gradient(model_type, options):
 def test_several_processes_train_every_family(model_type, tmp_path):
     """DDP raises at the next forward if a parameter that is trained had no gradient."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    parallel = None
     try:
         model = t2r.swap(tiny(model_type, torch.float32), recurrent="both")
         unfreeze(model)  # as after a stage
@@ -84,4 +87,8 @@ def test_several_processes_train_every_family(model_type, tmp_path):
         for _ in range(2):
             parallel(**inputs, labels=inputs["decoder_input_ids"]).loss.backward()
     finally:
+        # The last reference to the group must not be that of `parallel`, which ends gloo's thread while it holds the
+        # GIL: torch then hangs if that thread still has to free a tensor.
+        parallel = None
+        gc.collect()
         dist.destroy_process_group()
