@@ -10,7 +10,7 @@ OLDEST_TESTS := tests/test_imports.py tests/test_compat.py $(addprefix tests/att
 	$(addprefix tests/generation/test_,engine.py engine_families.py beams.py recorded_generate.py softmax.py) tests/model/test_saving.py tests/cli/test_cli.py \
 	tests/surgery/test_generic_adapter.py tests/surgery/test_families.py tests/surgery/test_repairs.py tests/pipelines/test_convert.py \
 	-k "not test_families and not test_convert and not test_imports and not test_plans and not task or exact_attention or trainer or peft \
-	or (test_generates_like and greedy) or (test_plans and llama and states and not some) or whole_way or stays_what or continuing_from or order1 or hook"
+	or (test_generates_like and greedy) or (test_plans and llama and states and not some) or whole_way or stays_what or continuing_from or hook"
 
 # For an edit: the structure, options, storage, the reference and chunked kernels, states, recipes, the command line, and
 # of the families one of each kind of attention and an encoder-decoder.
