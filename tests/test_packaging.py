@@ -142,7 +142,7 @@ def test_the_wheel_has_the_data_of_the_package(built):
     here = {f"t2r/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*") if path.suffix in KINDS}
     assert here | {"t2r/py.typed"} <= files
     assert all(name.startswith(("t2r/", "t2r-")) for name in files)
-    assert wheel.stat().st_size < 900_000  # without the records of our experiments, which are in the repository
+    assert wheel.stat().st_size < 950_000  # the records of our experiments, which are in the repository, are 1.3 MB
 
 
 @pytest.fixture(scope="module")
