@@ -243,7 +243,7 @@ KERNELS = {
     "llama": (8, 11),
     "llama, softmax": (8, 26 + 8),
     "paper-mt": (13, 15),
-    "windows and states": (10, 21),
+    "windows and states": (8, 21),
     "windows and many states": (10, 21),
     "paper-lm, softmax": (7, 18),
 }

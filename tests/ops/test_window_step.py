@@ -1,8 +1,7 @@
-"""A step of windows in ring buffers by one kernel, compared with the rings in PyTorch."""
+"""A step of windows in ring buffers, and of the states beside them, by one kernel, compared with PyTorch."""
 
 from __future__ import annotations
 
-import math
 import random
 from typing import NamedTuple
 
@@ -13,110 +12,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from t2r.attention.memories import Shape, WindowMemory
-from t2r.ops import Windows, registry
+from t2r.feature_maps import make_feature_map
+from t2r.ops import Far, Slots, State, Windows, combine, registry
 from t2r.ops.rings import How
+from t2r.ops.stored import stored
 
 MISSING = registry.BACKENDS["triton"].missing()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-
-CASES = {  # windows of the key heads, sinks, query heads of each, size of keys and of values; dtype
-    "windows that differ": ((10, 3, 5), 4, 3, 40, 40, torch.float32),
-    "half precision": ((2, 6), 2, 2, 64, 64, torch.bfloat16),
-    "a head without a window": ((6, 0, 6, 2), 1, 1, 16, 24, torch.float32),
-    "no sinks": ((5, 5), 0, 2, 8, 8, torch.float32),
-}
-
-
-def memory_of(shape, rows, dim, value, dtype, seen):
-    token = (torch.zeros(rows, 1, 1, n, device=DEVICE, dtype=dtype) for n in (dim, value))
-    return WindowMemory(shape, held=shape.empty(*token), lengths=seen.clone())
-
-
-@pytest.mark.parametrize(
-    ("case", "nbits", "lanes"),
-    [(case, nbits, nbits == 8) for case in CASES for nbits in (8, 16)]
-    + [("no sinks", nbits, nbits == 16) for nbits in (8, 16)],
-)
-def test_a_step_of_windows(case, nbits, lanes, monkeypatch):
-    """One row fills its rings and begins again, while the other goes through all of its second round."""
-    from t2r.ops.triton import window_step
-
-    if nbits == 8 and lanes and case in ("windows that differ", "no sinks") and DEVICE == "cpu":
-        pytest.skip("the interpreter takes seconds for each, and two other cases have 8 bits")
-    sizes, sinks, group, dim, value, dtype = CASES[case]
-    sizes = tuple(4 * size for size in sizes) if DEVICE == "cuda" else sizes
-    # Several blocks in short windows. The interpreter, which takes a second for a step, also runs blocks of this size.
-    form = window_step.FORMS[nbits]._replace(lanes=lanes, block=16 if DEVICE == "cuda" else 4)
-    monkeypatch.setitem(window_step.FORMS, nbits, form)
-    generator = torch.Generator().manual_seed(0)
-    shape, heads, rows = Shape(sizes, sinks, nbits), len(sizes), 2
-    whole = max(sizes) + sinks
-    seen = torch.tensor([0, whole - 2], device=DEVICE)
-    fast, slow = (memory_of(shape, rows, dim, value, dtype, seen) for _ in range(2))
-    windows = Windows(torch.tensor(sizes, device=DEVICE), sinks)
-    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-2, "atol": 4e-2}
-    # Triton's interpreter cuts float32 to bfloat16 where a GPU rounds.
-    last_bit = 2.0**-7 if nbits == 8 and dtype == torch.bfloat16 else 0
-    for _ in range(whole + 3):
-        q, k, v = (
-            torch.randn(rows, n, 1, width, generator=generator).to(DEVICE, dtype)
-            for n, width in ((heads * group, dim), (heads, dim), (heads, value))
-        )
-        answers = []
-        for memory, triton in ((fast, True), (slow, False)):
-            monkeypatch.setattr("t2r.attention.memories.window.steps_at_once", lambda *given, triton=triton: triton)
-            with torch.no_grad():
-                answers.append(memory.attend(q, k, v, windows, None, How(0.3), leaves=True))
-            memory.lengths += 1
-        ((found,), left), ((expected,), gone) = answers
-        torch.testing.assert_close(found.numerator, expected.numerator, **near)
-        torch.testing.assert_close(found.peak, expected.peak, **near)
-        assert torch.equal(left.valid, gone.valid)
-        for own, other in ((left.k, gone.k), (left.v, gone.v)):
-            torch.testing.assert_close(own[left.valid], other[gone.valid], rtol=last_bit, atol=0)
-        for own, other in zip(fast.held, slow.held, strict=True):
-            assert torch.equal(own, other)
-
-
-@pytest.mark.parametrize("seen", [[0, 3, 9]])
-def test_a_step_of_windows_among_those_of_others(seen):
-    """What is in the buffers before a sequence wrote there is not read."""
-    shape, dim = Shape((2, 5), 1), 16
-    given = torch.randn(3, 2, 9, dim, device=DEVICE)
-    q, k, v = (torch.randn(3, heads, 1, dim, device=DEVICE) for heads in (4, 2, 2))
-    places, lengths = torch.tensor([4, 0, 2], device=DEVICE), torch.tensor(seen, device=DEVICE)
-    own = memory_of(shape, 3, dim, dim, torch.float32, torch.zeros_like(lengths))
-    mask = torch.arange(9, device=DEVICE) < lengths[:, None]
-    with torch.no_grad():
-        own.extend(given, given + 1, mask, How(0.3, inplace=True))
-        own.lengths = lengths
-        held = [torch.full((6, shape.slots, dim), torch.nan, device=DEVICE) for _ in range(2)]
-        other = WindowMemory(shape, held=held, lengths=lengths)
-        other.skipped, other.places = None, places
-        for row, place in enumerate(places.tolist()):
-            for size, heads in shape.rings:
-                for head in heads:
-                    first, slots = int(shape.layout(DEVICE)[0, head]), size + shape.sinks
-                    filled = slice(first, first + min(seen[row], slots))
-                    other.keys[place, filled], other.values[place, filled] = (
-                        own.keys[row, filled],
-                        own.values[row, filled],
-                    )
-        (expected, left), (found, gone) = (memory.step_at_once(q, k, v, How(0.3)) for memory in (own, other))
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gone, left)
-    assert other.keys[[1, 3, 5]].isnan().all()
-
-
-# --- Rings that are divided among programs ------------------------------------------------------------------
-
 REPEATS = 30 if DEVICE == "cuda" else 2
 """Steps from the same buffers, which must agree to the last bit. On a GPU, programs arrive in any order."""
+LARGER = 8 if DEVICE == "cuda" else 1
+"""Blocks on a GPU are larger, and so are windows."""
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
-class Divided(NamedTuple):
-    """One step of windows that are divided."""
+class Case(NamedTuple):
+    """One step of the windows of a layer."""
 
     sizes: tuple[int, ...]
     seen: tuple[int, ...]
@@ -125,20 +36,34 @@ class Divided(NamedTuple):
     dim: int = 16
     value: int = 24
     nbits: int = 16
-    lanes: bool = False
-    chunk: int = 8
+    block: int = 4
     placed: bool = False
-    dtype: torch.dtype = torch.float32
-    at_once: int = 8192
+    rotated: bool = False
+    stateful: tuple[int, ...] | None = None
+    """The heads that have a state. None: no head."""
+    features: int = 5
+    activation: str = "softmax"
+    weighted: bool = True
+    """Keys and queries of states have weights."""
+    decay: bool = True
+    new: bool = False
+    """The states of the first row begin with this token: possible only where states have places."""
+    together: int = 8192
     """Numbers that are joined at a time."""
+    dtype: torch.dtype = torch.float32
 
 
-CASES_DIVIDED = {
-    "a head without a window, query heads one by one": Divided((13, 0, 3), (35, 4), group=3, at_once=16),
-    "8 bits, lanes": Divided((13, 5), (40,), group=1, nbits=8, lanes=True, placed=True),
-    "8 bits, products": Divided((13, 5), (10, 19), sinks=0, nbits=8, placed=True),
-    "half precision": Divided((20,), (70, 0, 9), dim=16, value=16, dtype=torch.bfloat16),
-}
+CASES = {
+    "windows that differ": Case((10, 3, 5), (35, 4), sinks=4, group=3, dim=40, value=40),
+    "a head without a window, query heads one by one": Case((13, 0, 3), (35, 4), group=3, together=16),
+    "half precision": Case((20,), (70, 0, 9), dim=16, value=16, dtype=torch.bfloat16),
+    "8 bits": Case((13, 5), (10, 19), sinks=0, nbits=8, placed=True),
+    "8 bits, half precision, one query head": Case((9, 2), (40,), group=1, nbits=8, dtype=torch.bfloat16),
+    "windows and states": Case((6, 0, 3), (35, 2), group=3, stateful=(0, 1, 2), rotated=True),
+    "states of some heads": Case((6, 9, 3), (35, 2, 0), group=2, stateful=(2, 0), activation="relu", rotated=True),
+    "states among those of others": Case((5, 0), (9, 3), stateful=(0, 1), nbits=8, placed=True, new=True, rotated=True),
+    "sums without weights": Case((3, 4), (12,), 1, 1, stateful=(1,), weighted=False, decay=False, dtype=torch.bfloat16),
+}  # fmt: skip
 
 
 def in_any_order(monkeypatch, order):
@@ -166,88 +91,180 @@ def there(shape, counts):
     return slots
 
 
-def filled(shape, case, generator):
-    """Return buffers with random tokens in all slots."""
-    k, v = (torch.randn(len(case.seen), shape.slots, n, generator=generator) for n in (case.dim, case.value))
-    from t2r.ops.stored import stored
+class Beyond(NamedTuple):
+    """The states of a case, and their map."""
 
-    return [x.to(DEVICE) for x in stored(k.to(case.dtype), v.to(case.dtype), case.nbits)]
+    map: torch.nn.Module
+    state: State
+    heads: tuple[int, ...]
+    total: int
+
+    @classmethod
+    def of(cls, case, generator):
+        heads = tuple(sorted(case.stateful))
+        options = {"activation": case.activation, "init": "paper", "decay": case.decay}
+        options |= {"key_weights": case.weighted, "query_weights": case.weighted, "shared": False, "grouped": True}
+        made = make_feature_map(
+            "t2r", head_dim=case.dim, feature_size=case.features, num_heads=len(heads) * case.group,
+            num_key_value_heads=len(heads), **options,
+        )  # fmt: skip
+        for parameter in made.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+        shape = (len(case.seen), len(heads), case.features)
+        s = torch.randn(*shape, case.value, generator=generator).to(DEVICE)
+        z = torch.rand(*shape, generator=generator).to(DEVICE) + 1
+        empty = torch.tensor([n == 0 for n in case.seen], device=DEVICE)
+        s, z = (x.masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0) for x in (s, z))
+        return cls(made.to(DEVICE, case.dtype).requires_grad_(False), State(s, z), heads, len(case.sizes))
+
+    def kernel(self, state, slots, scaling):
+        numbers = [self.heads.index(h) if h in self.heads else -1 for h in range(self.total)]
+        numbers = None if len(self.heads) == self.total else torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+        rule = self.map.rule(None)
+        return Far(state, self.map.step_features(scaling), rule.decay, numbers, slots)
+
+    def reference(self, q, left, scaling):
+        """Return the sums of all heads, and the state after the token."""
+        own = [x[:, self.of_heads(x)] for x in (q, *left)]
+        phi_q, phi_k = self.map(own[0] * scaling, own[1])
+        phi_k = phi_k.masked_fill(~own[3][..., None], 0)
+        fades = self.map.rule(None)
+        state = self.state
+        if fades.decay is not None:  # only where a token leaves
+            left_over = torch.exp(-fades.decay.clamp(0, 1))[None].expand(*state.z.shape)
+            state = state.faded(torch.where(own[3], left_over, 1.0))
+        sums, state = fades._replace(decay=None).step(phi_q, phi_k, own[2], state, normalized=False)
+        sums = sums._replace(peak=self.map.query_logs(own[0] * scaling))
+        every = [
+            torch.zeros(q.shape[0], q.shape[1], *x.shape[2:], device=DEVICE) for x in (sums.numerator, sums.denominator)
+        ]
+        every.append(torch.zeros_like(every[1]))
+        for x, part in zip(every, (sums.numerator, sums.denominator, sums.peak), strict=True):
+            x[:, self.of_heads(q)] = torch.zeros_like(x[:, self.of_heads(q)]) if part is None else part.float()
+        return type(sums)(every[0], every[1], peak=every[2]), state
+
+    def of_heads(self, x):
+        group = x.shape[1] // self.total
+        return [h * group + i for h in self.heads for i in range(group)]
 
 
-def check_divided(case, seed=0):
-    """Compare a step with the rings in PyTorch, and with itself if programs run in another order."""
+def rotate(x, cos, sin):
+    low, high = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]
+
+
+def check(case, seed=0):
+    """Compare a step with the rings and states in PyTorch, and with itself if programs run in another order."""
     from t2r.ops.triton import window_step
 
-    if DEVICE == "cuda":  # whose blocks are larger
-        case = case._replace(
-            sizes=tuple(8 * size for size in case.sizes), seen=tuple(8 * n for n in case.seen), chunk=8 * case.chunk
-        )
-    generator, order = torch.Generator().manual_seed(seed), random.Random(seed)
+    case = case._replace(sizes=tuple(LARGER * n for n in case.sizes), seen=tuple(LARGER * n for n in case.seen))
+    generator, order, scaling = torch.Generator().manual_seed(seed), random.Random(seed), 0.3
     shape, rows, heads = Shape(case.sizes, case.sinks, case.nbits), len(case.seen), len(case.sizes)
-    seen, how = torch.tensor(case.seen, device=DEVICE), How(0.3)
-    clean = filled(shape, case, generator)
+    seen, how = torch.tensor(case.seen, device=DEVICE), How(scaling)
+
+    def numbers(*sizes):
+        return torch.randn(*sizes, generator=generator).to(case.dtype).to(DEVICE)
+
+    clean = stored(numbers(rows, shape.slots, case.dim), numbers(rows, shape.slots, case.value), case.nbits)
     q, k, v = (
-        torch.randn(rows, n, 1, width, generator=generator).to(DEVICE, case.dtype)
-        for n, width in ((heads * case.group, case.dim), (heads, case.dim), (heads, case.value))
+        numbers(rows, heads * case.group, 1, case.dim),
+        numbers(rows, heads, 1, case.dim),
+        numbers(rows, heads, 1, case.value),
     )
+    angle = torch.randn(rows, 1, case.dim // 2, generator=generator).repeat(1, 1, 2).to(DEVICE)
+    rotation = (angle.cos().to(case.dtype), angle.sin().to(case.dtype)) if case.rotated else None
+    far = None if case.stateful is None else Beyond.of(case, generator)
     places = torch.tensor(order.sample(range(rows + 2), rows), device=DEVICE) if case.placed else torch.arange(rows)
     places = places.to(DEVICE)
+
+    def among(x, fill):
+        """Return what is at the places of the rows, among other things."""
+        if not case.placed:
+            return x.clone()
+        held = torch.full((rows + 2, *x.shape[1:]), fill, device=DEVICE).to(x.dtype)
+        held[places] = x
+        return held
+
     # What is not there yet must not be read, even if the step writes it.
     given = []
     for x in clean:
-        held = torch.full((rows + 2, *x.shape[1:]), 77, device=DEVICE).to(x.dtype)
-        held = held.fill_(torch.nan) if x.is_floating_point() else held
-        held[places] = torch.where(there(shape, case.seen)[..., None], x, held[places])
-        given.append(held if case.placed else held[:rows])
+        nothing = torch.full_like(x, torch.nan if x.is_floating_point() else 77)
+        given.append(among(torch.where(there(shape, case.seen)[..., None], x, nothing), 77))
     slow = WindowMemory(shape, held=[x.clone() for x in clean], lengths=seen)
-    windows = Windows(torch.tensor(case.sizes, device=DEVICE), case.sinks)
     fast = WindowMemory(shape, held=[x.clone() for x in given], lengths=seen)
     fast.places = places if case.placed else None
-    answers = []
+    answers, slots, kept = [], None, None
+    if far is not None:
+        kept = far.state.map(lambda x: among(x, torch.nan))
+        if case.placed:
+            fresh = torch.tensor([case.new and row == 0 for row in range(rows)], device=DEVICE)
+            slots = Slots(places, fresh)
+            if case.new:
+                kept = kept.map(lambda x: x.index_fill(0, places[:1], torch.nan))
+                far = far._replace(state=far.state.map(lambda x: x.index_fill(0, places.new_tensor([0]), 0)))
+    own_q, own_k = (rotate(x, *rotation).to(case.dtype) if rotation else x for x in (q, k))
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        block = 16 if DEVICE == "cuda" else 4
-        form = window_step.FORMS[case.nbits]._replace(lanes=case.lanes, block=block, chunk=case.chunk)
-        patch.setitem(window_step.FORMS, case.nbits, form)
-        patch.setattr(window_step, "AT_ONCE", case.at_once)
+        block = max(16, 8 * case.block) if DEVICE == "cuda" else case.block
+        patch.setitem(window_step.FORMS, case.nbits, window_step.FORMS[case.nbits]._replace(block=block))
+        patch.setattr(window_step, "JOINED", case.together)
         patch.setattr("t2r.attention.memories.window.steps_at_once", lambda *given: False)
-        (expected,), gone = slow.attend(q, k, v, windows, None, how, leaves=True)
+        windows = Windows(torch.tensor(case.sizes, device=DEVICE), case.sinks)
+        (near,), gone = slow.attend(own_q, own_k, v, windows, None, how, leaves=True)
+        expected, after = near, None
+        if far is not None:
+            beyond, after = far.reference(own_q, gone, scaling)
+            expected = near._replace(numerator=combine([near, beyond], torch.float32))
         for repeat in range(REPEATS):
             for own, x in zip(fast.held, given, strict=True):
                 own.copy_(x)
-            answers.append(fast.step_at_once(q, k, v, how))
+            state = None if far is None else kept.map(torch.clone)
+            of_kernel = None if far is None else far.kernel(state, slots, scaling)
+            sums, left = fast.step_at_once(q, k, v, how, leaves=True, far=of_kernel, rotation=rotation)
+            answers.append((sums, left, state))
             if DEVICE == "cpu" and repeat == 0:
                 in_any_order(patch, order)
-    (found, left), *others = answers
-    near = {"rtol": 1e-5, "atol": 1e-5} if case.dtype == torch.float32 else {"rtol": 4e-2, "atol": 4e-2}
-    last_bit = 2.0**-7 if case.nbits == 8 and case.dtype == torch.bfloat16 else 0
-    torch.testing.assert_close(found.numerator, expected.numerator, **near)
-    torch.testing.assert_close(found.peak, expected.peak, **near)
+    (found, left, state), *others = answers
+    exact = case.dtype == torch.float32
+    near_enough = {"rtol": 1e-4, "atol": 1e-5} if exact else {"rtol": 4e-2, "atol": 4e-2}
+    torch.testing.assert_close(found.numerator.float(), expected.numerator.float(), **near_enough)
+    if far is None:
+        torch.testing.assert_close(found.peak, expected.peak, **near_enough)
+    # Triton's interpreter cuts float32 to bfloat16 where a GPU rounds. Rotations are rounded twice.
+    bit = 2.0**-7 if not exact and (case.nbits == 8 or case.rotated) else 1e-5 if case.rotated else 0
     assert torch.equal(left.valid, gone.valid)
     for own, other in ((left.k, gone.k), (left.v, gone.v)):
-        torch.testing.assert_close(own[left.valid], other[gone.valid], rtol=last_bit, atol=0)
-    after = there(shape, [count + 1 for count in case.seen])
+        torch.testing.assert_close(own[left.valid], other[gone.valid], rtol=bit, atol=bit)
+    filled = there(shape, [count + 1 for count in case.seen])
     for own, x, other in zip(fast.held, given, slow.held, strict=True):
-        assert torch.equal(own[places][after], other[after])
-        own[places] = torch.where(after[..., None], x[places], own[places])
+        if case.rotated and not own.is_floating_point():  # a number on the edge of two
+            assert (own[places][filled].float() - other[filled].float()).abs().max() <= 1
+        else:
+            torch.testing.assert_close(own[places][filled], other[filled], rtol=bit, atol=bit)
+        own[places] = torch.where(filled[..., None], x[places], own[places])
         torch.testing.assert_close(own, x, rtol=0, atol=0, equal_nan=True)  # nothing else was written
-    for again, also in others:
+    if after is not None:
+        for own, other, before in zip(state[:2], after[:2], kept[:2], strict=True):
+            torch.testing.assert_close(own[places], other, **near_enough)
+            own[places] = before[places]
+            torch.testing.assert_close(own, before, rtol=0, atol=0, equal_nan=True)
+    for again, also, _ in others:
         assert torch.equal(again.numerator, found.numerator)
         assert torch.equal(again.peak, found.peak)
         assert torch.equal(also.k[left.valid], left.k[left.valid])
-    assert fast.arrived is not None or max(case.sizes) + case.sinks <= case.chunk
-    assert fast.arrived is None or not fast.arrived.any()
+    assert not fast.arrived.any()
 
 
-@pytest.mark.parametrize("case", CASES_DIVIDED)
-def test_a_step_of_divided_windows(case):
-    check_divided(CASES_DIVIDED[case])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step(name):
+    check(CASES[name])
 
 
 @st.composite
-def divided_cases(draw):
+def cases(draw):
     sizes = draw(st.lists(st.integers(0, 24), min_size=1, max_size=3).filter(any))
     seen = draw(st.lists(st.one_of(st.integers(0, 30), st.integers(31, 90)), min_size=1, max_size=2))
-    return Divided(
+    stateful = draw(st.one_of(st.none(), st.sets(st.integers(0, len(sizes) - 1), min_size=1).map(tuple)))
+    return Case(
         tuple(sizes),
         tuple(seen),
         sinks=draw(st.integers(0, 4)),
@@ -255,82 +272,53 @@ def divided_cases(draw):
         dim=draw(st.sampled_from([8, 16])),
         value=draw(st.sampled_from([8, 24])),
         nbits=draw(st.sampled_from([16, 8])),
-        lanes=draw(st.booleans()),
-        chunk=draw(st.sampled_from([4, 8, 12])),
+        block=draw(st.sampled_from([4, 8])),
         placed=draw(st.booleans()),
+        rotated=draw(st.booleans()),
+        stateful=stateful,
+        features=draw(st.integers(1, 9)),
+        activation=draw(st.sampled_from(["softmax", "relu"])),
+        weighted=draw(st.booleans()),
+        decay=draw(st.booleans()),
+        together=draw(st.sampled_from([16, 8192])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        at_once=draw(st.sampled_from([16, 8192])),
     )
 
 
 @settings(max_examples=15)
-@given_some(case=divided_cases(), seed=st.integers(0, 2**31))
+@given_some(case=cases(), seed=st.integers(0, 2**31))
 @pytest.mark.slow
-def test_any_step_of_divided_windows(case, seed):
-    check_divided(case, seed)
+def test_any_step(case, seed):
+    check(case, seed)
 
 
-@given_some(
-    windows=st.lists(st.integers(0, 9000), min_size=1, max_size=5),
-    sinks=st.integers(0, 5),
-    chunk=st.sampled_from([64, 256, 512]),
-)
-def test_each_part_of_a_ring_has_something_to_do(windows, sinks, chunk):
-    """As the kernel divides rings whose length is not a multiple of its block."""
-    from t2r.ops.triton.window_step import MOST_PARTS, Split, divided
-
-    slots = [size + sinks if size else 0 for size in windows]
-    split = divided(tuple(windows), sinks, chunk)
-    if split is None:
-        assert max(slots) <= chunk
-        return
-    counts = [max(1, -(-own // split.chunk)) for own in slots]
-    assert split == Split(split.chunk, sum(counts), max(counts))
-    assert chunk <= split.chunk
-    assert 1 < split.most <= MOST_PARTS
-    assert split.chunk == chunk or split.most > MOST_PARTS // 2
-    for own, parts in zip(slots, counts, strict=True):
-        share = max(1, math.ceil(math.ceil(own / parts) / 64)) * 64
-        assert share <= split.chunk
-        assert (parts - 1) * share < max(own, 1) <= parts * share
-
-
-def test_windows_are_divided_only_where_there_are_few_programs(monkeypatch):
-    from t2r.ops.triton import window_step
-
-    windows = (2448, 512, 128)
-    assert all(window_step.split_of(windows, 4, 1, 9, nbits) is None for nbits in (8, 16))  # by default
-    monkeypatch.setitem(window_step.FORMS, 16, window_step.Form(False, 64, 4, 3, 256))
-    assert window_step.split_of(windows, 4, 16, 9, 16) == (256, 10 + 3 + 1, 10)
-    assert window_step.split_of((200, 128, 0), 4, 16, 9, 16) is None
-    assert window_step.split_of(windows, 4, 86, 9, 16) is None
-    monkeypatch.setitem(window_step.FORMS, 8, window_step.Form(True, 128, 8, 3, 256))
-    assert window_step.split_of(windows, 4, 28, 9, 8) == (256, 10 + 3 + 1, 10)
-    assert window_step.split_of(windows, 4, 29, 9, 8) is None
+@pytest.mark.slow
+def test_a_sequence_of_steps():
+    """One row fills its rings and begins again, while the other goes through all of its second round."""
+    for case in ("windows that differ", "8 bits"):
+        for count in range(0, 2 * max(CASES[case].sizes) + 3):
+            check(CASES[case]._replace(seen=(count, count + 7)))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs require a GPU")
-def test_a_captured_step_divides_windows_each_time(monkeypatch):
+def test_a_captured_step_divides_windows_each_time():
     """Counts of programs are zeros again after each replay, whatever the number of tokens."""
     from t2r.graphs import CudaGraph
-    from t2r.ops.triton import window_step
 
-    monkeypatch.setitem(window_step.FORMS, 16, window_step.Form(False, 64, 4, 3, 64))
     shape, rows, group, dim = Shape((500, 130, 40), 4), 3, 3, 64
-    q, k, v = (
-        torch.randn(rows, n, 1, dim, device=DEVICE, dtype=torch.bfloat16) for n in (len(shape.sizes) * group, 3, 3)
-    )
+    token = [torch.zeros(rows, 1, 1, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    q, k, v = (torch.randn(rows, n, 1, dim, device=DEVICE, dtype=torch.bfloat16) for n in (3 * group, 3, 3))
     seen = torch.tensor([0, 60, 900], device=DEVICE)
-    captured, eager = (memory_of(shape, rows, dim, dim, torch.bfloat16, seen) for _ in range(2))
+    captured, eager = (WindowMemory(shape, held=shape.empty(*token), lengths=seen.clone()) for _ in range(2))
     with torch.no_grad():
-        graph = CudaGraph(lambda: captured.step_at_once(q, k, v, How(0.1)), torch.device(DEVICE, 0))
+        graph = CudaGraph(lambda: captured.step_at_once(q, k, v, How(0.1), leaves=True), torch.device(DEVICE, 0))
         for x, other in zip(captured.held, eager.held, strict=True):
             other.copy_(x)
         for step in range(150):
             for x in (q, k, v):
                 x.normal_()
             found, left = graph()
-            expected, gone = eager.step_at_once(q, k, v, How(0.1))
+            expected, gone = eager.step_at_once(q, k, v, How(0.1), leaves=True)
             assert torch.equal(found.numerator, expected.numerator), step
             assert torch.equal(found.peak, expected.peak), step
             assert torch.equal(left.valid, gone.valid), step

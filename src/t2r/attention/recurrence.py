@@ -24,7 +24,7 @@ from t2r.context import current, within
 from t2r.errors import T2RError
 from t2r.feature_maps import FeatureMap, repeat_heads
 from t2r.ops.rings import How
-from t2r.ops.windows import Left, delayed, steps_at_once
+from t2r.ops.windows import Left, advances_at_once, delayed, steps_at_once
 
 
 class Inputs(NamedTuple):
@@ -39,6 +39,9 @@ class Inputs(NamedTuple):
     softcap: float | None = None
     hidden_states: Tensor | None = None
     """The inputs of the module, for rules with gates. None: they are not known."""
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines by which queries and keys of one token are still to be rotated, which the kernel of a step can
+    do (`Recurrence.step_at_once`). None: they are as they should be."""
 
 
 class Recurrence(nn.Module):
@@ -57,6 +60,8 @@ class Recurrence(nn.Module):
     """The key-value heads that have a state. None: all."""
     state_heads: Tensor
     """The same as a tensor, a buffer of sites in which not all have one."""
+    state_numbers: Tensor
+    """Which state each key-value head has, -1 for none: a buffer of the same sites."""
 
     @property
     def exact(self) -> bool:
@@ -72,10 +77,12 @@ class Recurrence(nn.Module):
         self.window = window
         self.register_buffer("window_sizes", torch.tensor(window.sizes, device=device), persistent=False)
 
-    def give_states(self, heads: tuple[int, ...], device: torch.device) -> None:
-        """Let only some key-value heads have a state."""
+    def give_states(self, heads: tuple[int, ...], total: int, device: torch.device) -> None:
+        """Let only some of `total` key-value heads have a state."""
         self.stateful = heads
         self.register_buffer("state_heads", torch.tensor(heads, device=device), persistent=False)
+        numbers = [heads.index(h) if h in heads else -1 for h in range(total)]
+        self.register_buffer("state_numbers", torch.tensor(numbers, dtype=torch.int32, device=device), persistent=False)
 
     def memories(self) -> tuple[Memory, ...]:
         """Return empty memories of the site."""
@@ -172,6 +179,10 @@ class Recurrence(nn.Module):
         """Attend to the window, and with the state to what has left it. Both have one denominator."""
         if self.window_sizes.is_floating_point():
             return self.attend_softly(inputs)
+        if (at_once := self.step_at_once(inputs, layer)) is not None:
+            return at_once
+        if inputs.rotation is not None:
+            inputs = rotated(inputs)
         near, left, rows = self.attend_near(inputs, layer)
         parts = near
         if (features := self.fused_beside(near, inputs, rows, layer)) is not None:
@@ -199,6 +210,31 @@ class Recurrence(nn.Module):
         q, k, v = map(rows.packed, inputs[:3])
         scaling, softcap = inputs.scaling, inputs.softcap
         return rows.unpacked(ops.soft_window_attention(q, k, v, self.windows(), scaling=scaling, softcap=softcap))
+
+    def step_at_once(self, inputs: Inputs, layer: Any) -> Tensor | None:
+        """Attend with one token to the windows and the states in one kernel. None: it takes more than one."""
+        if not isinstance(layer, SiteLayer) or layer.window is None or inputs.q.shape[2] > 1:
+            return None
+        how, far = How(inputs.scaling, inputs.softcap), None
+        masked = inputs.mask is not None and not layer.only_real_tokens
+        if masked or not layer.window.steps_at_once(inputs.q, inputs.v, how):
+            return None
+        if self.has_map and (far := self.far(inputs, layer)) is None:
+            return None
+        out = layer.window.attend_at_once(*inputs[:3], how, far, inputs.rotation)
+        layer.count(1)
+        return out
+
+    def far(self, inputs: Inputs, layer: SiteLayer) -> ops.Far | None:
+        """Return the states as the kernel of the windows advances them. None: it cannot."""
+        memory, features = layer.recurrence, self.fused(inputs.q, inputs.v, None, layer, inputs.scaling)
+        rule = self.feature_map.rule(inputs.hidden_states)
+        if memory is None or memory.state is None or features is None or not isinstance(rule, ops.Sum):
+            return None
+        heads = inputs.k.shape[1] if self.stateful is None else len(self.stateful)
+        numbers = None if self.stateful is None else self.state_numbers
+        far = ops.Far(memory.state, features, rule.decay, numbers, memory.slots)
+        return far if rule.heads == heads and advances_at_once(far) else None
 
     def fused_beside(self, near: list[ops.Sums], inputs: Inputs, rows: Rows, layer: Any) -> ops.Features | None:
         """Return how the kernel of a step adds the state to the window. None: they are added here."""
@@ -242,6 +278,15 @@ class Recurrence(nn.Module):
         assert isinstance(sums, ops.Sums)
         sums = sums._replace(peak=feature_map.query_logs(q * inputs.scaling))
         return sums if heads is None else all_heads(sums, heads, total)
+
+
+def rotated(inputs: Inputs) -> Inputs:
+    """Rotate the queries and keys of a token that are still to be rotated."""
+    from t2r.ops.triton.rotation import rotated
+
+    assert inputs.rotation is not None
+    q, k = rotated(inputs.q, inputs.k, *inputs.rotation)
+    return inputs._replace(q=q, k=k, rotation=None)
 
 
 def of_heads(x: Tensor, heads: tuple[int, ...], total: int) -> Tensor:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from t2r.errors import T2RError
-from t2r.ops.common import Sums, Windows, accumulator_dtype, fold_groups
+from t2r.ops.common import Far, Sums, Windows, accumulator_dtype, fold_groups
 from t2r.ops.registry import BACKENDS, PREFERENCE
 
+LARGEST_STATE = 16384
+"""The most numbers of the state of a head that a step in one kernel advances."""
 BLOCK = 256
 """Queries that are computed at once. Their keys are those of a block and of the largest window before it."""
 
@@ -70,6 +72,14 @@ def steps_at_once(q: Tensor, v: Tensor, softcap: float | None) -> bool:
     triton = BACKENDS["triton"]
     preferred = triton.name in PREFERENCE.get(q.device.type, ()) and triton.missing() is None
     return preferred and q.dtype in triton.abilities.dtypes and max(q.shape[3], v.shape[3]) <= 256
+
+
+def advances_at_once(far: Far) -> bool:
+    """Return whether the same kernel can advance these states: their features are those of an affine map, and the state
+    of a head fits into its registers."""
+    feature, value = far.state.s.shape[2:]
+    maps = far.state.z_abs is None and far.features.q_weight is not None
+    return maps and feature <= 256 and feature * value <= LARGEST_STATE
 
 
 def in_blocks(

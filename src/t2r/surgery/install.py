@@ -132,7 +132,7 @@ def follow(module: nn.Module, plan: MemoryPlan, layer: int) -> None:
     if any(plan.windows[layer]):
         site.give_window(Shape(plan.windows[layer], plan.sinks, plan.nbits), device_of(module))
     if len(heads) < len(plan.windows[layer]):
-        site.give_states(heads, device_of(module))
+        site.give_states(heads, len(plan.windows[layer]), device_of(module))
 
 
 def make_map(family: Family, site: Site, config: T2RConfig, index: int) -> FeatureMap | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from t2r.attention.memories import Shape, StateMemory, WindowMemory
 from t2r.ops import Beside, Features, Rule, Slots, State, Sum, Sums, Windows
 from t2r.ops.rings import How
-from t2r.ops.windows import Left, steps_at_once
+from t2r.ops.windows import Left
 
 
 def copied(pages: Tensor, slots: Slots) -> Tensor:
@@ -21,6 +21,7 @@ class PagedState(StateMemory):
     """The states of the rows. A step of one token changes them where they are."""
 
     state: State
+    slots: Slots
 
     def __init__(self, pages: State, slots: Slots) -> None:
         super().__init__(pages, fixed=True)
@@ -64,13 +65,12 @@ class PagedWindow(WindowMemory):
         super().__init__(shape)
         self.pages, self.slots = pages, slots
         self.hold(pages)
-        self.lengths, self.layout, self.fixed = seen, layout, True
+        self.lengths, self.layout, self.fixed, self.places = seen, layout, True, slots.at
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, mask: Tensor | None, how: How, *, leaves: bool
     ) -> tuple[list[Sums], Left | None]:
-        if k.shape[2] == 1 and mask is None and steps_at_once(q, v, how.softcap):
-            self.places = self.slots.at
+        if k.shape[2] == 1 and mask is None and self.steps_at_once(q, v, how):
             return super().attend(q, k, v, windows, mask, how, leaves=leaves)
         self.hold([copied(x, self.slots) for x in self.pages])
         found = super().attend(q, k, v, windows, mask, how, leaves=leaves)

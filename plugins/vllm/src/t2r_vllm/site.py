@@ -73,7 +73,7 @@ class PagedSite(Recurrence, MambaBase):
             self.give_window(self.site.window, device)
             self.places = self.site.window.layout(device)
         if len(self.site.states) < self.site.heads.keys:
-            self.give_states(self.site.states, device)
+            self.give_states(self.site.states, self.site.heads.keys, device)
 
     # --- What vLLM asks -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from t2r.attention.memories.base import Memory, may_overwrite
-from t2r.ops import Beside, Features, Rule, State, Sums
+from t2r.ops import Beside, Features, Rule, Slots, State, Sums
 from t2r.ops.common import accumulator_dtype
 
 
@@ -26,6 +26,9 @@ class StateMemory(Memory):
     """The state of a recurrence (`t2r.ops.rules`).
 
     A fixed one may be stored in half precision. A step computes in float32 and rounds what it stores."""
+
+    slots: Slots | None = None
+    """Where the states of the rows are, if they lie among those of other sequences."""
 
     def __init__(self, state: State | None = None, *, fixed: bool = False, state_type: type[State] = State) -> None:
         self.state_type = state_type if state is None else type(state)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from t2r.attention.memories.base import Memory, may_overwrite
-from t2r.ops import Sums, Windows, window_attention
+from t2r.ops import Far, Sums, Windows, window_attention
 from t2r.ops.rings import How, Ring
 from t2r.ops.stored import AS_THEY_ARE, rounded, stored
 from t2r.ops.windows import Left, steps_at_once
@@ -88,8 +88,8 @@ class WindowMemory(Memory):
         self.ones: Tensor | None = None
         """The denominators of a step in one kernel, kept because to make them is a kernel, too."""
         self.arrived: Tensor | None = None
-        """What a step in one kernel counts its programs in, if it divides rings: zeros after each step. It belongs to
-        the buffers, because steps that run at the same time cannot share it any more than these."""
+        """What a step in one kernel counts its programs in: zeros after each step. It belongs to the buffers, because
+        steps that run at the same time cannot share it any more than these."""
         self.before: dict[str, Tensor] | None = None
         self.added: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
@@ -158,34 +158,77 @@ class WindowMemory(Memory):
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How) -> tuple[Sums, Left]:
         assert self.seen is not None
-        if how.inplace and mask is None and steps_at_once(q, v, how.softcap):
-            return self.step_at_once(q, k, v, how)
-        made, sums, left = [], [], []
+        if mask is None and self.steps_at_once(q, v, how):
+            sums, left = self.step_at_once(q, k, v, how, leaves=True)
+            assert left is not None
+            return sums, left
+        made, sums_of, left_of = [], [], []
         for ring, heads in self.rings():
             own_q, own_k, own_v = (self.of_heads(x, heads) for x in (q, k, v))
             new, own, gone = ring.step(own_q, own_k, own_v, self.seen, mask, how)
             made.append(new)
-            sums.append(own)
-            left.append(gone)
+            sums_of.append(own)
+            left_of.append(gone)
         self.store(made, how)
-        return self.whole(sums), self.all_left(left, *self.shape.rounded(k, v))
+        return self.whole(sums_of), self.all_left(left_of, *self.shape.rounded(k, v))
 
-    def step_at_once(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Sums, Left]:
-        """The same in one kernel, which writes into the buffers."""
-        from t2r.ops.triton.window_step import split_of, window_step
+    def steps_at_once(self, q: Tensor, v: Tensor, how: How) -> bool:
+        """Return whether one kernel computes a step of all windows, which writes into the buffers."""
+        inplace = self.fixed or (may_overwrite(self.keys) and not self.recording) if self.keys is not None else False
+        return inplace and steps_at_once(q, v, how.softcap)
 
-        assert self.keys is not None and self.values is not None and self.seen is not None
+    def step_at_once(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        how: How,
+        *,
+        leaves: bool = False,
+        far: Far | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Sums, Left | None]:
+        """Store one token and attend to the window in one kernel, also to the states of what has left it.
+
+        `rotation` are cosines and sines by which queries and keys are rotated first."""
+        from t2r.ops.triton.window_step import window_step
+
+        assert self.keys is not None and self.seen is not None
         if self.layout is None or self.layout.device != self.keys.device:
             self.layout = self.shape.layout(self.keys.device)
-        sinks, scaling, (rows, heads) = self.shape.sinks, how.scaling, q.shape[:2]
-        split, known = split_of(self.shape.sizes, sinks, rows, heads, self.shape.nbits), self.arrived
-        if split is not None and (known is None or known.shape[0] < rows * heads or known.device != q.device):
-            self.arrived = torch.zeros(rows * heads, dtype=torch.int32, device=q.device)
-        held, where = (self.keys, self.values, self.seen, self.layout), (sinks, scaling, self.places, self.scales)
-        out, logs, *left = window_step(q, k, v, *held, *where, split, self.arrived)
+        count = q.shape[0] * k.shape[1]
+        if self.arrived is None or self.arrived.shape[0] < count or self.arrived.device != q.device:
+            self.arrived = torch.zeros(count, dtype=torch.int32, device=q.device)
+        means, logs, left = window_step(
+            q,
+            k,
+            v,
+            self.held,
+            self.seen,
+            self.layout,
+            self.arrived,
+            windows=self.shape.sizes,
+            sinks=self.shape.sinks,
+            scaling=how.scaling,
+            places=self.places,
+            rotation=rotation,
+            far=far,
+            leaves=leaves,
+        )
         if self.ones is None or self.ones.shape != logs.shape or self.ones.device != logs.device:
             self.ones = torch.ones_like(logs)
-        return Sums(out, self.ones, peak=logs), Left(*left)
+        return Sums(means, self.ones, peak=logs), None if left is None else Left(*left)
+
+    def attend_at_once(
+        self, q: Tensor, k: Tensor, v: Tensor, how: How, far: Far | None, rotation: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """The same, and count the token. Returns the averages of values, `[rows, heads, 1, value]`."""
+        seen = self.seen
+        assert seen is not None
+        sums, _ = self.step_at_once(q, k, v, how, far=far, rotation=rotation)
+        if not self.fixed:
+            self.counted = seen + 1
+        return sums.numerator
 
     def past(self, q: Tensor, how: How) -> Sums:
         assert self.seen is not None

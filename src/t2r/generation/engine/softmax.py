@@ -37,7 +37,7 @@ def on_the_engine(model: PreTrainedModel) -> Any:
         raise T2RError("the model is on several devices")
     family, shared = family_of(model), sharing_weights(model)
     for site in swapped_sites(shared):
-        for name in ("feature_map", "window_sizes", "window", "stateful", "state_heads"):
+        for name in ("feature_map", "window_sizes", "window", "stateful", "state_heads", "state_numbers"):
             if name in site._modules or name in site._buffers or name in vars(site):
                 delattr(site, name)
         change_class(site, type(site).__bases__[1])  # the class before the swap

@@ -1,4 +1,4 @@
-"""Layers with windows: the rotation of queries and keys in one kernel."""
+"""Layers with windows: the rotation of queries and keys in the kernel that attends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from t2r.attention.interface import InterfaceAttention
 from t2r.attention.joint import is_linear
-from t2r.attention.recurrence import Inputs, mode_of, swapped_sites
+from t2r.attention.recurrence import Inputs, mode_of, rotated, swapped_sites
 from t2r.attention.static import StaticT2RCache
 from t2r.feature_maps import join_heads
 from t2r.generation.engine.fusion.layers import near
@@ -23,7 +23,7 @@ ARGUMENTS = ("hidden_states", "attention_mask", "past_key_values", "position_emb
 
 @torch.no_grad()
 def fuse_windows(model: Any, replacing: Replacing) -> None:
-    """Rotate queries and keys before windows in one kernel, where this gives what the stock module computes."""
+    """Leave the rotation of queries and keys to the kernel of windows, where it gives what the module computes."""
     rotary = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
     for site in swapped_sites(model):
         if rotary is None or not isinstance(site, InterfaceAttention) or site.window is None or not is_known(site):
@@ -41,8 +41,6 @@ def is_known(site: InterfaceAttention) -> bool:
 
 
 def rotating_forward(site: InterfaceAttention) -> Callable[..., Any]:
-    from t2r.ops.triton.rotation import rotated
-
     stock, size = site.forward, site.head_dim
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +50,8 @@ def rotating_forward(site: InterfaceAttention) -> Callable[..., Any]:
         if not fits or args or rotation is None or rotation[0].shape[-1] != size:
             return stock(hidden_states, *args, **kwargs)
         q, k, v = (site.heads(project(hidden_states)) for project in (site.q_proj, site.k_proj, site.v_proj))
-        q, k = rotated(q, k, *rotation)
-        out = site.attend(Inputs(q, k, v, None, site.scaling, hidden_states=hidden_states), layer)
+        inputs = Inputs(q, k, v, None, site.scaling, hidden_states=hidden_states, rotation=rotation)
+        out = site.attend(inputs, layer)
         return site.output_projection(join_heads(out)), None
 
     return forward
@@ -73,6 +71,7 @@ def reproduced(site: InterfaceAttention, rotary: Any) -> bool:
     results: list[list[Any]] = []
 
     def attend(inputs: Inputs, layer: Any) -> Tensor:
+        inputs = inputs if inputs.rotation is None else rotated(inputs)
         results.append([*inputs[:3], inputs[3:7]])
         return inputs.q.flip(-1)  # any output that depends on what was given
 
