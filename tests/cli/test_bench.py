@@ -68,6 +68,25 @@ def test_train(tmp_path):
     assert run.exit_code != 0
 
 
+def test_train_with_the_windows_of_a_converted_model(tmp_path):
+    model = tiny("llama", torch.float32)
+    model.save_pretrained(tmp_path / "teacher")
+    heads = model.config.num_key_value_heads
+    windows = [[4] * heads for _ in range(model.config.num_hidden_layers)]
+    t2r.swap(model, feature_size=2, grouped=True, plan={"windows": windows, "sinks": 1}).save_pretrained(
+        tmp_path / "out"
+    )
+    small = ["--batch-tokens", "32", "--block-size", "16", "--repeats", "1", "--device", "cpu", "--json"]
+    teacher, like = str(tmp_path / "teacher"), str(tmp_path / "out")
+    run = CliRunner().invoke(app, ["bench", "train", teacher, "--like", like, *small])
+    assert run.exit_code == 0, run.output
+    report = json.loads(run.stdout)
+    assert report["settings"]["recipe"] == "memory-lm"
+    assert [row["step"] for row in report["rows"]][1:3] == ["converted, transfer", "converted, distill"]
+    run = CliRunner().invoke(app, ["bench", "train", teacher, "--like", teacher, *small])
+    assert "is not a converted model" in str(run.exception)
+
+
 def test_train_with_random_weights(caplog):
     small = ["--batch-tokens", "32", "--block-size", "16", "--repeats", "1", "--device", "cpu", "--recipe", "paper-lm"]
     run = CliRunner().invoke(app, ["bench", "train", "random:tiny-lm", *small, "--feature-size", "8", "--json"])

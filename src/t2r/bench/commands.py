@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ from transformers import PreTrainedModel
 from t2r.bench import decoding, memory, training, translating
 from t2r.bench.figures import decoding_page, memory_page, translating_page
 from t2r.bench.models import add_feature_sizes, half_dtype, load_models
-from t2r.hub import choose_device
+from t2r.config import SWAP, T2RConfig
+from t2r.errors import T2RError
+from t2r.hub import choose_device, load_config
 from t2r.options import RunOptions
 from t2r.reporting.page import PAGE
+from t2r.training.recipes.recipe import default_recipe
 
 
 def load(
@@ -75,7 +78,30 @@ def find_largest_batch(
     return report
 
 
-def train(name: str, *, device: str = RunOptions.device, **options: Any) -> training.Report:
-    """Measure the optimizer steps of a conversion. `options` are those of `training.run`."""
+def train(
+    name: str,
+    *,
+    device: str = RunOptions.device,
+    like: str | None = None,
+    recipe: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> training.Report:
+    """Measure the optimizer steps of a conversion.
+
+    Args:
+        like: a converted model, whose swap options are used: also its windows and states.
+        recipe: defaults to `memory-lm` or `memory-mt` if that model has windows.
+        options: swap options that override others.
+        settings: those of `training.run`.
+    """
+    given = dict(options or {})
+    if like is not None:
+        config = load_config(like)
+        if not isinstance(config, T2RConfig):
+            raise T2RError(f"{like} is not a converted model")
+        given = {key: getattr(config, key) for key in SWAP} | given
+        if recipe is None:
+            recipe = default_recipe(bool(config.is_encoder_decoder), memory=config.plan is not None)
     (model,) = load([name], dtype="float32", device=device).values()
-    return training.run(model, **options)
+    return training.run(model, recipe=recipe, options=given, **settings)

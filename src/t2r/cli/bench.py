@@ -328,6 +328,10 @@ def bench_train(
             "encoder-decoder]"
         ),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(help="A converted model, whose swap options are used, also its windows and states."),
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per optimizer step.")] = 16384,
     block_size: Annotated[
         int | None,
@@ -350,6 +354,7 @@ def bench_train(
     t2r bench train gpt2 --batch-tokens 8192 --block-size 4096 --recipe paper-lm
     t2r bench train random:paper-lm --recipe paper-lm              random weights, as in bench decode
     t2r bench train opus-mt-zh-en --block-size 32                  pairs of 32 tokens on each side
+    t2r bench train smollm2 --like smollm2-8 --block-size 2048     with the windows and states of a converted model
     """
     from t2r.bench import commands, training
 
@@ -357,6 +362,7 @@ def bench_train(
         report = commands.train(
             model,
             device=device,
+            like=like,
             recipe=recipe,
             batch_tokens=batch_tokens,
             block_size=block_size,
