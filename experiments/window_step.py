@@ -27,7 +27,7 @@ from t2r.ops.stored import stored
 from t2r.ops.triton import window_step
 from t2r.ops.triton.window_step import Form
 
-FORMS = [Form(block, warps) for block in (32, 64, 128, 256) for warps in (4, 8)]
+FORMS = [Form(block, warps) for block in (64, 128, 256) for warps in (1, 2, 4)]
 STEPS, ROUNDS, REPEATS = 100, 7, 10
 OF_STATES: dict[str, Any] = {"activation": "softmax", "init": "identity", "decay": True, "key_weights": True}
 
@@ -123,9 +123,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--windows", type=int, nargs="*", default=[2304, 512, 128])
     parser.add_argument("--features", type=int, default=32, help="of the state of each key head; 0: windows alone")
+    parser.add_argument("--form", type=int, nargs=2, action="append", metavar=("BLOCK", "WARPS"))
     parser.add_argument("--group", type=int, default=3)
     parser.add_argument("--size", type=int, default=64)
     given = parser.parse_args()
+    forms = [Form(*form) for form in given.form] if given.form else FORMS
     print(torch.cuda.get_device_name(), "windows", given.windows, "features", given.features)
     for rows in given.rows:
         rnn = Rnn(given, rows)
@@ -133,7 +135,7 @@ def main() -> None:
         runs: dict[str, Callable[[], None]] = {"the step of an RNN": replay(rnn)}
         for nbits in (16, 8):
             expected: Tensor | None = None
-            for form in FORMS:
+            for form in forms:
                 layer, name = Layer(given, nbits, rows), f"{nbits} bits, {form}"
                 window_step.FORMS[nbits] = form
                 try:

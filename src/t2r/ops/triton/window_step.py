@@ -32,7 +32,7 @@ class Form(NamedTuple):
     warps: int
 
 
-FORMS = {16: Form(64, 4), 8: Form(128, 4)}
+FORMS = {16: Form(128, 2), 8: Form(128, 2)}
 """By the bits of keys and values."""
 
 
