@@ -75,8 +75,8 @@ def steps_at_once(q: Tensor, v: Tensor, softcap: float | None) -> bool:
 
 
 def advances_at_once(far: Far) -> bool:
-    """Return whether the same kernel can advance these states: their features are those of an affine map, the state of
-    a head fits into its registers, and it is not in half precision, which only the kernel of states rounds at random."""
+    """Return whether the same kernel can advance these states: their features are those of an affine map, and the state
+    of a head fits into its registers. It does not round at random, so those in half precision have their own kernel."""
     feature, value = far.state.s.shape[2:]
     maps = far.state.z_abs is None and far.features.q_weight is not None and far.state.s.dtype not in HALF
     return maps and feature <= 256 and feature * value <= LARGEST_STATE
