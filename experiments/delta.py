@@ -31,8 +31,9 @@ from t2r.feature_maps.base import DECAY_PACE, SLOWEST_START, HeadAffine
 from t2r.feature_maps.learned import T2RMap
 from t2r.feature_maps.registry import FEATURE_MAPS
 from t2r.feature_maps.tensors import full_precision, identity_like, safe_norm
-from t2r.ops import FASTEST_DECAY, Beside, Features, State, Sums
+from t2r.ops import FASTEST_DECAY, Beside, Draws, Features, State, Sums
 from t2r.ops.common import accumulator_dtype, normalize
+from t2r.ops.rounding import store
 from t2r.ops.rules import Sum
 
 CHUNK = 64
@@ -232,11 +233,11 @@ class GatedDelta(NamedTuple):
         features: Features | None = None,
         beside: Beside | None = None,
         normalized: bool = True,
+        draws: Draws | None = None,
     ) -> tuple[Tensor | Sums, State]:
         out, new = self.parallel(q, k, v, state=state, mask=mask, normalized=normalized)
         if inplace:
-            state.s.copy_(new.s)
-            state.z.copy_(new.z)
+            store(state, new, draws)
             new = state
         return out, new
 

@@ -70,6 +70,29 @@ def test_rows_of_different_lengths_are_what_each_is_alone(model_type, kind):
     assert cache.lengths.tolist() == [11, 7, 15]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["decay", "signed"])
+@torch.no_grad()
+def test_states_in_half_precision_are_those_of_their_own_text(kind, dtype):
+    """How they are rounded at random does not depend on the row, on other rows, or on when the text is read."""
+    model, (text, other) = swapped("llama", **KINDS[kind]), torch.randint(3, VOCABULARY, (2, 1, 12))
+    alone, cache = (model.make_static_cache(rows, state_dtype=dtype) for rows in (1, 3))
+    prefilled = model.make_cache()
+    model(text[:, :4], past_key_values=prefilled)
+    alone.put(0, prefilled)
+    decode(model, alone, text[:, 4:])
+    decode(model, cache, other.expand(3, -1, -1)[:, 0, :5])
+    cache.put(2, prefilled)
+    decode(model, cache, torch.cat([other, other, text])[:, 4:])
+    for x, y in zip(alone.tensors(), cache.tensors(), strict=True):
+        assert torch.equal(x[0], y[2])
+    other_way = model.make_static_cache(1, state_dtype=dtype)
+    other_way.put(0, prefilled)
+    other_way.lengths.add_(1)  # another count of tokens
+    decode(model, other_way, text[:, 4:])
+    assert not all(torch.equal(x, y) for x, y in zip(alone.tensors(), other_way.tensors(), strict=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3", "opt"])
 def test_a_step_does_not_wait_for_the_device(model_type, kind):
@@ -80,15 +103,18 @@ def test_a_step_does_not_wait_for_the_device(model_type, kind):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "kind"),
+    ("model_type", "kind", "state_dtype"),
     [
-        ("gpt2", "decay"),
-        ("llama", "kept"),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("gpt2", "kept"), ("llama", "decay"))),
+        ("gpt2", "decay", None),
+        ("llama", "kept", None),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in (("gpt2", "kept", None), ("llama", "decay", None), ("gpt2", "decay", torch.bfloat16))
+        ),
     ],
 )
 @torch.no_grad()
-def test_a_step_compiles_once_to_one_graph(model_type, kind):
+def test_a_step_compiles_once_to_one_graph(model_type, kind, state_dtype):
     torch._dynamo.reset()
     model, graphs = swapped(model_type, torch.float32, layers=2, **KINDS[kind]), []
 
@@ -97,7 +123,7 @@ def test_a_step_compiles_once_to_one_graph(model_type, kind):
         return graph.forward
 
     compiled = torch.compile(model, fullgraph=True, backend=count)
-    eager, cache = (model.make_static_cache(rows=2, max_length=12) for _ in range(2))
+    eager, cache = (model.make_static_cache(rows=2, max_length=12, state_dtype=state_dtype) for _ in range(2))
     tokens = torch.randint(3, VOCABULARY, (2, 10))
     expected = decode(model, eager, tokens)
     got = [compiled(tokens[:, t : t + 1], past_key_values=cache, **cache.step_inputs()).logits for t in range(10)]
@@ -230,14 +256,16 @@ def test_refusals():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["decay", "kept"])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 @torch.no_grad()
-def test_a_step_is_captured_as_a_cuda_graph(model_type, kind):
-    """Eager steps do not synchronize, and replays of a captured step give the same results."""
+def test_a_step_is_captured_as_a_cuda_graph(model_type, kind, state_dtype):
+    """Eager steps do not synchronize, and replays of a captured step give the same results. States in half precision
+    are rounded at random, by the number of tokens: each replay has new random numbers."""
     model = swapped(model_type, torch.float32, **KINDS[kind]).cuda()
     tokens = torch.randint(3, VOCABULARY, (2, 8), device="cuda")
-    eager, cache = (model.make_static_cache(rows=2, max_length=16) for _ in range(2))
+    eager, cache = (model.make_static_cache(rows=2, max_length=16, state_dtype=state_dtype) for _ in range(2))
     model(tokens[:, :1], past_key_values=eager, **eager.step_inputs())  # compiles kernels, which may synchronize
     eager.reset()
     torch.cuda.set_sync_debug_mode("error")

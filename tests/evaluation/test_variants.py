@@ -13,6 +13,8 @@ from t2r.evaluation.logits import logits_by_slice
 from t2r.evaluation.sizes import Memory, memory_of, translation_memory
 from t2r.evaluation.translation import memory_at
 from t2r.model.windows import with_windows
+from t2r.ops import Draws
+from t2r.ops.rounding import rounded
 from t2r.surgery.adapters import family_of
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float64, except that logits are rounded to float32
@@ -139,11 +141,12 @@ def test_the_state_is_rounded_after_every_step(monkeypatch):
     model, ids = kept(decay=True), ids_of(rows=1)
     cache, expected = model.make_cache(), []
     with torch.no_grad():
-        for token in ids[0]:
+        for i, token in enumerate(ids[0]):
             expected.append(model(token.view(1, 1), past_key_values=cache, use_cache=True).logits)
-            for layer in cache.layers:
+            for number, layer in enumerate(cache.layers):
                 if (memory := layer.recurrence) is not None:
-                    memory.state = memory.state.map(lambda x: x.bfloat16().double())
+                    state = rounded(memory.state, torch.bfloat16, Draws(torch.tensor([i]), number))
+                    memory.state = state.map(torch.Tensor.double)
     found = logits(model, ids, Variant(state="bfloat16"))
     torch.testing.assert_close(found, torch.cat(expected, dim=1).float(), atol=1e-5, rtol=1e-5)
 

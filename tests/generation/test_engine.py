@@ -21,6 +21,8 @@ from engines import CASES, alone, inputs, prompts, swapped, words
 from families import EOS, PAD, POSITIONS, VOCABULARY, tiny
 from t2r import Engine, T2RError
 from t2r.generation.engine import prefill as prefill_module
+from t2r.ops import Draws
+from t2r.ops.rounding import rounded
 from t2r.threads import Tuner
 
 
@@ -557,10 +559,14 @@ def test_softmax_layers_without_a_static_cache_fall_back_to_generate(model_type,
     assert torch.equal(out, model.generate(prompt, max_new_tokens=4, pad_token_id=PAD))
 
 
+def causal_layers(cache):
+    return getattr(cache, "self_attention_cache", cache).layers
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama recipe kept", "gpt2 signed", "marian"])
 def test_a_state_in_half_precision_is_rounded_after_every_token(case, dtype):
-    """Compare with a loop that rounds the states of a default cache."""
+    """Compare with a loop that rounds the states of a default cache: those of the prompt to the nearest number."""
     model, (prompt,) = swapped(case), prompts([7])
     engine = Engine(model, state_dtype=dtype)
     found = engine._attempt(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8).result()
@@ -570,15 +576,22 @@ def test_a_state_in_half_precision_is_rounded_after_every_token(case, dtype):
         name, encoded = "decoder_input_ids", {"encoder_outputs": model.get_encoder()(prompt)}
     new = tokens
     with torch.no_grad():
-        for _ in range(8):
+        for step in range(8):
             out = model(**{name: new}, **encoded, past_key_values=cache, use_cache=True)
-            for memory in (layer.recurrence for layer in cache.all_layers() if layer.state is not None):
-                memory.state = memory.state.map(lambda x: x.to(dtype).double())
+            for layer in (layer for layer in cache.all_layers() if layer.state is not None):
+                state = layer.state.map(lambda x: x.to(dtype))
+                if step and layer in causal_layers(cache):
+                    draws = Draws(torch.tensor([tokens.shape[1] - 1]), causal_layers(cache).index(layer))
+                    state = rounded(layer.state, dtype, draws)
+                layer.recurrence.state = state.map(torch.Tensor.double)
             new = out.logits[:, -1].argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, new], dim=1)
     assert torch.equal(found, tokens)
     states = [x for layer in engine.rows.step.own.layers if layer.state for x in layer.state if x is not None]
+    expected = [x for layer in causal_layers(cache) if layer.state for x in layer.state if x is not None]
     assert {x.dtype for x in states} == {dtype}
+    for own, other in zip(states, expected, strict=True):
+        assert torch.equal(own[:1].double(), other)
     with pytest.raises(T2RError, match="state_dtype"):
         Engine(model, state_dtype=torch.int8)
 

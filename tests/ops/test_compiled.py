@@ -44,11 +44,19 @@ DECODE = {
     "kinds": {
         "*fp32": ("s", "z", "z_abs", "decay", "dens", "logs"),
         "*bf16": ("q", "k", "v", "out", "q_weight", "q_bias", "k_weight", "k_bias"),
-        "*i64": ("places", "slots"),
+        "*i64": ("places", "slots", "counts"),
         "*u8": ("mask", "fresh"),
     },
-    "loose": ("key_heads", "group", "k_share", "v_share", "mask_share", "logs_b"),
+    "loose": ("key_heads", "group", "k_share", "v_share", "mask_share", "logs_b", "seed"),
 }
+HALF = [
+    DECODE | {"kinds": DECODE["kinds"] | {"*fp32": ("decay", "dens", "logs"), kind: states}}
+    for kind, states in (
+        ("*bf16", (*DECODE["kinds"]["*bf16"], "s", "z", "z_abs")),
+        ("*fp16", ("s", "z", "z_abs")),
+    )
+]
+"""The same with states in half precision."""
 WINDOWS = {
     "module": "t2r.ops.triton.window_kernel",
     "name": "step",
@@ -86,7 +94,7 @@ SMOLLM2 = {
     "FEATURE": 128, "VALUE": 64, "DIM": 64, "HAS_Z_ABS": False, "HAS_MASK": False, "HAS_DECAY": True, "GROUPED": False,
     "MAPPED": True, "HAS_BIAS": True, "ACTIVATION": "softmax", "WEIGHS": True, "BF": 128, "BV": 64, "BLOCKS": 1,
     "BD": 64, "BG": 1, "CHUNKS": 1, "NORMALIZED": True, "BESIDE": False, "PLACED": False, "SLOTTED": False,
-    "WEIGHS_QUERIES": False,
+    "WEIGHS_QUERIES": False, "DRAWN": False,
 }  # fmt: skip
 """A layer of SmolLM2 in the default recipe."""
 PLANNED = SMOLLM2 | {
@@ -103,9 +111,11 @@ def test_the_decoding_step_loads_wide_words_before_it_computes():
     grouped = SMOLLM2 | {
         "GROUPED": True, "BLOCKS": 2, "HAS_MASK": True, "HAS_Z_ABS": True, "MAPPED": False, "CHUNKS": 3,
     }  # fmt: skip
-    found, _, planned = compiled([DECODE | {"constants": each} for each in (SMOLLM2, grouped, PLANNED)])
+    forms = [DECODE | {"constants": each} for each in (SMOLLM2, grouped, PLANNED)]
+    forms += [half | {"constants": PLANNED | {"DRAWN": True}} for half in HALF]
+    found, _, *planned = compiled(forms)
     assert found.count("ld.global") < 60
-    for each in (found, planned):
+    for each in (found, *planned):
         assert "ld.global" not in each[each.index("bar.sync") :]
 
 

@@ -22,8 +22,9 @@ from t2r.errors import T2RError
 from t2r.model.logits import Readout
 from t2r.model.modeling import T2RModel
 from t2r.model.windows import with_windows
-from t2r.ops import Rule, Sums
+from t2r.ops import Draws, Rule, Sums
 from t2r.ops.common import HALF
+from t2r.ops.rounding import rounded
 from t2r.plans import check_nbits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -116,18 +117,21 @@ def readout_of(model: PreTrainedModel, example: Mapping[str, Tensor], variant: V
 
 
 class RoundedMemory(StateMemory):
-    """A state that is rounded every `every` tokens.
+    """A state that is rounded every `every` tokens, as a static cache rounds what it stores.
 
     Only the sums of a layer depend on the order of rounding. Everything else is computed for all tokens at once, so a
     text takes one forward pass."""
 
-    def __init__(self, dtype: torch.dtype, every: int) -> None:
+    def __init__(self, dtype: torch.dtype, every: int, seed: int = 0) -> None:
         super().__init__()
-        self.dtype, self.every = dtype, every
+        self.dtype, self.every, self.seed = dtype, every, seed
+        self.counts = torch.zeros(1, dtype=torch.long)
+        """The tokens that each row has read."""
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, *, mask: Tensor | None = None, **how: Any
     ) -> Tensor | Sums:
+        self.counts = self.counts.to(k.device).expand(k.shape[0])
         if self.every == 1 and self.dtype in HALF and not torch.is_grad_enabled():
             return self.stepwise(q, k, v, rule, mask, how.get("normalized", True))
         found = []
@@ -136,7 +140,10 @@ class RoundedMemory(StateMemory):
             own = None if mask is None else mask[:, part]
             found.append(super().advance(q[:, :, part], k[:, :, part], v[:, :, part], rule, mask=own, **how))
             assert self.state is not None
-            self.state = self.state.map(lambda x: x.to(self.dtype).to(x.dtype))
+            if self.dtype in HALF:
+                half = rounded(self.state, self.dtype, Draws(self.counts, self.seed))
+                self.state = half.map(torch.Tensor.double if v.dtype == torch.float64 else torch.Tensor.float)
+            self.counts = self.counts + (k[:, :, part].shape[2] if own is None else own.sum(1))
         return joined(found)
 
     def can_step(self) -> bool:
@@ -153,7 +160,9 @@ class RoundedMemory(StateMemory):
             now = slice(i, i + 1)
             own = None if mask is None else mask[:, now]
             how: dict[str, Any] = {"mask": own, "inplace": True, "normalized": normalized}
+            how["draws"] = Draws(self.counts, self.seed)
             out, _ = rule.step(q[:, :, now], k[:, :, now], v[:, :, now], self.state, **how)
+            self.counts = self.counts + (1 if own is None else own[:, 0])
             found.append(out)
         return joined(found)
 
@@ -183,9 +192,9 @@ class RoundedReadout(Readout):
 
     def _cache(self) -> Any:
         cache = self.model.make_cache()
-        for layer in cache.layers:
+        for number, layer in enumerate(cache.layers):
             layer.memories = tuple(
-                RoundedMemory(self.dtype, self.every) if isinstance(memory, StateMemory) else memory
+                RoundedMemory(self.dtype, self.every, number) if isinstance(memory, StateMemory) else memory
                 for memory in layer.memories
             )
         return cache

@@ -32,6 +32,8 @@ from t2r.errors import T2RError
 from t2r.model.inputs import is_packed, note_padding, restarts
 from t2r.model.saving import SavedModel
 from t2r.model.sharded import ShardedByLayer
+from t2r.ops import Draws
+from t2r.ops.common import HALF
 from t2r.ops.constants import constant_weights
 from t2r.surgery.adapters import Family, Site, family_of
 from t2r.surgery.install import install
@@ -191,7 +193,7 @@ class T2RModel(SavedModel, ShardedByLayer, compat.ModelHooks):
             source_length: maximum number of tokens of a source in softmax cross attention. By default, its keys and
                 values are not of fixed size.
             state_dtype: the dtype in which states are stored, torch.bfloat16 or torch.float16, to halve their memory.
-                They are rounded after every token. Defaults to float32."""
+                They are rounded after every token, at random (`t2r.ops.rounding`). Defaults to float32."""
         model: Any = self
         if self.grows() and max_length is None:
             raise T2RError(
@@ -378,10 +380,11 @@ def fixed_memories(module: Recurrence, head_dim: int, room: Room) -> tuple[Memor
         token = torch.zeros(room.rows, 1, 1, head_dim, dtype=room.dtype, device=room.device)
         made.append(WindowMemory(module.window, held=module.window.empty(token, token), lengths=room.lengths))
     if module.has_map:
-        state = module.feature_map.empty_state(room.rows, head_dim, room.dtype, room.device)
+        state, draws = module.feature_map.empty_state(room.rows, head_dim, room.dtype, room.device), None
         if room.state_dtype is not None:
             state = state.map(lambda x: x.to(room.state_dtype))
-        made.append(StateMemory(state, fixed=True))
+            draws = Draws(room.lengths, module.layer_idx) if room.state_dtype in HALF else None
+        made.append(StateMemory(state, fixed=True, draws=draws))
     return tuple(made)
 
 

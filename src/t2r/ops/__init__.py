@@ -23,6 +23,7 @@ from t2r.ops.common import (
 )
 from t2r.ops.functional import absorb, computes_features, linear_attention, look, step
 from t2r.ops.registry import backends, choose
+from t2r.ops.rounding import Draws
 from t2r.ops.rules import Rule, Sum
 from t2r.ops.soft_windows import soft_window_attention
 from t2r.ops.weights import attention_weights
@@ -32,6 +33,7 @@ __all__ = [
     "FASTEST_DECAY",
     "LARGEST_LOG_WEIGHT",
     "Beside",
+    "Draws",
     "Far",
     "Features",
     "Rule",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from t2r.ops.common import Beside, Features, Slots, State, Sums
+from t2r.ops.rounding import Draws
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = ("parallel", "step", "look")
@@ -146,6 +147,7 @@ class Backend(ABC):
         beside: Beside | None = None,
         normalized: bool = True,
         slots: Slots | None = None,
+        draws: Draws | None = None,
     ) -> tuple[Tensor | Sums, State]:
         """Process one token. The backend clamps decay rates itself, so that a fused step is a single kernel launch."""
 

@@ -14,6 +14,7 @@ from t2r.ops import reference
 from t2r.ops.common import HALF, Beside, Features, Slots, State, Sums, accumulator_dtype, bound_decay, clock, fade
 from t2r.ops.contract import Backend, Request
 from t2r.ops.registry import PREFERENCE, prefer, select
+from t2r.ops.rounding import Draws, store
 
 LARGEST_MAPPED = 256
 """The largest input of a feature map that a step computes itself."""
@@ -199,6 +200,7 @@ def step(
     beside: Beside | None = None,
     normalized: bool = True,
     slots: Slots | None = None,
+    draws: Draws | None = None,
     backend: str = "auto",
 ) -> tuple[Any, State]:
     """Process one token: add its key and value to the state, then read the state.
@@ -207,7 +209,7 @@ def step(
     in place and returned. Its memory address then stays fixed, which compiled and captured decoding steps require.
 
     With `inplace`, the state may also be stored in bfloat16 or float16. It is computed in float32 and rounded after
-    every token.
+    every token: at random with `draws` (`t2r.ops.rounding`), else to the nearest number.
 
     With `features`, q, k and v are the inputs of a feature map, and the kernel of the step also computes the features.
     A head of k and v may then serve several key heads, and the mask may be one of each head of k, `[batch, heads, 1]`.
@@ -226,6 +228,8 @@ def step(
         raise T2RError("step with inplace=True requires a state: pass one, for example State.zeros(k, v)")
     if slots is not None and (state is None or not inplace):
         raise T2RError("step with slots requires inplace=True, because only some of the states change")
+    if draws is not None and (state is None or state.s.dtype not in HALF):
+        raise T2RError("step with draws requires a state in half precision: others are not rounded")
     mask = None if mask is None else mask.bool()
     if beside is not None and (features is None or not normalized):
         raise T2RError("step with beside requires features, and its output is normalized")
@@ -240,6 +244,7 @@ def step(
             how: dict[str, Any] = {"inplace": inplace, "features": features, "normalized": normalized}
             how |= {} if beside is None else {"beside": beside}
             how |= {} if slots is None else {"slots": slots}
+            how |= {} if draws is None else {"draws": draws}
             return known.step(q, k, v, state, mask=mask, decay=decay, **how)
     half = inplace and state is not None and state.s.dtype in HALF
     rows = state if slots is None or state is None else state.map(lambda x: x[:1].expand(len(q), *x.shape[1:]))
@@ -247,7 +252,7 @@ def step(
     decay = None if decay is None else _checked_decay(decay, k, True)
     chosen = select(_request("step", q, k, v, state, decay, signed=signed), backend)
     if slots is not None and state is not None:
-        how = {"mask": mask, "decay": decay, "normalized": normalized, "inplace": True}
+        how = {"mask": mask, "decay": decay, "normalized": normalized, "inplace": True, "draws": draws}
         if not chosen.abilities.slots or torch.compiler.is_compiling():
             return _step_copies(q, k, v, state, slots, **how, signed=signed, backend=backend), state
         with no_autocast(q.device.type):
@@ -255,12 +260,11 @@ def step(
     with no_autocast(q.device.type):
         past = State.zeros(k, v, signed) if state is None else state
         if not half or chosen.abilities.half_state:
-            return chosen.step(q, k, v, past, mask=mask, decay=decay, inplace=inplace, normalized=normalized)
+            how = {"mask": mask, "decay": decay, "normalized": normalized, "inplace": inplace, "draws": draws}
+            return chosen.step(q, k, v, past, **how)
         full = past.map(lambda x: x.to(accumulator_dtype(q, k, v)))
         out, _ = chosen.step(q, k, v, full, mask=mask, decay=decay, inplace=True, normalized=normalized)
-        for own, new in zip(past, full, strict=True):
-            if own is not None and new is not None:
-                own.copy_(new)
+        store(past, full, draws)
         return out, past
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from t2r.ops import functional
 from t2r.ops.common import Beside, Features, Slots, State, Sums
+from t2r.ops.rounding import Draws
 
 
 class Rule(Protocol):
@@ -49,8 +50,9 @@ class Rule(Protocol):
         features: Features | None = None,
         beside: Beside | None = None,
         normalized: bool = True,
+        draws: Draws | None = None,
     ) -> tuple[Tensor | Sums, State]:
-        """Process one token."""
+        """Process one token. `draws` are given only for a state that is stored in half precision."""
 
     def replay(self, state: State, k: Tensor, v: Tensor, mask: Tensor | None) -> State:
         """Return the state after these tokens, without an output."""
@@ -109,6 +111,7 @@ class Sum(NamedTuple):
         beside: Beside | None = None,
         normalized: bool = True,
         slots: Slots | None = None,
+        draws: Draws | None = None,
     ) -> tuple[Tensor | Sums, State]:
         return functional.step(
             q,
@@ -123,6 +126,7 @@ class Sum(NamedTuple):
             beside=beside,
             normalized=normalized,
             slots=slots,
+            draws=draws,
         )
 
     def replay(self, state: State, k: Tensor, v: Tensor, mask: Tensor | None) -> State:

@@ -11,6 +11,7 @@ from torch import Tensor
 from t2r.ops import chunked, reference, single
 from t2r.ops.common import Beside, Features, Slots, State, Sums, normalize
 from t2r.ops.contract import Backend
+from t2r.ops.rounding import Draws
 
 
 class TorchBackend(Backend):
@@ -30,6 +31,7 @@ class TorchBackend(Backend):
         beside: Beside | None = None,
         normalized: bool = True,
         slots: Slots | None = None,
+        draws: Draws | None = None,
     ) -> tuple[Tensor | Sums, State]:
         if single.can_do(state, inplace=inplace):
             return single.step(q, k, v, state, mask, decay, normalized), state

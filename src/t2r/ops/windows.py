@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from t2r.errors import T2RError
-from t2r.ops.common import Far, Sums, Windows, accumulator_dtype, fold_groups
+from t2r.ops.common import HALF, Far, Sums, Windows, accumulator_dtype, fold_groups
 from t2r.ops.registry import BACKENDS, PREFERENCE
 
 LARGEST_STATE = 16384
@@ -76,9 +76,9 @@ def steps_at_once(q: Tensor, v: Tensor, softcap: float | None) -> bool:
 
 def advances_at_once(far: Far) -> bool:
     """Return whether the same kernel can advance these states: their features are those of an affine map, and the state
-    of a head fits into its registers."""
+    of a head fits into its registers. It does not round at random, so those in half precision have their own kernel."""
     feature, value = far.state.s.shape[2:]
-    maps = far.state.z_abs is None and far.features.q_weight is not None
+    maps = far.state.z_abs is None and far.features.q_weight is not None and far.state.s.dtype not in HALF
     return maps and feature <= 256 and feature * value <= LARGEST_STATE
 
 

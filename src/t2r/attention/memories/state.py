@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from t2r.attention.memories.base import Memory, may_overwrite
-from t2r.ops import Beside, Features, Rule, Slots, State, Sums
+from t2r.ops import Beside, Draws, Features, Rule, Slots, State, Sums
 from t2r.ops.common import accumulator_dtype
+from t2r.ops.rounding import store
 
 
 class Added(NamedTuple):
@@ -25,14 +26,22 @@ class Added(NamedTuple):
 class StateMemory(Memory):
     """The state of a recurrence (`t2r.ops.rules`).
 
-    A fixed one may be stored in half precision. A step computes in float32 and rounds what it stores."""
+    A fixed one may be stored in half precision. A step computes in float32 and rounds what it stores, at random by
+    `draws` (`t2r.ops.rounding`)."""
 
     slots: Slots | None = None
     """Where the states of the rows are, if they lie among those of other sequences."""
 
-    def __init__(self, state: State | None = None, *, fixed: bool = False, state_type: type[State] = State) -> None:
+    def __init__(
+        self,
+        state: State | None = None,
+        *,
+        fixed: bool = False,
+        state_type: type[State] = State,
+        draws: Draws | None = None,
+    ) -> None:
         self.state_type = state_type if state is None else type(state)
-        self.state, self.fixed = state, fixed
+        self.state, self.fixed, self.draws = state, fixed, draws
         self.before: State | None = None
         self.added: list[Added] = []
 
@@ -62,6 +71,7 @@ class StateMemory(Memory):
             inplace = self.fixed or (may_overwrite(state[0]) and not self.recording)
             how: dict[str, Any] = {"features": features, "normalized": normalized, "inplace": inplace}
             how |= {} if beside is None else {"beside": beside}
+            how |= {} if self.draws is None else {"draws": self.draws}
             out, state = rule.step(q, k, v, state, mask=mask, **how)
         else:
             if self.fixed and state is not None:
@@ -77,9 +87,7 @@ class StateMemory(Memory):
     def store(self, state: State, added: Added | None = None) -> None:
         """Take a new state."""
         if self.fixed and self.state is not None and state is not self.state:
-            for own, new in zip(self.state, state, strict=True):
-                if own is not None and new is not None:
-                    own.copy_(new)
+            store(self.state, state, self.draws)
             return
         if self.recording and added is not None:
             if not self.added:

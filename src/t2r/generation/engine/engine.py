@@ -97,9 +97,8 @@ class Engine:
         compiled: whether to fuse the kernels of a step with torch.compile, on a GPU. Compilation takes about a minute
             for each batch size.
         state_dtype: the dtype in which recurrent states are stored, torch.float16 or torch.bfloat16. It halves their
-            memory; they are rounded after every token, which costs quality over thousands of tokens, most of all in
-            bfloat16 (docs/performance.md; `t2r evaluate --variant MODEL:state=float16` measures it). Defaults to
-            float32.
+            memory; they are rounded after every token, at random (docs/performance.md; `t2r evaluate --variant
+            MODEL:state=float16` measures what it costs). Defaults to float32.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ from t2r.ops.chunked import two_products
 from t2r.ops.common import Beside, Features, Slots, State, Sums, normalize
 from t2r.ops.contract import Abilities, Backend
 from t2r.ops.reference import look as read_state
+from t2r.ops.rounding import Draws
 from t2r.ops.triton.presence import INSTALLED, INTERPRETED
 
 
@@ -67,11 +68,12 @@ class Triton(Backend):
         beside: Beside | None = None,
         normalized: bool = True,
         slots: Slots | None = None,
+        draws: Draws | None = None,
     ) -> tuple[Tensor | Sums, State]:
         from t2r.ops.triton.decode import step
 
         state = state if inplace else state.map(torch.clone)
-        return step(q, k, v, state, mask, decay, features, normalized, beside, slots), state
+        return step(q, k, v, state, mask, decay, features, normalized, beside, slots, draws), state
 
     def look(self, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
         if q.shape[2] == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from t2r.ops.common import Beside, Features, Slots, State, Sums
+from t2r.ops.rounding import Draws
 from t2r.ops.triton.blocks import block, inner, on_device
 from t2r.ops.triton.decode_kernel import decode, read
 from t2r.ops.triton.launch import Arguments, Repeated
@@ -29,6 +30,7 @@ def _launch(
     normalized: bool = True,
     beside: Beside | None = None,
     slots: Slots | None = None,
+    draws: Draws | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, or the numerator and the denominator. The output is that of `beside`, if it is given."""
     q, k, v = inner(q), inner(k), inner(v)
@@ -44,6 +46,7 @@ def _launch(
     placed = places is not None
     at, new = (None, None) if slots is None else (slots.at, slots.new.view(torch.uint8))
     dens = out if normalized else out.new_empty(batch, heads, 1)
+    counts, seed = (None, 0) if draws is None else (inner(draws.counts), draws.seed)
 
     def arguments() -> Arguments:
         # Key heads of the state for each head of k and v, of which it may have only some.
@@ -62,6 +65,7 @@ def _launch(
             *((0, 0) if flags is None else (flags.stride(0), flags.stride(1))), 0 if rates is None else rates.stride(0),
             0 if logs is None else logs.stride(0), key_heads, group, k_share, v_share,
             key_heads if flags is None or flags.dim() == 2 else k_share if placed else key_heads // flags.shape[1],
+            seed,
         )  # fmt: skip
         constants = dict(
             FEATURE=feature, VALUE=value, DIM=dim,
@@ -70,14 +74,15 @@ def _launch(
             SLOTTED=slots is not None,
             MAPPED=how.q_weight is not None, HAS_BIAS=how.q_bias is not None,
             ACTIVATION=how.activation, WEIGHS=how.weighs_keys, WEIGHS_QUERIES=how.weighs_queries,
+            DRAWN=counts is not None,
             BF=rows, BV=columns, BLOCKS=-(-value // columns), BD=block(dim, 256), BG=heads_at_once,
             CHUNKS=-(-group // heads_at_once),
         )  # fmt: skip
         return (batch * key_heads,), integers, constants
 
-    given = (q, k, v, s, z, z_abs, flags, rates, out, dens, logs, places, at, new, *how[4:])
+    given = (q, k, v, s, z, z_abs, flags, rates, out, dens, logs, places, at, new, *how[4:], counts)
     with on_device(q):
-        _decode.launch(given, (*how[:4], normalized), arguments)
+        _decode.launch(given, (*how[:4], normalized, seed), arguments)
     return out, dens
 
 
@@ -92,8 +97,11 @@ def _traced(
     mask: Tensor | None,
     decay: Tensor | None,
     normalized: bool,
+    counts: Tensor | None,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
-    out, dens = _launch(q, k, v, s, z, z_abs, mask, decay, None, normalized)
+    draws = None if counts is None else Draws(counts, seed)
+    out, dens = _launch(q, k, v, s, z, z_abs, mask, decay, None, normalized, draws=draws)
     return out, dens.new_empty(0) if normalized else dens  # a custom operator may not return a tensor twice
 
 
@@ -108,6 +116,8 @@ def _(
     mask: Tensor | None,
     decay: Tensor | None,
     normalized: bool,
+    counts: Tensor | None,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     out = v.new_empty(q.shape[0], q.shape[1], 1, v.shape[3], dtype=v.dtype if normalized else torch.float32)
     return out, out.new_empty(0) if normalized else out.new_empty(out.shape[:3])
@@ -124,12 +134,15 @@ def step(
     normalized: bool = True,
     beside: Beside | None = None,
     slots: Slots | None = None,
+    draws: Draws | None = None,
 ) -> Tensor | Sums:
     """Process one token and update the state in place. Eager calls skip the dispatch of the custom operator."""
     if torch.compiler.is_compiling():
-        out, dens = _traced(q, k, v, state.s, state.z, state.z_abs, mask, decay, normalized)
+        by = (None, 0) if draws is None else draws
+        out, dens = _traced(q, k, v, state.s, state.z, state.z_abs, mask, decay, normalized, *by)
     else:
-        out, dens = _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, features, normalized, beside, slots)
+        how = (features, normalized, beside, slots, draws)
+        out, dens = _launch(q, k, v, state.s, state.z, state.z_abs, mask, decay, *how)
     return out if normalized else Sums(out, dens)
 
 

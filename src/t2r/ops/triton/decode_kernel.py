@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from t2r.ops.common import FASTEST_DECAY, LARGEST_LOG_WEIGHT
-from t2r.ops.triton.math import divide, mix, saturate
+from t2r.ops.triton.math import divide, key_of, mix, saturate, stored
 
 FASTEST = tl.constexpr(FASTEST_DECAY)
 
@@ -149,16 +149,17 @@ def read_block(query, new, sum_k, sum_abs, HAS_Z_ABS: tl.constexpr, NORMALIZED: 
     return num, den
 
 
-@triton.jit(do_not_specialize=["key_heads", "group", "k_share", "v_share", "mask_share", "logs_b"])
+@triton.jit(do_not_specialize=["key_heads", "group", "k_share", "v_share", "mask_share", "logs_b", "seed"])
 def decode(
     q, k, v, s, z, z_abs, mask, decay, out, dens, logs, places, slots, fresh, q_weight, q_bias, k_weight, k_bias,
+    counts,
     q_b, q_h, k_b, k_h, v_b, v_h, s_b, s_h, s_f, z_b, z_h, za_b, za_h, out_b, out_h, mask_b, mask_h, decay_h, logs_b,
-    key_heads, group, k_share, v_share, mask_share,
+    key_heads, group, k_share, v_share, mask_share, seed,
     FEATURE: tl.constexpr, VALUE: tl.constexpr, DIM: tl.constexpr,
     HAS_Z_ABS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DECAY: tl.constexpr, GROUPED: tl.constexpr,
     NORMALIZED: tl.constexpr, BESIDE: tl.constexpr, PLACED: tl.constexpr, SLOTTED: tl.constexpr,
     MAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr,
-    WEIGHS_QUERIES: tl.constexpr,
+    WEIGHS_QUERIES: tl.constexpr, DRAWN: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -169,9 +170,10 @@ def decode(
     averages of that memory, to which those of the state are added; `logs` are the logarithms of its weights. If the
     state has only some heads of k and v, `places` are their numbers. SLOTTED, sequence number b has the state number
     `slots[b]`, which is zero if `fresh[b]`. The query heads of a group are read BG at a time, in CHUNKS. A state in
-    half precision is computed in float32 and rounded when it is stored. There are few programs, and each waits for
-    memory most of the time: so everything is loaded before anything is computed, and stored at the end, because a load
-    does not move before a store or a reduction."""
+    half precision is computed in float32 and rounded when it is stored: DRAWN, at random by the row's own `counts` and
+    the `seed`, so that each replay of a CUDA graph has other numbers (`t2r.ops.rounding`). There are few programs, and
+    each waits for memory most of the time: so everything is loaded before anything is computed, and stored at the end,
+    because a load does not move before a store or a reduction."""
     b = (tl.program_id(0) // key_heads).to(tl.int64)
     h = (tl.program_id(0) % key_heads).to(tl.int64)
     f, d = tl.arange(0, BF), tl.arange(0, BV)
@@ -217,6 +219,9 @@ def decode(
     if HAS_Z_ABS:
         sum_abs = tl.load(a_here, mask=held, other=0.0).to(tl.float32)
     val = tl.load(v_here + d, mask=d_ok & live, other=0.0)
+    drawn = one.to(tl.uint32)
+    if DRAWN:
+        drawn = key_of(tl.load(counts + b + one), seed + one)
 
     key = features(k_given, k_map, k_add, f_ok, MAPPED, HAS_BIAS, ACTIVATION)
     if WEIGHS:
@@ -277,10 +282,14 @@ def decode(
             if not NORMALIZED and not BESIDE:
                 tl.store(dens + b * key_heads + h + one, den)
         here = s_here + f[:, None] * s_f + d[None, :]
-        tl.store(here, new.to(s.dtype.element_ty), mask=f_ok[:, None] & d_ok[None, :])
-    tl.store(z_here, sum_k.to(z.dtype.element_ty), mask=f_ok)
+        place = (h * FEATURE + f[:, None]) * VALUE + d[None, :]
+        kept = stored(new, s.dtype.element_ty, drawn[:, None], place, DRAWN)
+        tl.store(here, kept, mask=f_ok[:, None] & d_ok[None, :])
+    place = key_heads * FEATURE * VALUE + h * FEATURE + f  # the places of z are after those of all heads of s
+    tl.store(z_here, stored(sum_k, z.dtype.element_ty, drawn, place, DRAWN), mask=f_ok)
     if HAS_Z_ABS:
-        tl.store(a_here, sum_abs.to(z_abs.dtype.element_ty), mask=f_ok)
+        kept = stored(sum_abs, z_abs.dtype.element_ty, drawn, place + key_heads * FEATURE, DRAWN)
+        tl.store(a_here, kept, mask=f_ok)
 
 
 @triton.jit(do_not_specialize=["heads", "group"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from t2r.ops import rounding
 from t2r.ops.common import DENOMINATOR_FLOOR, SIGNED_FLOOR
 
 SIZES = ["time", "chunks", "segments", "per", "slots", "heads", "key_heads", "group", "feature", "value"]
@@ -13,6 +14,8 @@ SIZES = ["time", "chunks", "segments", "per", "slots", "heads", "key_heads", "gr
 of 1 into a constant, and triton 3.6 then generates matrix products on Hopper that read shared memory out of bounds."""
 FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
 SIGNED = tl.constexpr(SIGNED_FLOOR)
+HASH_FIRST, HASH_SECOND = tl.constexpr(rounding.FIRST), tl.constexpr(rounding.SECOND)
+HASH_STRIDE, SMALLEST = tl.constexpr(rounding.STRIDE), tl.constexpr(rounding.SMALLEST)
 
 
 @triton.jit
@@ -82,6 +85,36 @@ def saturate(x, to: tl.constexpr):
     """Cast to the output dtype. float16 saturates, because a signed average can exceed the averaged values."""
     if to == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(to)
+
+
+@triton.jit
+def hashed(x):
+    """Hash uint32 numbers, as `rounding.hashed` does."""
+    x = (x ^ (x >> 16)) * HASH_FIRST
+    x = (x ^ (x >> 15)) * HASH_SECOND
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def key_of(count, seed):
+    """Return what the random numbers of a row depend on, beside the place in its state."""
+    return hashed(count.to(tl.uint32) * HASH_STRIDE + hashed(seed.to(tl.uint32)))
+
+
+@triton.jit
+def stored(x, to: tl.constexpr, key, place, DRAWN: tl.constexpr):
+    """Cast float32 numbers to the dtype in which a state is stored: `rounding.rounded_by`."""
+    if DRAWN:
+        missing: tl.constexpr = 13 if to == tl.float16 else 16
+        noise = hashed(key ^ place.to(tl.uint32)) >> (32 - missing)
+        found = (x.to(tl.uint32, bitcast=True) + noise) >> missing << missing
+        found = found.to(tl.float32, bitcast=True)
+        if to == tl.float16:
+            scale: tl.constexpr = 1.0 / (1 << missing)
+            small = tl.floor(x * 16777216.0 + noise.to(tl.float32) * scale) * (1.0 / 16777216.0)
+            found = tl.where(tl.abs(x) < SMALLEST, small, found)
+        x = tl.where(x == x, found, x)
     return x.to(to)
 
 
