@@ -87,7 +87,7 @@ def opened(service: Service, path: Path) -> Stored:
         raise T2RError("the file is damaged: it has tokens that the model does not have")
     stored.cache = state_files.load(path, model.model, stored)
     fresh = Stored(new_id("state"), model.name, "upload", model.fingerprint, stored.length, stored.tokens)
-    fresh.unread, fresh.chat, fresh.cache = stored.unread, stored.chat, stored.cache
+    fresh.unread, fresh.chat, fresh.cache, fresh.own = stored.unread, stored.chat, stored.cache, False
     if fresh.chat is not None and fresh.chat["tokens"] != stored.length + len(stored.unread):
         fresh.chat = None  # more was read after the conversation
     return fresh
