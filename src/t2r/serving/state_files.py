@@ -82,7 +82,7 @@ def read_about(path: Path) -> Stored:
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
-        about = json.loads(metadata["t2r_serving"]) if "t2r_serving" in metadata else None
+        about = json.loads(metadata.get("t2r_serving", "null"), parse_constant=refuse_constant)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise T2RError(f"{path.name} is damaged ({error})") from error
     length = max(header["lengths"].values(), default=0)
@@ -108,6 +108,16 @@ def check_about(about: Any) -> None:
         raise ValueError
     if len(about["unread"]) > 1:
         raise ValueError
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def check_tokens(stored: Stored, vocabulary: int) -> None:
+    """Raise T2RError for tokens that the model does not have."""
+    if max([*(stored.tokens or ()), *stored.unread], default=0) >= vocabulary:
+        raise T2RError("the file is damaged: it has tokens that the model does not have")
 
 
 def load(path: Path, model: Any, stored: Stored) -> Any:

@@ -97,6 +97,7 @@ class States:
                 stored = state_files.read_about(path)
                 if stored.fingerprint != model.fingerprint or path.stem != stored.id:
                     raise T2RError(f"{path.name} is the state of another model, or was renamed")
+                state_files.check_tokens(stored, model.vocabulary)
             except T2RError as error:
                 logger.warning("a state is left out: %s", error)
                 self.failures += 1
