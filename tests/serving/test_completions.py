@@ -169,6 +169,24 @@ def test_stop_strings(stream):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("tokens", "reason"), [(9, "length"), (10, "length"), (11, "stop"), (12, "stop")])
+def test_a_stop_string_may_come_with_the_last_token(tokens, reason):
+    whole = text_alone("abcde", max_new_tokens=30)
+    stop = whole[9:11]
+    assert whole.index(stop) == 9
+
+    async def main():
+        async with running(served()) as (client, _):
+            body = {"prompt": "abcde", "max_tokens": tokens, "stop": stop}
+            choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+            pieces = await streamed(client, "/v1/completions", **body)
+            text = "".join(piece["choices"][0]["text"] for piece in pieces)
+            found = [(choice["text"], choice["finish_reason"]), (text, pieces[-1]["choices"][0]["finish_reason"])]
+            assert found == [(whole[: min(tokens, 9 if reason == "stop" else tokens)], reason)] * 2
+
+    asyncio.run(main())
+
+
 def test_penalties():
     async def main():
         async with running(served()) as (client, _):

@@ -24,7 +24,7 @@ from t2r.serving.served import ServedModel
 from t2r.serving.states import States
 from t2r.serving.stored import Stored
 from t2r.serving.worker import Job, Piece, Worker, explained
-from t2r.storage import check_named
+from t2r.storage import check_named, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class Service:
         if options.states is not None:
             check_named(options.states, "the folder of states")
             folder = Path(options.states)
+            kind_of(folder)  # refuses what is not a path
         budget = (options.state_memory * MIB, options.state_disk * MIB, options.state_hours * 3600)
         self.states = States([model for model in self.models.values() if not model.translates], folder, *budget)
 

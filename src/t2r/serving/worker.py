@@ -84,8 +84,9 @@ class Job:
 
     @property
     def reason(self) -> str:
-        """Why it has ended, in the words of the API."""
-        return "length" if self.sequence is not None and self.sequence.reason == "length" else "stop"
+        """Why it has ended, in the words of the API: a stop string may come with the last token that is allowed."""
+        ended = self.sequence is not None and self.sequence.reason == "length" and not self.strings.found
+        return "length" if ended else "stop"
 
     def piece(self, tokens: list[int], last: bool) -> Piece:
         """Return the next piece, with these new tokens."""
