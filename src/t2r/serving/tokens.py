@@ -15,6 +15,8 @@ LOWEST = -9999.0
 """OpenAI's number for a token that is impossible. JSON has no infinities."""
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 """How tokenizers with a byte fallback name the token of a byte."""
+SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
 
 
 class TokenTexts:
@@ -45,7 +47,9 @@ class TokenTexts:
             return bytes(self.letters[letter] for letter in name)
         if (byte := BYTE.fullmatch(name)) is not None:
             return bytes([int(byte[1], 16)])
-        # A second token has its space, which some tokenizers remove at the beginning of a text.
+        if SPACE in name:
+            return name.replace(SPACE, " ").encode()
+        # A second token has what some tokenizers remove at the beginning of a text.
         one, two = (str(self.tokenizer.decode([token] * times)) for times in (1, 2))
         return (two[len(one) :] if two.startswith(one) else one).encode()
 
