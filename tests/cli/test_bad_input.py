@@ -328,6 +328,8 @@ CASES = [
     ("serve {m}/rnn --port 0 --states {m}/text.txt", "states cannot be kept in"),
     ("serve {m}/rnn --port 0 --states {m}/text.txt/inside", "states cannot be kept in"),
     ("serve {m}/rnn --port 0 --states=", "the folder of states has no name"),
+    ("serve {m}/rnn --port 0 --api-key=", "the key (--api-key) must be printable ASCII"),
+    ("serve {m}/rnn --port 0 --api-key=é", "the key (--api-key) must be printable ASCII"),
     ("serve {m}/rnn --port 0 --teacher=", "there is no folder ''"),
     # Paths.
     ("swap {m}/gpt2 {m}/pipe", "is a device, a pipe or a socket"),

@@ -10,13 +10,13 @@ import time
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.trainer_callback import DefaultFlowCallback
 
 from commands import is_one_line, runner
 from converting import BLOCK, SHORT, assert_same, make_world, run, weights, words
 from processes import same_threads
-from t2r.data.teacher_logits import HEADER, TeacherLogits, shard_path
+from t2r.data.teacher_logits import BLOCKS, HEADER, WRITTEN, TeacherLogits, shard_path
 from t2r.errors import T2RError
 from t2r.pipelines import teach as module
 from t2r.pipelines.teach import summary, teach
@@ -212,7 +212,7 @@ def test_small_vocabularies_need_four_bytes_for_each_token_of_the_top(world):
 def test_the_mean_mass_is_that_of_the_scored_positions(world):
     with safe_open(shard_path(world / "few", 0), "pt") as file:
         rest, about = file.get_tensor("rest"), file.metadata()
-    mass, scored = json.loads(about["t2r_teacher"])
+    mass, scored, _ = json.loads(about["t2r_teacher"])
     assert scored == rest[:, :-1].numel()  # the last position of a block predicts nothing
     assert mass == pytest.approx(float(rest[:, :-1].sum()), rel=1e-4)
 
@@ -248,6 +248,8 @@ def test_the_command_says_what_it_wrote(world, monkeypatch, capsys):
         ({"block_size": 65}, "block_size is 65 but the teacher has only 64 positions"),
         ({"train": "teacher"}, "reads texts that are there"),
         ({"train": "nothing.txt"}, "there is no file"),
+        ({"top_k": 10**400}, r"top_k is 1[0,]+, and the model has 97 logits"),
+        ({"temperature": 10**400}, "temperature must be a number, above 0; got 1000"),
         ({"name": "llama"}, "llama has other files"),
         ({"name": "train.txt"}, "train.txt is not a folder"),
     ],
@@ -317,6 +319,18 @@ def damage(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def other_place(path):
+    """A shard of another folder, whose shape is right."""
+    with safe_open(path, "pt") as file:
+        tensors, about = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    rest, scored, _ = json.loads(about[WRITTEN])
+    save_file(tensors, path, metadata={WRITTEN: json.dumps([rest, scored, "elsewhere"])})
+
+
+def reversed_keys(path):
+    save_file({"keys": load_file(path)["keys"].flip(0).contiguous()}, path)
+
+
 def more_blocks(path):
     """A header with so many blocks that to look for the files of all of them would take hours."""
     path.write_text(json.dumps(json.loads(path.read_text()) | {"blocks": 10**12}))
@@ -327,10 +341,17 @@ def more_blocks(path):
     [
         ("00000.safetensors", lambda path: path.unlink(), "has 0 of 1 shards: finish it by the same t2r teach command"),
         ("00000.safetensors", damage, "00000.safetensors is damaged: delete it, and repeat t2r teach"),
+        ("00000.safetensors", other_place, "00000.safetensors belongs to another place or folder: delete it, and"),
         ("blocks.safetensors", damage, "blocks.safetensors cannot be read"),
+        ("blocks.safetensors", reversed_keys, "blocks.safetensors does not belong to header.json: repeat t2r teach"),
         ("header.json", lambda path: path.write_text("{}"), "header.json is not that of a folder of t2r teach"),
-        ("header.json", lambda path: path.write_text('{"format": 3}'), "has format 3; this version of t2r supports"),
+        ("header.json", lambda path: path.write_text('{"format": 4}'), "has format 4; this version of t2r supports"),
         ("header.json", lambda path: path.write_text('{"format": 1, "top_k": 3}'), "header.json is damaged"),
+        (
+            "header.json",
+            lambda path: path.write_text(path.read_text().replace('"top_k": 8', '"top_k": true')),
+            "damaged",
+        ),
         ("header.json", more_blocks, "blocks.safetensors does not belong to header.json"),
     ],
 )
@@ -342,9 +363,40 @@ def test_a_damaged_folder_is_one_line(world, tmp_path, name, change, message):
         run(world, tmp_path / "out", "llama", teacher_logits=str(folder))
 
 
+@pytest.mark.parametrize("change", [damage, reversed_keys, lambda path: path.unlink()])
+def test_damaged_keys_are_written_again(world, tmp_path, change):
+    """The same command mends them: it has read the text, and the shards are right."""
+    shutil.copytree(world / "few", tmp_path / "few")
+    change(tmp_path / "few" / BLOCKS)
+    made(world, tmp_path / "few", top_k=8)
+    assert (tmp_path / "few" / BLOCKS).read_bytes() == (world / "few" / BLOCKS).read_bytes()
+
+
+def test_a_shard_of_an_earlier_version_has_no_place(world, tmp_path):
+    shutil.copytree(world / "few", tmp_path / "few")
+    path = shard_path(tmp_path / "few", 0)
+    with safe_open(path, "pt") as file:
+        tensors, about = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(tensors, path, metadata={WRITTEN: json.dumps(json.loads(about[WRITTEN])[:2])})
+    assert TeacherLogits(tmp_path / "few").rest == TeacherLogits(world / "few").rest
+
+
+def test_a_teacher_whose_distributions_are_no_numbers_is_one_line(world, tmp_path):
+    """Otherwise, it would be noticed after all shards are written, by the conversion."""
+    with pytest.raises(
+        T2RError, match=r"from block 0 on are not numbers: its logits overflow, or --temperature 1e-300"
+    ):
+        made(world, tmp_path / "out", top_k=8, temperature=1e-300)
+    assert not shard_path(tmp_path / "out", 0).exists()
+
+
 DAMAGED = {
     "log_p that is not a number": lambda x: x | {"log_p": torch.full_like(x["log_p"], torch.nan)},
     "rest that is not a number": lambda x: x | {"rest": torch.full_like(x["rest"], torch.nan)},
+    "log_p that is too large": lambda x: x | {"log_p": x["log_p"] + 5},
+    "log_p without a lower end": lambda x: x | {"log_p": x["log_p"] - torch.inf},
+    "rest below 0": lambda x: x | {"rest": x["rest"] - 1},
+    "log_p of whole numbers": lambda x: x | {"log_p": x["log_p"].int()},
     "ids beyond the vocabulary": lambda x: x | {"ids": x["ids"].int().add(60_000).to(x["ids"].dtype)},
     "no log_p": lambda x: {name: part for name, part in x.items() if name != "log_p"},
     "too few log_p": lambda x: x | {"log_p": x["log_p"][..., :2].contiguous()},

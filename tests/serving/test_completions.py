@@ -5,10 +5,14 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from engines import alone
-from serving_models import STOP, model, running, served, tokenizer
+from serving_models import STOP, TEMPLATE, model, running, served, tokenizer
+from t2r.serving.served import ServedModel
 from t2r.serving.service import SHARED
+from t2r.serving.tokens import LOWEST
 from t2r.serving.worker import Worker
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -165,6 +169,24 @@ def test_stop_strings(stream):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("tokens", "reason"), [(9, "length"), (10, "length"), (11, "stop"), (12, "stop")])
+def test_a_stop_string_may_come_with_the_last_token(tokens, reason):
+    whole = text_alone("abcde", max_new_tokens=30)
+    stop = whole[9:11]
+    assert whole.index(stop) == 9
+
+    async def main():
+        async with running(served()) as (client, _):
+            body = {"prompt": "abcde", "max_tokens": tokens, "stop": stop}
+            choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+            pieces = await streamed(client, "/v1/completions", **body)
+            text = "".join(piece["choices"][0]["text"] for piece in pieces)
+            found = [(choice["text"], choice["finish_reason"]), (text, pieces[-1]["choices"][0]["finish_reason"])]
+            assert found == [(whole[: min(tokens, 9 if reason == "stop" else tokens)], reason)] * 2
+
+    asyncio.run(main())
+
+
 def test_penalties():
     async def main():
         async with running(served()) as (client, _):
@@ -195,6 +217,84 @@ def test_penalties_do_not_depend_on_what_a_state_has_read(penalty):
             assert (await post(client, LETTERS[20:], state=state["id"]))[1] == expected
 
     asyncio.run(main())
+
+
+def spaced():
+    """Return a tokenizer of the letters, each with a space before it, which it removes from the beginning of a text."""
+    pieces = {f"▁{chr(33 + i)}": i for i in range(94)}
+    backend = Tokenizer(models.WordLevel(pieces, unk_token="▁!"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="▁!")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def test_a_text_goes_on_with_its_space():
+    """An answer is a text of its own, which begins without one."""
+    mine = ServedModel("rnn", model(), spaced())
+
+    async def main():
+        async with running(mine) as (client, _):
+            body = {"prompt": "a b c", "max_tokens": 6, "logprobs": 1, "logit_bias": {"0": -100}}
+            answer = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+            text = answer["text"]
+            new = [*map(mine.tokenizer.convert_tokens_to_ids, [f"▁{letter}" for letter in text.split()])]
+            assert text == "".join(f" {letter}" for letter in text.split())
+            assert mine.tokenizer("a b c" + text).input_ids == [*mine.tokenizer("a b c").input_ids, *new]
+            assert answer["logprobs"]["tokens"] == [f" {letter}" for letter in text.split()]
+            assert answer["logprobs"]["text_offset"] == [2 * i for i in range(6)]
+            pieces = await streamed(client, "/v1/completions", **body)
+            assert "".join(piece["choices"][0]["text"] for piece in pieces) == text
+            long = [*map(ord, "A" * 2 * SHARED)]
+            many = (await client.post("/v1/completions", json=body | {"prompt": long, "n": 2})).json()["choices"]
+            assert all(each["text"].startswith(" ") for each in many)
+            chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logit_bias": {"0": -100}}
+            said = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["message"]["content"]
+            assert said == said.strip() != ""
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_are_impossible_have_numbers(stream, monkeypatch):
+    mine = served()
+    monkeypatch.setattr(mine.defaults, "suppress_tokens", [*range(90)])
+
+    async def main():
+        async with running(mine) as (client, _):
+            body = {"prompt": "abc", "max_tokens": 2, "logprobs": 20}
+            if stream:
+                (top, *_) = (await streamed(client, "/v1/completions", **body))[0]["choices"][0]["logprobs"][
+                    "top_logprobs"
+                ]
+            else:
+                answer = await client.post("/v1/completions", json=body)
+                (top, _) = answer.json()["choices"][0]["logprobs"]["top_logprobs"]
+            assert min(top.values()) == LOWEST
+            assert -50 < max(top.values()) <= 0
+
+    asyncio.run(main())
+
+
+def test_penalties_of_a_translation_do_not_count_its_source():
+    """They begin with its first token, however long the source is."""
+
+    async def main():
+        async with running(served("marian", name="mt")) as (client, _):
+            texts = []
+            for penalty in (0.0, 2.0):
+                body = {
+                    "prompt": LETTERS[:8],
+                    "max_tokens": 8,
+                    "presence_penalty": penalty,
+                    "frequency_penalty": penalty,
+                }
+                texts.append((await client.post("/v1/completions", json=body)).json()["choices"][0]["text"])
+            return texts
+
+    plain, penalized = asyncio.run(main())
+    assert plain[0] == plain[1] == penalized[0] != penalized[1]
+    assert len(set(penalized)) > len(set(plain))
 
 
 def test_a_chat():

@@ -2,9 +2,14 @@
 
 import asyncio
 import gc
+import json
 from contextlib import suppress
 
+import pytest
+
 from serving_models import running, served
+from t2r.serving.served import ServedModel
+from t2r.serving.states import States
 from t2r.serving.worker import Job
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
@@ -194,6 +199,12 @@ def test_a_request_that_takes_too_long():
             assert answer.json()["error"]["code"] == "timeout"
             answer = await client.post("/v1/completions", json=long | {"stream": True})
             assert '"code":"timeout"' in answer.text
+            answer = await client.post("/v1/responses", json={"input": "abc", "stream": True})
+            numbers = [
+                json.loads(line[6:])["sequence_number"] for line in answer.text.split("\n") if line[:6] == "data: "
+            ]
+            assert '"type":"error"' in answer.text
+            assert numbers == list(range(len(numbers)))
             await until(lambda: not service.models["rnn"].engine.busy and not service.running)
 
     asyncio.run(main())
@@ -209,6 +220,74 @@ def test_lengths():
             answer = await client.post("/v1/chat/completions", json={"messages": CHAT["messages"]})
             assert answer.json()["usage"]["completion_tokens"] == 12
             assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+    asyncio.run(main())
+
+
+LONG = "a" * 70_000
+TOO_LONG = [
+    ("text", {"prompt": LONG}, "70,000 characters are more than the 65,536"),
+    ("text", {"prompt": [5] * 101}, "101 tokens or more are more than the 100"),
+    ("chat", {"messages": [{"role": "user", "content": LONG[:35_000]}] * 2}, "70,000 characters are more"),
+    ("chat", {"messages": [{"role": "user", "content": ""}] * 101}, "101 tokens or more are more"),
+    ("response", {"input": "a", "instructions": LONG}, "70,001 characters are more"),
+    ("response", {"input": [{"role": "user", "content": ""}] * 101}, "101 tokens or more are more"),
+    ("state", {"text": LONG}, "70,000 characters are more"),
+    ("tokenize", {"text": LONG}, "70,000 characters are more"),
+    ("tokenize", {"messages": [{"role": "user", "content": ""}] * 101}, "101 tokens or more are more"),
+]
+
+
+@pytest.mark.parametrize(("route", "fields", "words"), TOO_LONG)
+def test_what_is_certainly_too_long_is_refused_before_it_is_read(route, fields, words, monkeypatch):
+    """To tokenize 15 MiB, and to render 90,000 messages, stopped all other clients for a minute."""
+    read = []
+    monkeypatch.setattr(ServedModel, "encode", lambda self, *args, **how: read.append(args))
+
+    async def main():
+        async with running(served(), max_length=100) as (client, _):
+            path, body = of(route, **fields)
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400
+            assert words in answer.json()["error"]["message"]
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+    asyncio.run(main())
+    assert not read
+
+
+def test_a_long_prompt_is_not_looked_up_before_its_length_is_known(monkeypatch):
+    """Its beginnings are hashed in the event loop."""
+    monkeypatch.setattr(States, "longest", lambda self, *args: pytest.fail("it is looked up"))
+
+    async def main():
+        async with running(served(), max_length=100) as (client, _):
+            answer = await client.post("/v1/completions", json=TEXT | {"prompt": "a" * 5000})
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+    asyncio.run(main())
+
+
+def test_a_choice_that_fails_is_counted_once(monkeypatch):
+    """And the others, which are cancelled."""
+    piece = Job.piece
+
+    def failing(self, tokens, last):
+        if self.seed == 6:
+            raise ValueError("the tokenizer has failed")
+        return piece(self, tokens, last)
+
+    monkeypatch.setattr(Job, "piece", failing)
+
+    async def main():
+        async with running(served()) as (client, service):
+            body = TEXT | {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 200}
+            assert (await client.post("/v1/completions", json=body)).status_code == 400
+            await until(lambda: not service.running and not service.models["rnn"].engine.busy)
+            await asyncio.sleep(0.1)
+            lines = (await client.get("/metrics")).text.splitlines()
+            counts = [float(line.split()[-1]) for line in lines if line.startswith("t2r_sequences_total{")]
+            assert sum(counts) == 3
 
     asyncio.run(main())
 

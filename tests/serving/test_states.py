@@ -1,10 +1,15 @@
 """States over HTTP: an answer costs its new tokens, a state is a fork, and a file comes back as it went."""
 
 import asyncio
+import json
+import os
+import shutil
 import struct
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from engines import alone
 from serving_models import STOP, model, running, served, teacher, tokenizer
@@ -12,6 +17,7 @@ from t2r import T2RError
 from t2r.serving.errors import ApiError
 from t2r.serving.prefixes import Prefixes
 from t2r.serving.served import ServedModel
+from t2r.serving.state_files import digest, packed
 
 
 def text_of(response):
@@ -166,6 +172,129 @@ def test_download_and_upload(tmp_path):
                 assert "\n" not in message
                 assert "/" not in message
             assert len(service.states) == before
+
+    asyncio.run(main())
+
+
+def test_what_was_uploaded_is_found_by_its_id_only(tmp_path):
+    """Its tokens are what the client says: another client, whose text begins so, would go on from something else."""
+    forged = tmp_path / "forged.safetensors"
+
+    async def main():
+        async with running(served(), states=str(tmp_path / "states")) as (client, _):
+            one = (await client.post("/v1/states", json={"text": "xyz", "chat": False})).json()
+            forged.write_bytes((await client.get(f"/v1/states/{one['id']}/content")).content)
+        with safe_open(forged, "pt") as file:
+            tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        said = json.loads(about["t2r_serving"])
+        said["tokens"] = packed([*tokenizer()("abc").input_ids, *said["unread"]][:3])
+        said["unread"], said["digest"] = [], digest(tensors, said["tokens"])
+        forged.unlink()
+        save_file(tensors, forged, metadata=about | {"t2r_serving": json.dumps(said)})
+        async with running(served(), states=str(tmp_path / "states")) as (client, service):
+            answer = await client.post("/v1/states/content", content=forged.read_bytes())
+            assert answer.status_code == 200, answer.text
+            body = {"prompt": "d", "state": answer.json()["id"], "max_tokens": 2}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200  # what follows it is not either
+            await settled(service)
+        async with running(served(), states=str(tmp_path / "states")) as (client, service):
+            assert len(service.states) == 3
+            answer = (await client.post("/v1/completions", json={"prompt": "abcdef", "max_tokens": 6})).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert answer["choices"][0]["text"] == wanted("abcdef", 6)
+
+    asyncio.run(main())
+
+
+def flipped(file, other):
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "a bit": flipped,
+    "the file of another state": lambda file, other: shutil.copy(other, file),
+    "its end is missing": lambda file, other: file.write_bytes(file.read_bytes()[:-9]),
+    "it is gone": lambda file, other: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_files_that_change_while_the_server_runs(tmp_path, damage):
+    """Also those that this process has written. The client is told, and not where the file was."""
+
+    async def main():
+        async with running(served(), states=str(tmp_path), state_memory=0) as (client, service):
+            one, other = await say(client, "Hello"), await say(client, "there")
+            await settled(service)
+            files = [service.states.by_id[each["id"]].file for each in (one, other)]
+            DAMAGES[damage](*files)
+            body = {"input": "a", "previous_response_id": one["id"]}
+            answer = await client.post("/v1/responses", json=body)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "damaged"
+            assert "/" not in answer.json()["error"]["message"]
+            await say(client, "a", previous_response_id=other["id"])
+
+    asyncio.run(main())
+
+
+def test_a_state_in_memory_does_not_depend_on_its_file(tmp_path):
+    """A file that was mapped, and becomes shorter, would end the process."""
+
+    async def main():
+        async with running(served(), states=str(tmp_path)) as (client, _):
+            first = await say(client, "Hello")
+        async with running(served(), states=str(tmp_path)) as (client, service):
+            second = await say(client, "one", previous_response_id=first["id"])  # which reads the file
+            service.states.by_id[first["id"]].file.write_bytes(b"")
+            again = await say(client, "one", previous_response_id=first["id"])
+            assert text_of(again) == text_of(second)
+
+    asyncio.run(main())
+
+
+def renamed(place, header):
+    """Make a file of another id, with this header."""
+    file = next(place.glob("resp_*"))
+    with safe_open(file, "pt") as opened:
+        tensors, about = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    said = json.loads(about["t2r_serving"]) | {"id": "resp_odd"} | header
+    save_file(tensors, place / "resp_odd.safetensors", metadata=about | {"t2r_serving": json.dumps(said)})
+
+
+ODD = {
+    "a link to nothing": lambda place: (place / "resp_odd.safetensors").symlink_to(place / "nothing"),
+    "a folder": lambda place: (place / "resp_odd.safetensors").mkdir(),
+    "a folder in place of a temporary file": lambda place: (place / ".odd.tmp").mkdir(),
+    "a pipe": lambda place: os.mkfifo(place / "resp_odd.safetensors"),
+    "too many unread tokens": lambda place: renamed(place, {"unread": [5, 5]}),
+    "a token that the model does not have": lambda place: renamed(place, {"unread": [97]}),
+    "a response that is not JSON": lambda place: renamed(place, {"told": {"x": float("nan")}}),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_else_is_in_the_folder_is_left_out(tmp_path, odd):
+    async def main():
+        async with running(served(), states=str(tmp_path)) as (client, _):
+            first = await say(client, "Hello")
+        (place,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        ODD[odd](place)
+        async with running(served(), states=str(tmp_path)) as (client, service):
+            assert list(service.states.by_id) == [first["id"]]
+            await say(client, "one", previous_response_id=first["id"])
+
+    asyncio.run(main())
+
+
+def test_the_route_of_responses_deletes_only_responses():
+    async def main():
+        async with running(served()) as (client, _):
+            made = (await client.post("/v1/states", json={"text": "abc"})).json()
+            assert (await client.delete(f"/v1/responses/{made['id']}")).status_code == 404
+            assert (await client.get(f"/v1/states/{made['id']}")).status_code == 200
 
     asyncio.run(main())
 

@@ -28,12 +28,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from t2r.data.fingerprint import digest
 from t2r.data.mixture import MixedBlocks
 from t2r.errors import T2RError
 from t2r.model.top_k import TopK
 from t2r.storage import kind_of, read_json, whole_file, write_text, writing
 
-FORMAT = 2
+FORMAT = 3
+"""In format 1, the header lacks `config`; up to format 2, a shard does not have its place."""
 HEADER, BLOCKS = "header.json", "blocks.safetensors"
 TAUGHT = "taught."
 """How the names of a teacher's tensors in a batch begin."""
@@ -41,6 +43,8 @@ SMALL_IDS = 1 << 16
 """The largest vocabulary whose ids are stored in 16 bits."""
 WRITTEN = "t2r_teacher"
 """The key in the metadata of a shard."""
+SLACK = 0.05
+"""How far the probabilities of a position may be from a sum of 1. Half precision is within 0.01."""
 OPEN = 128
 """Shards that are kept open."""
 
@@ -78,6 +82,10 @@ class Header:
         """Return the blocks of a shard."""
         return range(number * self.shard, min(self.blocks, (number + 1) * self.shard))
 
+    def place(self, number: int) -> str:
+        """Return a hash of the teacher, the text, and the place of a shard in it."""
+        return digest([self.weights, self.text, self.block_size, self.shard, number])
+
     @property
     def bytes_per_token(self) -> int:
         return self.top_k * ((2 if self.vocabulary <= SMALL_IDS else 4) + 2) + 4
@@ -94,7 +102,7 @@ class Header:
         """Read the header of a folder. Raises T2RError if it is damaged."""
         found = read_json(folder / HEADER)
         hints = {entry.name: entry.type for entry in dataclasses.fields(cls)}
-        kinds: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float": (int, float)}
+        kinds: dict[str, Any] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
         if not isinstance(found, dict) or type(number := found.pop("format", None)) is not int:
             raise T2RError(f"{folder / HEADER} is not that of a folder of t2r teach")
         if number > FORMAT:
@@ -104,7 +112,7 @@ class Header:
         counts = ("vocabulary", "block_size", "top_k", "temperature", "blocks", "shard")
         if (
             found.keys() != hints.keys()
-            or not all(isinstance(found[name], kinds[str(hint)]) for name, hint in hints.items())
+            or not all(type(found[name]) in kinds[str(hint)] for name, hint in hints.items())
             or not all(found[name] > 0 for name in counts)
         ):
             raise T2RError(f"{folder / HEADER} is damaged: make the folder again by t2r teach")
@@ -120,15 +128,47 @@ class Written(NamedTuple):
 
     rest: float
     scored: int
+    place: str | None = None
+    """What the shard belongs to (`Header.place`). None: an earlier version wrote it."""
 
 
-def save_shard(path: Path, header: Header, known: TopK, written: Written) -> None:
-    """Write the distributions of some blocks atomically."""
+def save_shard(path: Path, header: Header, number: int, known: TopK, written: Written) -> None:
+    """Write the distributions of the blocks of a shard atomically."""
     dtype = torch.uint16 if header.vocabulary <= SMALL_IDS else torch.int32
     tensors = {"ids": known.ids.to(dtype), "log_p": known.log_p.half(), "rest": known.rest.float()}
-    about = {WRITTEN: json.dumps(written)}
+    about = {WRITTEN: json.dumps(written._replace(place=header.place(number)))}
     with writing(path), whole_file(path) as temporary:
         save_file(tensors, temporary, metadata=about)
+
+
+def save_keys(folder: Path, keys: NDArray[np.int64]) -> None:
+    """Write the hashes of all blocks atomically."""
+    with writing(folder / BLOCKS), whole_file(folder / BLOCKS) as temporary:
+        save_file({"keys": torch.from_numpy(keys)}, temporary)
+
+
+def read_keys(folder: Path, header: Header) -> NDArray[np.int64]:
+    """Return the hashes of all blocks. Raises T2RError if they are not those of the header."""
+    path = folder / BLOCKS
+    try:
+        keys: NDArray[np.int64] = load_file(path)["keys"].numpy()
+    except (SafetensorError, OSError, KeyError) as error:
+        raise T2RError(f"{path} cannot be read ({error}): repeat t2r teach, which writes it again") from error
+    if keys.shape != (header.blocks,) or keys.dtype != np.int64 or digest(keys.tolist()) != header.text:
+        raise T2RError(f"{path} does not belong to {HEADER}: repeat t2r teach, which writes it again")
+    return keys
+
+
+def are_distributions(known: TopK, vocabulary: int) -> bool:
+    """Return whether these can be the distributions of some positions, whose sums are rounded."""
+    ids, log_p, rest = known
+    total = log_p.float().exp().sum(-1) + rest
+    return (
+        log_p.is_floating_point()
+        and 0 <= int(ids.min()) <= int(ids.max()) < vocabulary
+        and bool((rest >= 0).all())
+        and bool(((total - 1).abs() < SLACK).all())  # false also for NaN
+    )
 
 
 def block_keys(items: Any, report: Callable[[int], None] = lambda done: None) -> NDArray[np.int64]:
@@ -152,7 +192,7 @@ class TeacherLogits:
         if kind_of(self.folder / HEADER) != "file":
             raise T2RError(f"{folder} has no logits of a teacher: make them by t2r teach MODEL {folder} --train …")
         self.header = Header.load(self.folder)
-        self.keys = self.read_keys()  # first: a damaged header may have any number of blocks
+        self.keys = read_keys(self.folder, self.header)  # first: a damaged header may have any number of blocks
         missing = [n for n in range(self.header.shards) if not shard_path(self.folder, n).exists()]
         if missing:
             raise T2RError(
@@ -170,27 +210,21 @@ class TeacherLogits:
         about = self.header
         return {"top_k": about.top_k, "temperature": about.temperature, "bf16": about.bf16, "rest": self.rest}
 
-    def read_keys(self) -> NDArray[np.int64]:
-        path = self.folder / BLOCKS
-        try:
-            keys: NDArray[np.int64] = load_file(path)["keys"].numpy()
-        except (SafetensorError, OSError, KeyError) as error:
-            raise T2RError(f"{path} cannot be read: {error}") from error
-        if keys.shape != (self.header.blocks,) or keys.dtype != np.int64:
-            raise T2RError(f"{path} does not belong to {HEADER}: make the folder again by t2r teach")
-        return keys
-
     def check_shard(self, number: int) -> Written:
         header, damaged = self.header, f"{shard_path(self.folder, number)} is damaged: delete it, and repeat t2r teach"
         try:
             with safe_open(shard_path(self.folder, number), "pt") as file:
                 shape = file.get_slice("ids").get_shape()
-                rest, scored = json.loads((file.metadata() or {})[WRITTEN])
-                written = Written(float(rest), int(scored))
+                rest, scored, *place = json.loads((file.metadata() or {})[WRITTEN])
+                written = Written(float(rest), int(scored), *place)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise T2RError(f"{damaged} ({error})") from error
         if shape != [len(header.range(number)), header.block_size, header.top_k]:
             raise T2RError(damaged)
+        if written.place not in (None, header.place(number)):
+            raise T2RError(
+                f"{shard_path(self.folder, number)} belongs to another place or folder: delete it, and repeat t2r teach"
+            )
         return written
 
     def places(self, items: MixedBlocks) -> NDArray[np.int64]:
@@ -216,13 +250,11 @@ class TeacherLogits:
         except (SafetensorError, OSError, IndexError) as error:
             raise T2RError(f"{shard_path(self.folder, number)} cannot be read: {error}") from error
         ids, size = ids.to(torch.int32), (self.header.block_size, self.header.top_k)
-        if (
-            (ids.shape, log_p.shape, rest.shape) != (size, size, size[:1])
-            or not 0 <= int(ids.min()) <= int(ids.max()) < self.header.vocabulary
-            or bool(log_p.isnan().any() or rest.isnan().any())
-        ):
+        known = TopK(ids, log_p, rest)
+        right = (ids.shape, log_p.shape, rest.shape) == (size, size, size[:1])
+        if not right or not are_distributions(known, self.header.vocabulary):
             raise T2RError(f"{shard_path(self.folder, number)} is damaged: delete it, and repeat t2r teach")
-        return {TAUGHT + name: x for name, x in TopK(ids, log_p, rest)._asdict().items()}
+        return {TAUGHT + name: x for name, x in known._asdict().items()}
 
     def opened(self, number: int) -> Any:
         if number not in self._open:

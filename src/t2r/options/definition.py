@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ class Option:
         if isinstance(value, bool) or not isinstance(value, int if self.type is int else int | float):
             return False
         return (
-            -float("inf") < value < float("inf")
+            (self.type is int or -sys.float_info.max <= value <= sys.float_info.max)  # also a huge whole number
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.maximum is None or value <= self.maximum)

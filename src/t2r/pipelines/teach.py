@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,7 +27,10 @@ from t2r.data.teacher_logits import (
     Header,
     TeacherLogits,
     Written,
+    are_distributions,
     block_keys,
+    read_keys,
+    save_keys,
     save_shard,
     shard_path,
 )
@@ -39,7 +41,7 @@ from t2r.model.modeling import T2RModel
 from t2r.model.top_k import TopK, top_k_of
 from t2r.options import RunOptions, Sources, TeachingOptions
 from t2r.options.entrance import entrance
-from t2r.storage import check_named, kind_of, take_lock, whole_file, writing
+from t2r.storage import check_named, kind_of, take_lock, writing
 from t2r.tasks.base import max_positions
 from t2r.tasks.language_modeling import TEACHER, LanguageModeling
 from t2r.training.loop import processes
@@ -185,10 +187,20 @@ class Lesson:
                 known = self.top_k(self.readout.states(inputs).flatten(0, 1))
             counts = (self.task.labels(batch) >= 0).flatten()
             rest, scored = rest + float(known.rest[counts].sum()), scored + int(counts.sum())
+            if not are_distributions(known, header.vocabulary):
+                raise T2RError(self.broken(start))
             parts.append(known)
             report(start + len(batch["input_ids"]) - blocks.start)
         whole = (torch.cat(x).unflatten(0, (len(blocks), header.block_size)) for x in zip(*parts, strict=True))
-        save_shard(path, header, TopK(*whole), Written(rest, scored))
+        save_shard(path, header, blocks.start // header.shard, TopK(*whole), Written(rest, scored))
+
+    def broken(self, block: int) -> str:
+        """Return what is said if the model does not compute a distribution."""
+        half = " in bfloat16 (--no-bf16 computes in float32)" if self.header.bf16 else ""
+        return (
+            f"the distributions of {self.header.model} from block {block:,} on are not numbers: its logits "
+            f"overflow{half}, or --temperature {self.header.temperature:g} is too small"
+        )
 
     def top_k(self, states: Tensor) -> TopK:
         """Return the distributions of positions, in slices of what fits into memory."""
@@ -230,6 +242,11 @@ def begin(folder: Path, header: Header, keys: NDArray[Any]) -> Header:
             known = Header.load(folder)
             check_same(folder, known, header)
             header = known
+            try:
+                read_keys(folder, header)
+            except T2RError:
+                logger.warning("%s is damaged, and is written again", folder / BLOCKS)
+                save_keys(folder, keys)
         else:
             needed, free = header.bytes, shutil.disk_usage(folder).free
             if needed > free:
@@ -237,8 +254,7 @@ def begin(folder: Path, header: Header, keys: NDArray[Any]) -> Header:
                     f"{folder} needs {needed / 1e9:,.1f} GB, and its disk has {free / 1e9:,.1f}: give less text, a "
                     "smaller top_k, or another disk"
                 )
-            with writing(folder / BLOCKS), whole_file(folder / BLOCKS) as temporary:
-                save_file({"keys": torch.from_numpy(keys)}, temporary)
+            save_keys(folder, keys)
             header.save(folder)
         (folder / f"{HEADER}.lock").unlink(missing_ok=True)
     return header
@@ -339,8 +355,9 @@ class Writer:
                 continue
             with lock:
                 if not path.exists():  # another process may have written it meanwhile
-                    for left in self.folder.glob(f".{path.name}.*.tmp"):  # of a process that was killed
-                        left.unlink(missing_ok=True)
+                    with writing(path):
+                        for left in self.folder.glob(f".{path.name}.*.tmp"):  # of a process that was killed
+                            left.unlink(missing_ok=True)
                     self.lesson.write(path, self.header.range(number), report)
                 path.with_suffix(".lock").unlink(missing_ok=True)
             return True

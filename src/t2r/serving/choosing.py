@@ -28,7 +28,7 @@ class Choosing(NamedTuple):
     logit_bias: dict[str, float] | None = None
 
     def options(self, model: ServedModel) -> dict[str, Any]:
-        """Return options of `generate`, without those of `penalties`.
+        """Return options of `generate`, without those of `penalties`, which belong to one sequence.
 
         A temperature of 0 is greedy search. Without a temperature, and with another option of sampling, it is 1."""
         options: dict[str, Any] = {"max_new_tokens": self.max_tokens, "pad_token_id": model.pad}
@@ -47,11 +47,11 @@ class Choosing(NamedTuple):
         own = model.defaults.top_k
         return options | {"do_sample": True, "top_k": 0 if own is None else own} | given
 
-    def penalties(self, known: int) -> dict[str, Any]:
-        """Return the options for OpenAI's penalties, which do not count the first `known` tokens."""
+    def penalties(self) -> dict[str, Any]:
+        """Return the options for OpenAI's penalties of one sequence."""
         if not self.presence_penalty and not self.frequency_penalty:
             return {}
-        penalties = Penalties(known, self.presence_penalty or 0.0, self.frequency_penalty or 0.0)
+        penalties = Penalties(self.presence_penalty or 0.0, self.frequency_penalty or 0.0)
         return {"logits_processor": LogitsProcessorList([penalties])}
 
     def biases(self, model: ServedModel) -> dict[int, float]:
@@ -67,12 +67,17 @@ class Choosing(NamedTuple):
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's penalties: what is subtracted from the logits of tokens that were generated, and for each time."""
+    """OpenAI's penalties: what is subtracted from the logits of tokens that were generated, and for each time.
 
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+    The first call has what is before them: a prompt, or the first tokens of a decoder."""
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self.presence, self.frequency = presence, frequency
+        self.prompt: int | None = None
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if self.prompt is None:
+            self.prompt = input_ids.shape[1]
         new: Tensor = input_ids[:, self.prompt :]
         counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
         return scores - self.presence * (counts > 0) - self.frequency * counts

@@ -33,6 +33,10 @@ def unknown_state(id: str, param: str | None = None) -> ApiError:
     return ApiError(f"there is no state {shown!r}: it was deleted, or never here", 404, param=param, code="not_found")
 
 
+def too_long(given: str, most: str) -> ApiError:
+    return ApiError(f"{given} are more than the {most} of this model and server", code="context_length_exceeded")
+
+
 def internal() -> ApiError:
     return ApiError("the server has failed; its log has the reason", 500, code="internal_error")
 

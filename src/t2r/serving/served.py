@@ -14,6 +14,7 @@ from t2r.attention.state_file import fingerprint
 from t2r.errors import T2RError
 from t2r.generation.engine import Engine
 from t2r.generation.text import special_tokens
+from t2r.serving.tokens import TokenTexts
 from t2r.surgery.adapters import family_of
 
 
@@ -60,6 +61,11 @@ class ServedModel:
         dtype = str(model.dtype).removeprefix("torch.")
         more = {"chat_template": self.templated, "vocabulary": self.vocabulary, "fingerprint": self.fingerprint}
         return {**what, **more, "dtype": dtype, "device": str(model.device)}
+
+    @functools.cached_property
+    def words(self) -> TokenTexts:
+        """The texts of single tokens."""
+        return TokenTexts(self.tokenizer)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the tokens of a text. With `special`, those with which a text begins are added."""

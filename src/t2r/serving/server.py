@@ -91,9 +91,11 @@ def serve(models: list[ServedModel], options: ServeOptions, ready: Callable[[str
 
     Raises T2RError if an option is not allowed, or the address or the folder of states cannot be used."""
     check(ServeOptions, vars(options))
-    key = options.api_key or os.environ.get(KEY)
-    if key is not None and (not key.isascii() or not key.strip()):
-        raise T2RError("the key must consist of ASCII characters")
+    key = os.environ.get(KEY) if options.api_key is None else options.api_key
+    if key is not None:
+        key = key.strip()  # clients cannot send spaces at its ends
+        if not key or not key.isascii() or not key.isprintable():
+            raise T2RError(f"the key ({'--api-key' if options.api_key is not None else KEY}) must be printable ASCII")
     service = Service(models, options)
     app = make_app(service, key)
     listening = bound(options.host, options.port)

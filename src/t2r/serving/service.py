@@ -17,14 +17,14 @@ from t2r.generation.engine.rows import MOST
 from t2r.generation.turns import Transcript
 from t2r.options.serving import MIB, ServeOptions
 from t2r.serving.choosing import ALL_SEEDS, Choosing
-from t2r.serving.errors import ApiError, closing, internal
+from t2r.serving.errors import ApiError, closing, internal, too_long
 from t2r.serving.metrics import Metrics
 from t2r.serving.prompts import Prompt
 from t2r.serving.served import ServedModel
 from t2r.serving.states import States
 from t2r.serving.stored import Stored
 from t2r.serving.worker import Job, Piece, Worker, explained
-from t2r.storage import check_named
+from t2r.storage import check_named, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,11 @@ T = TypeVar("T")
 
 SHARED = 64
 """Prompts of more tokens than this are read once for all choices of a call. Shorter ones are read together."""
+
+CONTEXT = 8
+"""Tokens of a text with which those after it are decoded."""
+CHARACTERS, SHORT_TEXT = 16, 1 << 16
+"""A text may have as many characters for each token that is allowed, which no tokenizer reaches; or as many in all."""
 
 
 @dataclass
@@ -96,6 +101,7 @@ class Service:
         if options.states is not None:
             check_named(options.states, "the folder of states")
             folder = Path(options.states)
+            kind_of(folder)  # refuses what is not a path
         budget = (options.state_memory * MIB, options.state_disk * MIB, options.state_hours * 3600)
         self.states = States([model for model in self.models.values() if not model.translates], folder, *budget)
 
@@ -168,11 +174,11 @@ class Service:
         model, prompt = call.model, call.prompt
         self.admit(call)
         stored, tokens = prompt.stored, prompt.tokens
+        self.check_length(call, len(tokens) + (0 if stored is None else stored.length))
         if stored is None and not model.translates:
             stored = self.states.longest(model, tokens)
             tokens = tokens if stored is None else tokens[stored.length :]
         cached = 0 if stored is None else stored.length
-        self.check_length(call, cached + len(tokens))
         options = call.choosing.options(model)
         state = history = None
         if stored is not None:
@@ -185,18 +191,20 @@ class Service:
                 tokens, cached, history = prompt.tokens, 0, None  # everything is read again
         self.admit(call)  # others may have come meanwhile
         deadline, read = time.monotonic() + self.options.timeout, len(tokens)
-        forgotten = stored is not None and history is None  # what penalties have to see
+        forgotten = stored is not None and history is None  # what a repetition penalty has to see
         if call.n > 1 and read > SHARED and not model.translates and not forgotten:
             state = await self.read_once(call, tokens[:-1], state, history, deadline)
             history, tokens = array("i", [*(history or ()), *tokens[:-1]]), tokens[-1:]
+        context = [*(history or ())[-CONTEXT:], *tokens][-CONTEXT:]
         seed = secrets.randbits(32) if call.seed is None else call.seed
         jobs = [
             Job(
                 model,
                 tokens,
-                options | call.choosing.penalties(len(tokens) + len(history or ())),
+                options | call.choosing.penalties(),
                 state,
                 history,
+                () if model.translates or prompt.said is not None else context,
                 (seed + i) & ALL_SEEDS,
                 call.stop,
                 call.logprobs,
@@ -254,16 +262,27 @@ class Service:
 
     def check_length(self, call: Call, prompt: int) -> None:
         """Raise ApiError if a sequence becomes longer than the server or the model allows."""
-        limit = self.options.max_length
+        limit, what = self.longest(call.model), "tokens"
         if not call.model.translates:
-            limit = min(limit, call.model.positions or limit)
-            prompt += call.choosing.max_tokens
+            prompt, what = prompt + call.choosing.max_tokens, "tokens, with those to generate,"
         if prompt > limit:
-            raise ApiError(
-                f"{prompt} tokens, with those to generate, are more than the {limit} of this model and server",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise too_long(f"{prompt:,} {what}", f"{limit:,}")
+
+    def check_size(self, model: ServedModel, texts: Sequence[str], least: int = 0) -> None:
+        """Raise ApiError for texts that are certainly too long, before time is spent on them.
+
+        `least` is a number of tokens that they have at least."""
+        limit = self.longest(model)
+        most, given = max(SHORT_TEXT, CHARACTERS * limit), sum(map(len, texts))
+        if given > most:
+            raise too_long(f"{given:,} characters", f"{most:,}")
+        if least > limit:
+            raise too_long(f"{least:,} tokens or more", f"{limit:,}")
+
+    def longest(self, model: ServedModel) -> int:
+        """Return how many tokens a prompt may have, with those to generate if the model is a decoder."""
+        limit = self.options.max_length
+        return limit if model.translates else min(limit, model.positions or limit)
 
     async def pieces(self, running: Running, job: Job) -> AsyncIterator[Piece]:
         """Yield the pieces of a job to its end. Raises ApiError if it fails or takes too long."""
@@ -288,7 +307,9 @@ class Service:
         return asyncio.get_running_loop().time() + running.deadline - time.monotonic()
 
     def end(self, running: Running, job: Job) -> None:
-        """Note that a job has ended."""
+        """Note that a job has ended. It may have been noted before."""
+        if job not in running.left:
+            return
         running.left.discard(job)
         if not running.left:
             self.running.discard(running)
@@ -351,6 +372,7 @@ class Service:
             tokens = [*tokens, *generated[:-1]]
             assert len(tokens) == length
         how: dict[str, Any] = {"unread": generated[-1:], "chat": chat, "told": told, "cache": cache}
+        how["own"] = before is None or before.own
         stored = Stored(id, model.name, kind, model.fingerprint, length, tokens, **how)
         self.states.add(stored)
         return stored

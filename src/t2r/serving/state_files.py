@@ -29,6 +29,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "unread": list,
     "digest": str,
     "tokens": (str, type(None)),
+    "own": bool,
     "told": (dict, type(None)),
 }
 
@@ -49,6 +50,7 @@ def write(path: Path, stored: Stored) -> int:
             save_file(tensors, temporary, metadata=metadata)
     except SafetensorError as error:
         raise T2RError(f"{path} cannot be written: {error}") from error
+    stored.digest = about["digest"]
     return path.stat().st_size
 
 
@@ -80,7 +82,7 @@ def read_about(path: Path) -> Stored:
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
-        about = json.loads(metadata["t2r_serving"]) if "t2r_serving" in metadata else None
+        about = json.loads(metadata.get("t2r_serving", "null"), parse_constant=refuse_constant)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise T2RError(f"{path.name} is damaged ({error})") from error
     length = max(header["lengths"].values(), default=0)
@@ -88,6 +90,7 @@ def read_about(path: Path) -> Stored:
     if about is None:
         return Stored(id="", model="", kind="upload", tokens=None, **known)
     try:
+        about = {"own": True, **about} if isinstance(about, dict) else about  # earlier versions do not write it
         check_about(about)
         tokens = None if about["tokens"] is None else unpacked(about["tokens"])
         if tokens is not None and (len(tokens) != length or min(tokens, default=0) < 0):
@@ -103,18 +106,29 @@ def check_about(about: Any) -> None:
     right = right and all(isinstance(about[name], kind) for name, kind in FIELDS.items())
     if not right or not all(type(token) is int and 0 <= token < 1 << 31 for token in about["unread"]):
         raise ValueError
+    if len(about["unread"]) > 1:
+        raise ValueError
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def check_tokens(stored: Stored, vocabulary: int) -> None:
+    """Raise T2RError for tokens that the model does not have."""
+    if max([*(stored.tokens or ()), *stored.unread], default=0) >= vocabulary:
+        raise T2RError("the file is damaged: it has tokens that the model does not have")
 
 
 def load(path: Path, model: Any, stored: Stored) -> Any:
-    """Load the tensors of a state. Raises T2RError if they are damaged."""
+    """Load a state. Raises T2RError if it is damaged, or is not the one that was written."""
     cache = load_state(path, model, stored.fingerprint)
-    tensors = {}
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            tensors[name] = file.get_tensor(name)
+    if cache.padding is not None:
+        raise T2RError(f"{path.name} has padding: a state of the server has none")
+    # The tensors of a file are mapped: they would change with it, and end the process if it became shorter.
+    cache = cache.copied()
+    tensors, _ = cache.as_saved(stored.fingerprint)
     tokens = None if stored.tokens is None else packed(stored.tokens)
     if stored.digest is not None and digest(tensors, tokens) != stored.digest:
         raise T2RError(f"{path.name} is damaged: its data has changed")
-    if cache.padding is not None:
-        raise T2RError(f"{path.name} has padding: a state of the server has none")
     return cache

@@ -88,8 +88,8 @@ class States:
                 place = self.place(model.fingerprint)
                 place.mkdir(parents=True, exist_ok=True)
                 for leftover in place.glob(".*.tmp"):  # of a process that was killed while it wrote
-                    leftover.unlink(missing_ok=True)
-                found += [(path, model) for path in sorted(place.glob("*.safetensors"))]
+                    remove(leftover)
+                found += [(path, model) for path in sorted(place.glob("*.safetensors")) if path.is_file()]
         except OSError as error:
             raise T2RError(f"states cannot be kept in {self.folder}: {error.strerror or error}") from error
         for path, model in sorted(found, key=lambda pair: pair[0].stat().st_mtime):
@@ -97,6 +97,7 @@ class States:
                 stored = state_files.read_about(path)
                 if stored.fingerprint != model.fingerprint or path.stem != stored.id:
                     raise T2RError(f"{path.name} is the state of another model, or was renamed")
+                state_files.check_tokens(stored, model.vocabulary)
             except T2RError as error:
                 logger.warning("a state is left out: %s", error)
                 self.failures += 1
@@ -141,7 +142,8 @@ class States:
             self.failures += 1
             logger.warning("a state cannot be read: %s", error)
             self.forget(stored)
-            raise ApiError(f"the state {stored.id} cannot be read: {error}", 404, code="damaged") from error
+            why = "its file is damaged, or was removed"
+            raise ApiError(f"the state {stored.id} cannot be read: {why}", 404, code="damaged") from error
         if stored.cache is None and not stored.removed:
             stored.cache = cache
             self.in_memory += stored.nbytes
@@ -161,8 +163,7 @@ class States:
 
     def insert(self, stored: Stored) -> None:
         self.by_id[stored.id] = stored
-        if stored.tokens is not None:
-            self.prefixes.add(stored.fingerprint, stored.tokens, stored.id)
+        self.prefixes.add(stored.fingerprint, stored.found_by, stored.id)
 
     def use(self, stored: Stored) -> None:
         """Note that a state is used."""
@@ -176,8 +177,7 @@ class States:
             return
         stored.removed = True
         del self.by_id[stored.id]
-        if stored.tokens is not None:
-            self.prefixes.remove(stored.fingerprint, stored.tokens, stored.id)
+        self.prefixes.remove(stored.fingerprint, stored.found_by, stored.id)
         self.in_memory -= stored.nbytes
         stored.cache = None
         if stored.file is not None:

@@ -34,7 +34,11 @@ class Stored:
     told: dict[str, Any] | None = None
     """The response that the client got."""
     created: int = field(default_factory=lambda: int(time.time()))
+    own: bool = True
+    """Whether this server has read all of it. What was uploaded, and what follows it, is found by its id only: its
+    tokens are those that the client says."""
     digest: str | None = None
+    """That of its file, once it is written."""
     cache: Any = None
     file: Path | None = None
     """Its file, once it is written."""
@@ -53,6 +57,11 @@ class Stored:
     def nbytes(self) -> int:
         """Bytes that it takes in memory besides its description."""
         return 0 if self.cache is None else int(self.cache.nbytes)
+
+    @property
+    def found_by(self) -> Sequence[int]:
+        """The tokens by which requests without an id find it."""
+        return self.tokens if self.own and self.tokens is not None else ()
 
     @property
     def transcript(self) -> Transcript | None:

@@ -13,13 +13,18 @@ PENDING = 16
 class Detokenizer:
     """Turns tokens into pieces of text. The pieces together are the text of all tokens.
 
-    A few of the last tokens are decoded again with each new one, because a character may consist of several tokens."""
+    A few of the last tokens are decoded again with each new one, because a character may consist of several tokens.
+    With the last tokens of the text `before`, the first piece begins with its space, if it has one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self.start = self.done = 0
+        self.tokens = [*before]
+        if self.decoded(self.tokens).endswith("\ufffd"):  # what follows may change its end
+            self.tokens = []
+        self.start, self.done = 0, len(self.tokens)
         """The tokens before `done` have been passed on. Those from `start` are decoded again."""
+        self.count = 0
+        """The number of tokens that were added."""
 
     def decoded(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -27,6 +32,7 @@ class Detokenizer:
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """Return the text that these tokens complete. With `last`, no tokens follow."""
         self.tokens += tokens
+        self.count += len(tokens)
         before, now = self.decoded(self.tokens[self.start : self.done]), self.decoded(self.tokens[self.start :])
         unfinished = now.endswith("\ufffd") and len(self.tokens) - self.done < PENDING
         if len(now) <= len(before) or (unfinished and not last):

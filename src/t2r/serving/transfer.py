@@ -83,11 +83,10 @@ def opened(service: Service, path: Path) -> Stored:
         raise T2RError(f"the file is the state of another model (or of the same with other weights); here is {known}")
     if stored.length == 0:
         raise T2RError("the file is an empty state")
-    if max([*(stored.tokens or []), *stored.unread], default=0) >= model.vocabulary:
-        raise T2RError("the file is damaged: it has tokens that the model does not have")
+    state_files.check_tokens(stored, model.vocabulary)
     stored.cache = state_files.load(path, model.model, stored)
     fresh = Stored(new_id("state"), model.name, "upload", model.fingerprint, stored.length, stored.tokens)
-    fresh.unread, fresh.chat, fresh.cache = stored.unread, stored.chat, stored.cache
+    fresh.unread, fresh.chat, fresh.cache, fresh.own = stored.unread, stored.chat, stored.cache, False
     if fresh.chat is not None and fresh.chat["tokens"] != stored.length + len(stored.unread):
         fresh.chat = None  # more was read after the conversation
     return fresh

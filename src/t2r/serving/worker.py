@@ -50,6 +50,8 @@ class Job:
     state: Any = None
     history: Any = None
     """The tokens that the state has read, if they are known, as an array of `int` of 4 bytes."""
+    context: Sequence[int] = ()
+    """The last tokens of the text that goes on. Empty: the generated text is one of its own, such as an answer."""
     seed: int | None = None
     stop: Sequence[str] = ()
     """Strings that end the text, which does not contain them."""
@@ -73,7 +75,7 @@ class Job:
     """Number of tokens that were passed on."""
 
     def __post_init__(self) -> None:
-        self.text = Detokenizer(self.model.tokenizer)
+        self.text = Detokenizer(self.model.tokenizer, self.context)
         self.strings = StopStrings(self.stop)
 
     @property
@@ -82,8 +84,9 @@ class Job:
 
     @property
     def reason(self) -> str:
-        """Why it has ended, in the words of the API."""
-        return "length" if self.sequence is not None and self.sequence.reason == "length" else "stop"
+        """Why it has ended, in the words of the API: a stop string may come with the last token that is allowed."""
+        ended = self.sequence is not None and self.sequence.reason == "length" and not self.strings.found
+        return "length" if ended else "stop"
 
     def piece(self, tokens: list[int], last: bool) -> Piece:
         """Return the next piece, with these new tokens."""
@@ -91,7 +94,7 @@ class Job:
         self.told += len(tokens)
         text = ""
         if (self.streams or self.stop or last) and not self.strings.found:
-            new = self.generated[len(self.text.tokens) : self.told]
+            new = self.generated[self.text.count : self.told]
             at_end = last or bool(new and new[-1] in self.model.stops)
             text = self.text.add([token for token in new if token not in self.model.stops], at_end)
             text = self.strings.add(text, at_end) if self.stop else text

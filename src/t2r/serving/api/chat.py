@@ -18,6 +18,7 @@ from t2r.serving.api.fields import MOST_LOGPROBS, Completing, ResponseFormat, St
 from t2r.serving.errors import ApiError
 from t2r.serving.service import Call, Running, Service
 from t2r.serving.states import new_id
+from t2r.serving.tokens import finite
 from t2r.serving.worker import Job
 
 router = APIRouter()
@@ -58,6 +59,7 @@ async def chat(body: ChatRequest, http: Request) -> Response:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError("give max_tokens or max_completion_tokens, not both", param="max_tokens")
     messages = [message.plain() for message in body.messages]
+    service.check_size(model, [message["content"] for message in messages], len(messages))
     prompt = await service.in_text_thread(prompts.of_messages, model, messages)
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     choosing = body.choosing(
@@ -118,9 +120,10 @@ async def events(service: Service, running: Running, head: dict[str, Any], with_
 def described(job: Job, tokens: Sequence[int], logprobs: Sequence[LogProbability]) -> dict[str, Any]:
     """Return the probabilities of tokens in the form of this route."""
 
+    words = job.model.words
+
     def one(token: int, value: float) -> dict[str, Any]:
-        word = str(job.model.tokenizer.decode([token]))
-        return {"token": word, "logprob": value, "bytes": list(word.encode())}
+        return {"token": words.name(token), "logprob": finite(value), "bytes": list(words.bytes_of(token))}
 
     content = [
         {**one(token, each.chosen), "top_logprobs": [one(*pair) for pair in each.top]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from t2r.serving.served import ServedModel
 from t2r.serving.service import Call, Running, Service
 from t2r.serving.states import new_id
 from t2r.serving.stored import Stored
+from t2r.serving.tokens import finite
 from t2r.serving.worker import Job
 
 router = APIRouter()
@@ -44,6 +46,10 @@ async def complete(body: CompletionRequest, http: Request) -> Response:
     service = service_of(http)
     model = service.model(body.model)
     stored = service.stored(model, body.state, "state")
+    if isinstance(body.prompt, str):
+        service.check_size(model, [body.prompt])
+    else:
+        service.check_size(model, [], len(body.prompt))
     prompt = await service.in_text_thread(prompt_of, model, body, stored)
     limit, with_usage = service.options.max_tokens, body.with_usage
     choosing = body.choosing(limit, body.max_tokens, limit if model.translates else DEFAULT_TOKENS, "max_tokens")
@@ -97,14 +103,13 @@ async def events(service: Service, running: Running, head: dict[str, Any], with_
 
 def described(job: Job, tokens: Sequence[int], logprobs: Sequence[LogProbability], start: int) -> dict[str, Any]:
     """Return the probabilities of tokens in the form of this route. Places in the text are those of whole tokens."""
-    words = [str(job.model.tokenizer.decode([token])) for token in tokens]
+    words, reader = job.model.words, codecs.getincrementaldecoder("utf-8")("replace")
     places = [start]
-    for word in words[:-1]:
-        places.append(places[-1] + len(word))
-    top = [{str(job.model.tokenizer.decode([token])): value for token, value in each.top} for each in logprobs]
+    for token in tokens[:-1]:
+        places.append(places[-1] + len(reader.decode(words.bytes_of(token))))
     return {
-        "tokens": words,
-        "token_logprobs": [each.chosen for each in logprobs],
-        "top_logprobs": top if job.logprobs else None,
+        "tokens": [words.name(token) for token in tokens],
+        "token_logprobs": [finite(each.chosen) for each in logprobs],
+        "top_logprobs": [words.top(each) for each in logprobs] if job.logprobs else None,
         "text_offset": places,
     }

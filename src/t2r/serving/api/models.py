@@ -55,11 +55,13 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
     if (body.text is None) == (body.messages is None):
         raise ApiError("give text or messages", param="text")
     if body.text is not None:
+        service.check_size(model, [body.text])
         tokens = await service.in_text_thread(model.encode, body.text, body.add_special_tokens)
     else:
         messages = [message.plain() for message in body.messages or []]
         if not messages:
             raise ApiError("messages is empty", param="messages")
+        service.check_size(model, [message["content"] for message in messages], len(messages))
         tokens = (await service.in_text_thread(prompts.of_messages, model, messages)).tokens
     return Json({"model": model.name, "count": len(tokens), "tokens": tokens})
 

@@ -62,12 +62,19 @@ class ResponseRequest(Sampling):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
 
+    @property
+    def texts(self) -> list[str]:
+        """The texts of all messages, and the instructions."""
+        parts = [self.input] if isinstance(self.input, str) else [item.plain()["content"] for item in self.input]
+        return [*parts, self.instructions or ""]
+
 
 @router.post("/v1/responses")
 async def respond(body: ResponseRequest, http: Request) -> Response:
     service = service_of(http)
     model = service.model(body.model)
     stored = service.stored(model, body.previous_response_id, "previous_response_id")
+    service.check_size(model, body.texts, len(body.texts) - 1)
     prompt = await service.in_text_thread(prompt_of, model, body, stored)
     before = 0 if prompt.stored is None else prompt.stored.length
     default = service.default_tokens(model, before + len(prompt.tokens))
@@ -78,7 +85,8 @@ async def respond(body: ResponseRequest, http: Request) -> Response:
     running = await service.begin(call)
     head = head_of(model, body)
     if stream:
-        return Events(service, running, Stream(service, running, head).events(), failed)
+        events = Stream(service, running, head)
+        return Events(service, running, events.events(), events.failed)
     return await at_once(http, running, whole(service, running, head))
 
 
@@ -182,10 +190,6 @@ def event(kind: str, number: int, **fields: Any) -> bytes:
     return f"event: {kind}\n".encode() + b"data: " + encoded(value) + b"\n\n"
 
 
-def failed(error: ApiError) -> bytes:
-    return event("error", 0, code=error.code or "error", message=error.message, param=error.param)
-
-
 class Stream:
     """The events of one response."""
 
@@ -197,6 +201,10 @@ class Stream:
     def event(self, kind: str, **fields: Any) -> bytes:
         self.number += 1
         return event(f"response.{kind}", self.number, **fields)
+
+    def failed(self, error: ApiError) -> bytes:
+        self.number += 1
+        return event("error", self.number, code=error.code or "error", message=error.message, param=error.param)
 
     async def events(self) -> AsyncIterator[bytes]:
         job: Job = self.running.jobs[0]
@@ -217,16 +225,21 @@ class Stream:
         yield self.event(response["status"], response=response)
 
 
-@router.get("/v1/responses/{id}")
-async def retrieve(id: str, http: Request) -> Response:
-    stored = service_of(http).states.get(id, "id")
+def answered(service: Service, id: str) -> Stored:
+    """Return the state after a response. Raises ApiError if there is none, or if it is that of something else."""
+    stored = service.states.get(id, "id")
     if stored.told is None:
         raise unknown_state(id, "id")
-    return Json(stored.told)
+    return stored
+
+
+@router.get("/v1/responses/{id}")
+async def retrieve(id: str, http: Request) -> Response:
+    return Json(answered(service_of(http), id).told)
 
 
 @router.delete("/v1/responses/{id}")
 async def delete(id: str, http: Request) -> Response:
-    states = service_of(http).states
-    states.forget(states.get(id, "id"))
+    service = service_of(http)
+    service.states.forget(answered(service, id))
     return Json({"id": id, "object": "response", "deleted": True})

@@ -41,6 +41,7 @@ async def make(body: StateRequest, http: Request) -> Response:
     if model.translates:
         raise ApiError(f"{model.name} translates, and has no states", param="model")
     stored = service.stored(model, body.previous_response_id, "previous_response_id")
+    service.check_size(model, [body.text])
     prompt = await service.in_text_thread(prompt_of, model, body, stored)
     running = await service.begin(Call(model, prompt, Choosing(1, temperature=0.0)))
     return await at_once(http, running, whole(service, running))
