@@ -61,21 +61,21 @@ WINDOWS = {
     "module": "t2r.ops.triton.window_kernel",
     "name": "step",
     "words": r"(st\.global|bar\.sync|atom\.[\w.]+|ld\.global[\w.]*|mma\.sync|ret;)",
-    "loose": ("key_heads", "group", "sinks", "total", "most", "scaling"),
+    "loose": ("key_heads", "group", "sinks", "total", "most", "seed", "scaling"),
 }
 WINDOW_KINDS = {
-    "*i64": ("seen", "places", "slots"),
-    "*i32": ("layout", "arrived", "numbers"),
+    "*i64": ("seen", "places", "slots", "counts"),
+    "*i32": ("table", "arrived", "numbers"),
     "*fp32": ("logs", "work", "s", "z", "decay"),
     "*u8": ("valid", "fresh"),
     "fp32": ("scaling",),
 }
 OF_MODEL = ("q", "k", "v", "cos", "sin", "out", "old_k", "old_v", "q_weight", "q_bias", "k_weight", "k_bias")
 WINDOW_SIZES = {
-    "DIM": 64, "VALUE": 64, "FEATURE": 32, "BD": 64, "BV": 64, "BF": 32, "BN": 64, "BG": 16, "BH": 4, "BQ": 4,
+    "DIM": 64, "VALUE": 64, "FEATURE": 32, "STATES": 2, "BD": 64, "BV": 64, "BF": 32, "BN": 64, "BG": 16, "BQ": 4,
     "CHUNKS": 1, "BP": 32, "BJ": 4, "JOINS": 1, "HOW": "bf16", "PLACED": False, "ROTATED": True, "LEAVES": False,
     "STATE": True, "NUMBERED": True, "SLOTTED": False, "HAS_DECAY": True, "HAS_BIAS": True, "ACTIVATION": "softmax",
-    "WEIGHS": True, "WEIGHS_QUERIES": True,
+    "WEIGHS": True, "WEIGHS_QUERIES": True, "DRAWN": False,
 }  # fmt: skip
 """A layer with windows, and states for some heads, of SmolLM2."""
 AS_THEY_ARE = WINDOWS | {

@@ -126,7 +126,7 @@ def test_windows_in_pages_continue(nbits):
     own, seen = WindowMemory(shape), 0
     for time in (5, 3, 1):
         slots = Slots(torch.tensor([3, 1]), torch.tensor([not seen] * 2))
-        paged = PagedWindow(shape, pages, shape.layout(q.device), slots, torch.full((2,), seen))
+        paged = PagedWindow(shape, pages, None, slots, torch.full((2,), seen))
         rows = [x[:, :, seen : seen + time] for x in (q, k, v)]
         (found, left), (expected, gone) = (m.attend(*rows, windows, None, how, leaves=True) for m in (paged, own))
         torch.testing.assert_close(combine(found, v.dtype), combine(expected, v.dtype))

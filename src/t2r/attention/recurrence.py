@@ -233,7 +233,7 @@ class Recurrence(nn.Module):
             return None
         heads = inputs.k.shape[1] if self.stateful is None else len(self.stateful)
         numbers = None if self.stateful is None else self.state_numbers
-        far = ops.Far(memory.state, features, rule.decay, numbers, memory.slots)
+        far = ops.Far(memory.state, features, rule.decay, numbers, memory.slots, memory.draws)
         return far if rule.heads == heads and advances_at_once(far) else None
 
     def fused_beside(self, near: list[ops.Sums], inputs: Inputs, rows: Rows, layer: Any) -> ops.Features | None:

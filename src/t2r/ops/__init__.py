@@ -12,7 +12,6 @@ from t2r.ops.common import (
     FASTEST_DECAY,
     LARGEST_LOG_WEIGHT,
     Beside,
-    Far,
     Features,
     Slots,
     State,
@@ -27,7 +26,7 @@ from t2r.ops.rounding import Draws
 from t2r.ops.rules import Rule, Sum
 from t2r.ops.soft_windows import soft_window_attention
 from t2r.ops.weights import attention_weights
-from t2r.ops.windows import window_attention
+from t2r.ops.windows import Far, window_attention
 
 __all__ = [
     "FASTEST_DECAY",

@@ -77,19 +77,6 @@ class Slots(NamedTuple):
     """`[batch]`: whether a row has no state yet. What is at its place is then not read."""
 
 
-class Far(NamedTuple):
-    """The states of what has left the windows of a layer, which a step of these windows advances in place and reads.
-
-    The keys and values that leave are the inputs of the feature map."""
-
-    state: State
-    features: Features
-    decay: Tensor | None = None
-    numbers: Tensor | None = None
-    """The number of the state of each head of keys, `[key_heads]`, negative for none. None: each has its own."""
-    slots: Slots | None = None
-
-
 class State(NamedTuple):
     """The recurrent state of linear attention, per key head.
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from t2r.errors import T2RError
-from t2r.ops.common import HALF, Far, Sums, Windows, accumulator_dtype, fold_groups
+from t2r.ops.common import Features, Slots, State, Sums, Windows, accumulator_dtype, fold_groups
 from t2r.ops.registry import BACKENDS, PREFERENCE
+from t2r.ops.rounding import Draws
 
 LARGEST_STATE = 16384
 """The most numbers of the state of a head that a step in one kernel advances."""
@@ -74,11 +75,26 @@ def steps_at_once(q: Tensor, v: Tensor, softcap: float | None) -> bool:
     return preferred and q.dtype in triton.abilities.dtypes and max(q.shape[3], v.shape[3]) <= 256
 
 
+class Far(NamedTuple):
+    """The states of what has left the windows of a layer, which a step of these windows advances in place and reads.
+
+    The keys and values that leave are the inputs of the feature map."""
+
+    state: State
+    features: Features
+    decay: Tensor | None = None
+    numbers: Tensor | None = None
+    """The number of the state of each head of keys, `[key_heads]`, negative for none. None: each has its own."""
+    slots: Slots | None = None
+    draws: Draws | None = None
+    """How states in half precision are rounded. None: to the nearest number."""
+
+
 def advances_at_once(far: Far) -> bool:
     """Return whether the same kernel can advance these states: their features are those of an affine map, and the state
-    of a head fits into its registers. It does not round at random, so those in half precision have their own kernel."""
+    of a head fits into its registers."""
     feature, value = far.state.s.shape[2:]
-    maps = far.state.z_abs is None and far.features.q_weight is not None and far.state.s.dtype not in HALF
+    maps = far.state.z_abs is None and far.features.q_weight is not None
     return maps and feature <= 256 and feature * value <= LARGEST_STATE
 
 

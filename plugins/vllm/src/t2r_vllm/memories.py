@@ -57,15 +57,17 @@ class PagedWindow(WindowMemory):
     otherwise they are copied and written back.
 
     Args:
-        layout: where the windows of the heads are in a page (`Shape.layout`).
+        table: what the programs of a step in one kernel have, made by an earlier step. None: there was none.
         seen: the number of tokens that each row has read.
     """
 
-    def __init__(self, shape: Shape, pages: tuple[Tensor, ...], layout: Tensor, slots: Slots, seen: Tensor) -> None:
+    def __init__(
+        self, shape: Shape, pages: tuple[Tensor, ...], table: Tensor | None, slots: Slots, seen: Tensor
+    ) -> None:
         super().__init__(shape)
         self.pages, self.slots = pages, slots
         self.hold(pages)
-        self.lengths, self.layout, self.fixed, self.places = seen, layout, True, slots.at
+        self.lengths, self.table, self.fixed, self.places = seen, table, True, slots.at
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, mask: Tensor | None, how: How, *, leaves: bool

@@ -58,7 +58,7 @@ class PagedSite(Recurrence, MambaBase):
         self.site, self.layout, self.prefix = site, layout, prefix
         self.scaling, self.softcap, self.merged = scaling, softcap, merged
         self.pages: dict[str, Tensor] = {}
-        self.places: Tensor | None = None
+        self.table: Tensor | None = None
         size = site.heads.size
         self.sizes = (size, size, size)
         if feature_map is not None:
@@ -71,7 +71,6 @@ class PagedSite(Recurrence, MambaBase):
         """Give the site the windows and states of its heads, as tensors on a device."""
         if self.site.window is not None:
             self.give_window(self.site.window, device)
-            self.places = self.site.window.layout(device)
         if len(self.site.states) < self.site.heads.keys:
             self.give_states(self.site.states, self.site.heads.keys, device)
 
@@ -135,14 +134,14 @@ class PagedSite(Recurrence, MambaBase):
         slots, (q, k, v) = Slots(*(x[which] for x in batch.slots)), rows
         memories: list[Memory] = []
         if self.window is not None:
-            assert self.places is not None
             pages = tuple(self.pages[name] for name in BUFFERS if name in self.pages)
-            memories.append(PagedWindow(self.window, pages, self.places, slots, batch.seen[which]))
+            memories.append(PagedWindow(self.window, pages, self.table, slots, batch.seen[which]))
         if self.has_map:
             memories.append(PagedState(State(*(self.pages.get(name) for name in STATE)), slots))  # type: ignore[arg-type]
         layer = SiteLayer(*memories)
         inputs = Inputs(q, k, v, mask, self.scaling, True, self.softcap)
         out = self.attend_merged(inputs, layer) if self.merged else self.attend(inputs, layer)
+        self.table = layer.window.table if layer.window is not None else None  # for later steps, also captured ones
         return out
 
     def attend_merged(self, inputs: Inputs, layer: SiteLayer) -> Tensor:

@@ -36,14 +36,25 @@ class Shape(NamedTuple):
             if size
         ]
 
-    def layout(self, device: torch.device) -> Tensor:
-        """Return the first slot of the ring of each key head, and its window: `[2, key_heads]`."""
+    @property
+    def firsts(self) -> list[int]:
+        """Return the first slot of the ring of each key head."""
         firsts, start = [0] * len(self.sizes), 0
         for size, heads in self.rings:
             for i, head in enumerate(heads):
                 firsts[head] = start + i * (size + self.sinks)
             start += len(heads) * (size + self.sinks)
-        return torch.tensor([firsts, self.sizes], dtype=torch.int32, device=device)
+        return firsts
+
+    def programs(self, block: int, device: torch.device) -> Tensor:
+        """Return the programs of a step in one kernel, `[programs, 4]`: the key head of each, the number of its part,
+        the first slot of the ring, and the window. Part 0 of a head has the token, the others have `block` slots."""
+        rings = [(h, first, size) for h, (first, size) in enumerate(zip(self.firsts, self.sizes, strict=True))]
+        found = [(h, 0, first, size) for h, first, size in rings]
+        for h, first, size in rings:
+            blocks = -(-(size + self.sinks) // block) if size else 0
+            found += [(h, 1 + part, first, size) for part in range(blocks)]
+        return torch.tensor(found, dtype=torch.int32, device=device)
 
     @property
     def slots(self) -> int:
@@ -80,8 +91,8 @@ class WindowMemory(Memory):
         self.skipped = None if lengths is None else torch.zeros_like(lengths)
         """The padding that is among the `lengths` of a fixed memory. None: there never is any, which saves an
         operation."""
-        # Made now, because captured calls cannot make tensors of numbers.
-        self.layout = shape.layout(held[0].device) if held else None
+        self.table: Tensor | None = None
+        """What the programs of a step in one kernel have."""
         self.places: Tensor | None = None
         """Where the buffers of each row are, if they lie among those of other sequences: only a step in one kernel
         finds them there."""
@@ -191,11 +202,11 @@ class WindowMemory(Memory):
         """Store one token and attend to the window in one kernel, also to the states of what has left it.
 
         `rotation` are cosines and sines by which queries and keys are rotated first."""
-        from t2r.ops.triton.window_step import window_step
+        from t2r.ops.triton.window_step import FORMS, window_step
 
         assert self.keys is not None and self.seen is not None
-        if self.layout is None or self.layout.device != self.keys.device:
-            self.layout = self.shape.layout(self.keys.device)
+        if self.table is None or self.table.device != self.keys.device:  # not in a capture, which runs steps before
+            self.table = self.shape.programs(FORMS[self.shape.nbits].block, self.keys.device)
         count = q.shape[0] * k.shape[1]
         if self.arrived is None or self.arrived.shape[0] < count or self.arrived.device != q.device:
             self.arrived = torch.zeros(count, dtype=torch.int32, device=q.device)
@@ -205,7 +216,7 @@ class WindowMemory(Memory):
             v,
             self.held,
             self.seen,
-            self.layout,
+            self.table,
             self.arrived,
             windows=self.shape.sizes,
             sinks=self.shape.sinks,

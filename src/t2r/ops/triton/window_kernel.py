@@ -6,17 +6,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from t2r.ops import stored
+from t2r.ops import stored as numbers_in_bits
 from t2r.ops.triton.decode_kernel import FASTEST, LARGEST, features, group_affine, group_features
-from t2r.ops.triton.math import FLOOR, dot, saturate
+from t2r.ops.triton.math import FLOOR, dot, key_of, saturate, stored
 from t2r.ops.triton.softmax_step import rows_of
 
 LOWEST = tl.constexpr(-1e30)
 """The largest score of a part without tokens: not infinite, since the difference of two must be a number."""
-MOST, LEAST, MOST_SCALE = map(tl.constexpr, (float(stored.MOST), stored.LEAST, stored.LARGEST))
+MOST, LEAST, MOST_SCALE = map(
+    tl.constexpr, (float(numbers_in_bits.MOST), numbers_in_bits.LEAST, numbers_in_bits.LARGEST)
+)
 BESIDE = tl.constexpr(4)
 """Numbers after each partial average: the largest score, the sum of weights, and room that keeps rows aligned."""
-SIZES = ["key_heads", "group", "sinks", "total", "most"]
+SIZES = ["key_heads", "group", "sinks", "total", "most", "seed"]
 
 
 @triton.jit
@@ -30,16 +32,6 @@ def scale_of(x, scales):
 def numbers_of(x, scale):
     """Return a vector as whole numbers."""
     return tl.minimum(tl.maximum(tl.floor(x.to(tl.float32) / scale + 0.5), -MOST), MOST).to(tl.int8)
-
-
-@triton.jit
-def block_of(number, layout, key_heads, sinks, BN: tl.constexpr, BH: tl.constexpr):
-    """Return which key head and which block of its ring a program has. Rings are divided one after the other."""
-    i = tl.arange(0, BH)
-    sizes = tl.load(layout + key_heads + i, mask=i < key_heads, other=0)
-    blocks = tl.where(sizes > 0, tl.cdiv(sizes + sinks, BN), 0)
-    h = tl.sum((tl.cumsum(blocks, 0) <= number).to(tl.int32), 0)
-    return h, number - tl.sum(tl.where(i < h, blocks, 0), 0)
 
 
 @triton.jit
@@ -125,11 +117,13 @@ def of_queries(
 @triton.jit
 def attend_token(
     q, k, v, cos, sin, keys, values, scales, work, old_k, old_v, valid, s, z, decay,
-    q_weight, q_bias, k_weight, k_bias, q_h, keys_t, values_t, s_f, group, state, held, count, at, room, most, scaling,
+    q_weight, q_bias, k_weight, k_bias, counts, seed,
+    q_h, keys_t, values_t, s_f, group, state, held, count, at, room, most, scaling,
     DIM: tl.constexpr, VALUE: tl.constexpr, FEATURE: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     BF: tl.constexpr, BQ: tl.constexpr, CHUNKS: tl.constexpr, EIGHT: tl.constexpr, ROTATED: tl.constexpr,
     LEAVES: tl.constexpr, STATE: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr, WEIGHS_QUERIES: tl.constexpr,
+    ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr, WEIGHS_QUERIES: tl.constexpr, STATES: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):  # fmt: skip
     """Store the token of a key head in its ring, advance the state by what it replaces, and attend to both.
 
@@ -169,6 +163,9 @@ def attend_token(
             w_add = tl.load(k_bias + last + one, mask=one < tl.where(state >= 0, 1, 0), other=0.0) if HAS_BIAS else one
         if HAS_DECAY:
             rate = tl.load(decay + f, mask=f_ok, other=0.0).to(tl.float32)
+        drawn = one.to(tl.uint32)
+        if DRAWN:
+            drawn = key_of(tl.load(counts + one), seed + one)
 
     # What is stored is rounded as the buffers are, and so is what the new token sees of itself.
     new_k = tl.sum(new_k.to(tl.float32), 0)  # of one row
@@ -231,8 +228,11 @@ def attend_token(
             weights += of_far
         store_part(work + i * (most * (BV + BESIDE)), ok, e, e_ok, acc, peak, weights, BV)
     if STATE:
-        tl.store(s_here, after.to(s.dtype.element_ty), mask=f_ok[:, None] & e_ok[None, :])
-        tl.store(z + f, sum_k.to(z.dtype.element_ty), mask=f_ok)
+        own = (state * FEATURE + f[:, None]) * VALUE + e[None, :]  # places in the states of all heads, as in `decode`
+        kept = stored(after, s.dtype.element_ty, drawn[:, None], own, DRAWN)
+        tl.store(s_here, kept, mask=f_ok[:, None] & e_ok[None, :])
+        own = STATES * FEATURE * VALUE + state * FEATURE + f
+        tl.store(z + f, stored(sum_k, z.dtype.element_ty, drawn, own, DRAWN), mask=f_ok)
     tl.debug_barrier()  # what the token replaces was read by all threads
     tl.store(k_here, kept_k, mask=d < tl.where(has, DIM, 0))
     tl.store(v_here, kept_v, mask=e < tl.where(has, VALUE, 0))
@@ -277,19 +277,20 @@ def attend_block(
 
 @triton.jit(do_not_specialize=SIZES)
 def step(
-    q, k, v, cos, sin, keys, values, scales, pairs, seen, layout, places, work, arrived, out, logs, old_k, old_v, valid,
-    s, z, decay, numbers, slots, fresh, q_weight, q_bias, k_weight, k_bias,
+    q, k, v, cos, sin, keys, values, scales, pairs, seen, table, places, work, arrived, out, logs, old_k, old_v, valid,
+    s, z, decay, numbers, slots, fresh, q_weight, q_bias, k_weight, k_bias, counts,
     q_b, q_h, k_b, k_h, v_b, v_h, cos_b, keys_b, keys_t, values_b, values_t, scales_b,
-    s_b, s_h, s_f, z_b, z_h, decay_h, key_heads, group, sinks, total, most, scaling,
-    DIM: tl.constexpr, VALUE: tl.constexpr, FEATURE: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
+    s_b, s_h, s_f, z_b, z_h, decay_h, key_heads, group, sinks, total, most, seed, scaling,
+    DIM: tl.constexpr, VALUE: tl.constexpr, FEATURE: tl.constexpr, STATES: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
     BQ: tl.constexpr, CHUNKS: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr, JOINS: tl.constexpr,
     HOW: tl.constexpr, EIGHT: tl.constexpr, PLACED: tl.constexpr, ROTATED: tl.constexpr, LEAVES: tl.constexpr,
     STATE: tl.constexpr, NUMBERED: tl.constexpr, SLOTTED: tl.constexpr, HAS_DECAY: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr, WEIGHS_QUERIES: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """Run `total` programs per sequence. The first `key_heads` have the token (`attend_token`), each of the others has
-    BN places of a ring (`attend_block`).
+    """Run `total` programs per sequence, of which `table` says what they have: part 0 of each key head is the token
+    (`attend_token`), and the others are BN places of its ring (`attend_block`).
 
     Each stores the sums of its part in `work` and counts itself in `arrived`. All know from the number of tokens how
     many parts of a head, at most `most`, have something to do. The last one joins them and sets the count back to
@@ -299,14 +300,12 @@ def step(
     keys and values are stored in 8 bits, with two scales for each token, and are multiplied by them after the products;
     `pairs` are the same scales, as one number of 32 bits for each token. LEAVES, what the token replaces is returned.
     With STATE, heads have states; NUMBERED, key head h has the state `numbers[h]`, or none if that is negative.
-    SLOTTED, the states of sequence b are at the place `slots[b]`, and are zero if `fresh[b]`."""
-    b, own = (tl.program_id(0) // total).to(tl.int64), tl.program_id(0) % total
-    h, part = own, own * 0
-    if own >= key_heads:
-        h, part = block_of(own - key_heads, layout, key_heads, sinks, BN, BH)
-        part += 1
+    SLOTTED, the states of sequence b are at the place `slots[b]`, and are zero if `fresh[b]`. DRAWN, states are rounded
+    at random when they are stored, as in `decode_kernel.decode`."""
+    b = (tl.program_id(0) // total).to(tl.int64)
+    own = table + (tl.program_id(0) % total) * 4
+    h, part, first, size = tl.load(own), tl.load(own + 1), tl.load(own + 2).to(tl.int64), tl.load(own + 3)
     count = tl.load(seen + b)
-    first, size = tl.load(layout + h).to(tl.int64), tl.load(layout + key_heads + h)
     place = tl.load(places + b).to(tl.int64) if PLACED else b
     room = tl.where(size > 0, size + sinks, 0)
     at = tl.where(count < sinks, count, sinks + (count - sinks) % tl.maximum(size, 1))
@@ -330,10 +329,10 @@ def step(
             keys_here, values_here, scales + (place * scales_b + first * 2), work_here,
             old_k + ring * DIM, old_v + ring * VALUE, valid + ring,
             s + (at_state * s_b + of_state * s_h), z + (at_state * z_b + of_state * z_h), decay + of_state * decay_h,
-            q_weight, q_bias, k_weight, k_bias,
+            q_weight, q_bias, k_weight, k_bias, counts + b, seed,
             q_h, keys_t, values_t, s_f, group, state, has_state, count, at, room, most, scaling,
             DIM, VALUE, FEATURE, BD, BV, BF, BQ, CHUNKS, EIGHT, ROTATED, LEAVES, STATE, HAS_DECAY, HAS_BIAS,
-            ACTIVATION, WEIGHS, WEIGHS_QUERIES,
+            ACTIVATION, WEIGHS, WEIGHS_QUERIES, STATES, DRAWN,
         )  # fmt: skip
     elif part < live:
         attend_block(

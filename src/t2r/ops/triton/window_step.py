@@ -12,10 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from t2r.ops.common import Far
 from t2r.ops.triton.blocks import block, inner, on_device, precision
 from t2r.ops.triton.decode import at_once
 from t2r.ops.triton.window_kernel import BESIDE, step
+from t2r.ops.windows import Far
 
 ROWS = 16
 """The fewest rows of a matrix product, so the fewest query heads of a program. Missing ones are zeros."""
@@ -60,7 +60,7 @@ def window_step(
     v: Tensor,
     held: tuple[Tensor, ...],
     seen: Tensor,
-    layout: Tensor,
+    table: Tensor,
     arrived: Tensor,
     *,
     windows: tuple[int, ...],
@@ -78,10 +78,11 @@ def window_step(
         held: buffers `[rows, slots, …]`, the ring of one head after the other: keys, values and, of those that are
             stored in 8 bits, scales `[rows, slots, 2]`.
         seen: how many tokens each row has read before.
-        layout: `[2, key_heads]`, the first slot of the ring of each head, and the window of each.
+        table: `[programs, 4]`, what each program of a row has: its key head, the number of its part, the first slot of
+            the ring of the head, and the window. Part 0 is the token and the state, the others have blocks of the ring.
         arrived: zeros in int32, one for each row and key head. Zeros again after the step, so that the next one can
             have the same. Steps that run at the same time cannot.
-        windows: the windows of `layout`, on the host.
+        windows: the windows of the key heads, on the host.
         sinks: sinks of heads with a window.
         places: `[rows]`, where the buffers of each row are, if there are those of more sequences. None: in their order.
         rotation: cosines and sines `[rows or 1, 1, dim]`, by which queries and keys are rotated first. The two halves
@@ -108,18 +109,19 @@ def window_step(
     joined = min(max(1, JOINED // (PARTS_AT_ONCE * of_value)), triton.next_power_of_2(group))
     tensors, strides, constants = of_states(far, logs)
     feature: int = constants["FEATURE"]
+    seed = 0 if far is None or far.draws is None else far.draws.seed
     queries = at_once(group, block(feature, 256), dim, of_value) if far is not None else min(group_of(group), ROWS)
     with on_device(q):
         step[(rows * total,)](
             q, k, v, cos, sin, keys, values, logs if scales is None else scales,
-            logs if scales is None else scales.view(torch.int32), seen, layout, seen if places is None else places,
+            logs if scales is None else scales.view(torch.int32), seen, table, seen if places is None else places,
             work, arrived, out, logs, old_k, old_v, valid, *tensors,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             0 if rotation is None else cos.stride(0),
             *keys.stride()[:2], *values.stride()[:2], 0 if scales is None else scales.stride(0),
-            *strides, key_heads, group, sinks, total, most, scaling,
+            *strides, key_heads, group, sinks, total, most, seed, scaling,
             DIM=dim, VALUE=value, BD=of_key, BV=of_value, BN=form.block, BG=max(ROWS, group_of(group)),
-            BH=triton.next_power_of_2(key_heads), BQ=queries, CHUNKS=-(-group // queries), BP=PARTS_AT_ONCE, BJ=joined,
+            BQ=queries, CHUNKS=-(-group // queries), BP=PARTS_AT_ONCE, BJ=joined,
             JOINS=-(-group // joined), HOW=precision(q, keys) if scales is None else precision(q),
             EIGHT=scales is not None, PLACED=places is not None, ROTATED=rotation is not None, LEAVES=leaves,
             **constants, num_warps=form.warps,
@@ -136,18 +138,20 @@ def of_states(far: Far | None, unused: Tensor) -> tuple[tuple[Tensor, ...], tupl
     if far is None:
         constants = dict(
             FEATURE=1, BF=1, STATE=False, NUMBERED=False, SLOTTED=False, HAS_DECAY=False, HAS_BIAS=False,
-            ACTIVATION="", WEIGHS=False, WEIGHS_QUERIES=False,
+            ACTIVATION="", WEIGHS=False, WEIGHS_QUERIES=False, DRAWN=False, STATES=1,
         )  # fmt: skip
-        return (unused,) * 10, (0,) * 6, constants
+        return (unused,) * 11, (0,) * 6, constants
     s, z, how = far.state.s, far.state.z, far.features
     at, new = (unused, unused) if far.slots is None else (far.slots.at, far.slots.new.view(torch.uint8))
+    counts = unused if far.draws is None else inner(far.draws.counts)
     decay = unused if far.decay is None else inner(far.decay)
     maps = tuple(unused if x is None else x for x in how[4:])
-    tensors = (s, z, decay, unused if far.numbers is None else far.numbers, at, new, *maps)
+    tensors = (s, z, decay, unused if far.numbers is None else far.numbers, at, new, *maps, counts)
     strides = (*s.stride()[:3], *z.stride()[:2], 0 if far.decay is None else decay.stride(0))
     constants = dict(
         FEATURE=how.size, BF=block(how.size, 256), STATE=True, NUMBERED=far.numbers is not None,
         SLOTTED=far.slots is not None, HAS_DECAY=far.decay is not None, HAS_BIAS=how.q_bias is not None,
         ACTIVATION=how.activation, WEIGHS=how.weighs_keys, WEIGHS_QUERIES=how.weighs_queries,
+        DRAWN=far.draws is not None, STATES=s.shape[1],
     )  # fmt: skip
     return tensors, strides, constants
