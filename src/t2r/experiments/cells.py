@@ -29,6 +29,8 @@ class Cell:
     """Tokens that it was trained on."""
     batch_tokens: int = 0
     """Tokens per optimizer step, if its command says so."""
+    peak: int | None = None
+    """The most memory of a GPU that a stage of its training needed, in bytes."""
     seconds: list[float] = field(default_factory=list)
     """Seconds of training, of each seed."""
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -97,6 +99,7 @@ def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) 
     cell.tokens = sum(result.get("trained_tokens", {}).values())
     if words[1] != "swap" and (took := sum(result.get("seconds", {}).values()) or part.get("seconds")):
         cell.seconds.append(took)
+    cell.peak = max(result.get("peak_bytes", {}).values(), default=cell.peak)
     scores: Mapping[str, Any] = next(reversed(result.get("stages", {}).values()), {}) or {}  # None: not measured
     cell.add("trained", scores.get("perplexity"))
     cell.windows = scores.get("windows", cell.windows)
