@@ -97,8 +97,8 @@ class Variant:
             own = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
             if swap is None and own and self.window > own:
                 raise T2RError(
-                    f"{self}: this {text.model_type} model already has a sliding window of {own:,} tokens: give a window "
-                    "of at most that"
+                    f"{self}: this {text.model_type} model already has a sliding window of {own:,} tokens: give a "
+                    "smaller one"
                 )
         elif swap is None:
             raise T2RError(f"{self}: this model has no recurrent state")

@@ -12,6 +12,8 @@ from t2r.experiments.markup import markdown
 MEASURES = {
     "valid": "perplexity, valid",
     "test": "perplexity, test",
+    "novels": "perplexity, novels",
+    "speeches": "perplexity, speeches",
     "trained": "perplexity after training",
     "bleu": "BLEU",
     "tokenized_bleu": "tokenized BLEU",
