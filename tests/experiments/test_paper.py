@@ -57,8 +57,8 @@ def test_cells_have_the_budgets_of_the_paper(scale):
 
 
 def test_the_scale_real_has_the_budgets_of_the_paper():
-    """Its teacher is given. Conversions have a sixth of the tokens of models from random initialization; what is compared
-    with them has as many, and the same text."""
+    """Its teacher is given. Conversions have a sixth of the tokens of models from random initialization; what is
+    compared with them has as many, and the same text."""
     for name in LM:
         steps = load_experiment(name, "real").steps
         assert "teacher" not in {step.name for step in steps}
