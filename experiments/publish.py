@@ -1,9 +1,10 @@
 """Generates docs/records, the tables of docs/*.md and the figures from the records: `python experiments/publish.py`.
 
 docs/records has a page for each record, with its commands and all its tables, and the claims of the paper for each
-scale. In the other pages, `<!-- summary: NAME -->` starts a table of summaries.py, `<!-- claims: SCALE -->` the claims
-of the paper, and `<!-- budgets: NAME … -->` the table of an experiment about memory budgets, where later records fill
-in the budgets that the first does not have. All end with `<!-- end -->`.
+scale. In the other pages, `<!-- summary: NAME -->` starts a table of summaries.py, `<!-- claims: SCALE … -->` the
+claims of the paper, at further scales if they are recorded there, and `<!-- budgets: NAME … -->` the table of an
+experiment about memory budgets, where later records fill in the budgets that the first does not have. All end with
+`<!-- end -->`.
 The text between such parts is written by hand.
 """
 
@@ -39,8 +40,9 @@ def page(text: str) -> str:
 def _part(kind: str, names: Sequence[str]) -> str:
     if kind == "budgets":
         return budgets_of(*names)
-    make = {"summary": summaries.summary, "claims": summaries.claims}[kind]
-    return "".join(map(make, names))
+    if kind == "claims":
+        return summaries.claims(*names)
+    return "".join(map(summaries.summary, names))
 
 
 def budgets_of(*names: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -154,19 +153,35 @@ SAID = (
 """Verdicts, and how one and several claims are said to have them."""
 
 
-def claims(scale: str) -> str:
-    """Return how many claims of the paper hold at a scale, and a table of all of them."""
-    found = verdicts(scale)
-    words = ["not measured yet" if verdict is None else in_a_word(verdict) for _, verdict in found]
-    counts = Counter(words)
-    told = ", ".join(f"{counts[word]} {verb if counts[word] != 1 else one}" for word, one, verb in SAID if counts[word])
-    verdict = f"**Of the paper's {len(found)} claims, at the scale `{scale}`: {told}.**"
-    rows = [
-        [claim.text, word, f"[{claim.experiment}](records/{claim.experiment}-{scale}.md)"]
-        for (claim, _), word in zip(found, words, strict=True)
-    ]
-    link = f"[claims](records/claims-{scale}.md)"
-    return f"{markdown(('claim', 'here', 'record'), rows)}\n{wrapped(verdict)}\nThe numbers behind each: {link}.\n"
+def claims(*scales: str) -> str:
+    """Return how many claims of the paper hold at scales, and a table of all of them. A further scale is shown if
+    anything is recorded at it."""
+    found = {scale: verdicts(scale) for scale in scales}
+    shown = [scale for scale in scales if scale == scales[0] or any(verdict is not None for _, verdict in found[scale])]
+    words = {
+        scale: ["not measured yet" if verdict is None else in_a_word(verdict) for _, verdict in found[scale]]
+        for scale in shown
+    }
+    rows, told = [], []
+    for i, (claim, _) in enumerate(found[scales[0]]):
+        links = [
+            f"[{claim.experiment if len(shown) == 1 else scale}](records/{claim.experiment}-{scale}.md)"
+            for scale in shown
+            if scale == scales[0] or found[scale][i][1] is not None
+        ]
+        rows.append([claim.text, *(words[scale][i] for scale in shown), ", ".join(links)])
+    for scale in shown:
+        counted = [word for word in words[scale] if scale == scales[0] or word != "not measured yet"]
+        verbs = ", ".join(
+            f"{count} {verb if count != 1 else one}" for word, one, verb in SAID if (count := counted.count(word))
+        )
+        which = "claims" if len(counted) == len(words[scale]) else "claims that are measured"
+        verdict = f"**Of the paper's {len(counted)} {which}, at the scale `{scale}`: {verbs}.**"
+        told.append(f"{wrapped(verdict)}\nThe numbers behind each: [claims](records/claims-{scale}.md).\n")
+    header = (
+        ("claim", "here", "record") if len(shown) == 1 else ("claim", *(f"`{scale}`" for scale in shown), "records")
+    )
+    return markdown(header, rows) + "\n" + "\n".join(told)
 
 
 TABLES = {"conversion": conversion, "translation": translation, "performance": performance}

@@ -119,8 +119,31 @@ def test_unsupported_variants():
         logits(t2r.swap(tiny("llama", torch.float32), feature_size=6), ids, Variant(window=4))
     with pytest.raises(T2RError, match="no recurrent state"):
         logits(tiny("llama", torch.float32), ids, Variant(state="bfloat16"))
-    with pytest.raises(T2RError, match="already has a sliding window"):
-        logits(tiny("gemma2", torch.float32), ids, Variant(window=4))
+    with pytest.raises(T2RError, match="already has a sliding window of 5 tokens"):
+        logits(tiny("gemma2", torch.float32), ids, Variant(window=6))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "phi3"])
+def test_layers_with_a_sliding_window_can_have_a_smaller_one(name):
+    """One as large as their own changes layers without one only; the memory is that of the windows."""
+    model, ids = tiny(name, torch.float32).eval(), ids_of()
+    own = model.config.sliding_window
+    full, same, less = (logits(model, ids, variant) for variant in (None, Variant(window=own), Variant(window=3)))
+    if name == "gemma3_text":  # every second layer has no window
+        assert not torch.allclose(same[:, own:], full[:, own:], atol=1e-4)
+        torch.testing.assert_close(same[:, :own], full[:, :own], **CLOSE)
+    else:
+        torch.testing.assert_close(same, full, **CLOSE)
+    torch.testing.assert_close(less[:, :3], full[:, :3], **CLOSE)
+    assert not torch.allclose(less[:, 3:], full[:, 3:], atol=1e-4)
+    layers, sliding = model.config.num_hidden_layers, model.config.layer_types if name == "gemma3_text" else None
+    windows = sum(kind == "sliding_attention" for kind in sliding) if sliding else layers
+    memory, limited = memory_of(model), memory_of(model, Variant(window=3))
+    assert memory is not None
+    assert limited is not None
+    per_token = limited.at(1)
+    assert memory.at(100) * layers == per_token * (windows * own + (layers - windows) * 100)
+    assert limited.at(100) == 3 * per_token
 
 
 @pytest.mark.parametrize("every", [1, 7, 64])

@@ -56,6 +56,32 @@ def test_cells_have_the_budgets_of_the_paper(scale):
                 assert sources == [value for word, value in pairwise(steps[0].command) if word == "--train"]
 
 
+def test_the_scale_real_has_the_budgets_of_the_paper():
+    """Its teacher is given. Conversions have a sixth of the tokens of models from random initialization; what is
+    compared with them has as many, and the same text."""
+    for name in LM:
+        steps = load_experiment(name, "real").steps
+        assert "teacher" not in {step.name for step in steps}
+        trained = [step for step in steps if step.command[0] in ("pretrain", "convert")]
+        assert trained
+        for step in trained:
+            if step.cell.get("ablation") == "tokens":
+                continue
+            recipe = dict(pairwise(step.command)).get("--recipe", "memory-lm")  # the default with --memory
+            given = [word for word in step.words(lambda kind, name: name) if word.partition("=")[0] != "--recipe"]
+            said = [value for word, value in pairwise(given) if word == "--set"]
+            sizes = [f"batch_tokens={value}" for word, value in pairwise(given) if word == "--batch-tokens"]
+            stages = load_recipe(recipe, [*sizes, *said]).stages
+            tokens = sum(stage.batch_tokens * steps_of(stage, 0) for stage in stages)
+            random = step.cell.get("start") == "random" or step.name.startswith("scratch")
+            assert tokens == pytest.approx(120e6 if random else 20e6, rel=0.02), step.label
+            sources = [value for word, value in pairwise(step.command) if word == "--train"]
+            assert sources == ["{data:wiki/enwiki2018-core}", "{data:wiki/enwiki2014-later}"]
+    names = {step.name for step in load_experiment("table1", "real").steps}
+    assert {"finetuned", "pretrained-plan", "pretrained-distill", "equal-t2r-32", "quality-equal-rfa"} <= names
+    assert not {"finetuned", "equal-t2r-32"} & {step.name for step in load_experiment("table1", "small").steps}
+
+
 @pytest.mark.parametrize("scale", ["smoke", "tiny", "small", "paper"])
 def test_conversions_of_translation_models_have_two_thirds_of_the_steps(scale):
     for name in ("table2", "ablations-mt"):
@@ -395,6 +421,45 @@ def test_claims_about_table_1(change, fails):
     found = verdicts(grid_of("table1", TABLE1 | change))
     assert {name for name, holds in found.items() if holds is False} == fails
     assert None not in found.values()
+
+
+def test_a_teacher_that_is_given_is_compared_with_itself_finetuned():
+    """It is no cell that a step makes. Its own perplexity says little: it was not trained on the text of the others."""
+    parts = [part for part in grid_of("table1", TABLE1)["steps"] if part is not TEACHER]
+    parts[-1] |= {"cell": {"system": "teacher", "start": "pretrained"}}
+    record = record_of("table1", *parts) | {"scale": "real"}
+    cells = cells_of_record(record)
+    assert next(iter(cells)) == "teacher"
+    assert (cells["teacher"]["test"], cells["teacher"].parameters, cells["teacher"].seconds) == (20.0, 1000, [])
+    assert cells["teacher"].labels == {"system": "teacher", "start": "pretrained"}
+    assert cells["pretrained-t2r-32"].parent == "teacher"
+    assert verdicts(record)["kept_layers_match"]
+    finetuned = made("finetuned", {"system": "finetuned"}, "t2r pretrain teacher finetuned --continued", 90.0, 1)
+    record["steps"] += [finetuned, evaluated("finetuned", 15.0, 15.0, 1000)]
+    assert verdicts(record)["kept_layers_match"] is False
+    (line,) = [line for line in claims_of(record) if "T2R-75%" in line.partition(".")[0]]
+    assert "transformer finetuned on the same text 15.00" in line
+
+
+def test_novels_beside_the_text_of_a_table_are_shown():
+    measured = [{"text": text, "perplexity": x} for text, x in (("wikitext/valid", 20.0), ("novels/valid", 30.0))]
+    for order, shown in ((measured, 30.0), (measured[::-1], None)):  # windows of another kind, if they are first
+        part = {"name": "q", "command": "t2r evaluate a", "result": [{"model": "a", "measured": order}]}
+        cells = cells_of_record(record_of("table1", made("a", {}, "t2r convert x a", 1.0, 1), part))
+        assert cells["a"]["valid"] == 20.0
+        assert cells["a"]["novels"] == shown
+
+
+def test_claims_are_shown_beside_those_of_another_scale(monkeypatch):
+    alone = summaries.claims("small")
+    assert summaries.claims("small", "real") == alone  # nothing is recorded there
+    record = grid_of("table1", TABLE1) | {"scale": "real"}
+    monkeypatch.setattr("claims.recorded", lambda name: record if name == "table1-real" else recorded(name))
+    both = summaries.claims("small", "real")
+    assert both.startswith("| claim | `small` | `real` | records |")
+    row = next(line for line in both.splitlines() if "is the best of the recurrent models" in line)
+    assert "| does not hold | holds | [small](records/table1-small.md), [real](records/table1-real.md) |" in row
+    assert "claims that are measured, at the scale `real`: 6 hold" in " ".join(both.split())
 
 
 def test_a_claim_that_depends_on_the_training_is_not_decided(monkeypatch):

@@ -31,10 +31,13 @@ MAKES = {"name": "s", "command": "t2r swap {model:m} {out:s}"}
         ("bench decode {model:m} {model:page}", "leave out --page"),
         ("bench decode {model:m} --pa{model:ge} x", "leave out --page"),
         ("evaluate {model:m} --text {examples:../../secret}", "is outside of the examples"),
+        ("generate {model:server} --file {examples:README.md}", "give a model, not an address"),
+        ("generate --file {examples:README.md} https://example.org", "give a model, not an address"),
+        ("generate {model:m} --save-state ../x", "leave out --save-state"),
     ],
 )
 def test_commands_write_in_the_working_folder_only(command, says):
-    models = {"m": "x/y", "option": "--revision", "page": "--page=/tmp/x", "ge": "ge"}
+    models = {"m": "x/y", "option": "--revision", "page": "--page=/tmp/x", "ge": "ge", "server": "http://example.org"}
     with pytest.raises(T2RError, match=re.escape(says)):
         make_experiment({"models": models, "steps": [{"name": "one", "command": f"t2r {command}"}]}, "test")
 

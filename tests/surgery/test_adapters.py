@@ -35,6 +35,11 @@ def test_windows_are_counted_by_layer(notices, model_type, kept, words):
     assert words in notices(model_type, softmax_layers=kept)
 
 
+def test_layers_with_windows_of_a_plan_give_no_notice(notices):
+    heads = tiny("gemma3_text").config.num_key_value_heads
+    assert "window" not in notices("gemma3_text", plan={"windows": [[4] * heads] * 3, "sinks": 1})
+
+
 def test_softmax_layers_with_a_window_give_no_notice(notices):
     assert "window" not in notices("gemma2", softmax_layers=[0, 2])
     assert "window" not in notices("llama")

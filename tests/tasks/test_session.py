@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 import t2r
 from families import EOS, PAD, VOCABULARY, tiny
+from t2r.model.logits import Readout
 from t2r.tasks import TASKS, Task
 from t2r.tasks.base import exchanged
 from t2r.training.loop.trainer import StageTrainer
@@ -165,3 +166,22 @@ def test_an_interrupted_scan_is_resumed(marian):
     again = most_sensitive(student, task, BLOCK, remember=lambda name, measure: remember(name, measure, 9))
     assert list(known) == ["exact", "0", "1", "2"]
     assert again == most_sensitive(student, task, BLOCK)
+
+
+def test_a_scan_computes_logits_in_slices(marian, monkeypatch):
+    student, _ = marian
+    whole = most_sensitive(student, Copying(), BLOCK)
+    monkeypatch.setattr("t2r.training.sessions.sensitivity.logits_at_once", lambda device: 5 * VOCABULARY)
+    sizes = []
+    real = Readout.__call__
+
+    def call(self, states):
+        sizes.append(len(states))
+        return real(self, states)
+
+    monkeypatch.setattr(Readout, "__call__", call)
+    sliced = most_sensitive(student, Copying(), BLOCK)
+    assert max(sizes) == 5
+    assert [layer for layer, _ in sliced] == [layer for layer, _ in whole]
+    # Sums in another order.
+    assert [cost for _, cost in sliced] == pytest.approx([cost for _, cost in whole], abs=1e-5)

@@ -16,6 +16,7 @@ from t2r.errors import T2RError
 from t2r.evaluation import encode, read_text
 from t2r.evaluation.inputs import positions_of
 from t2r.evaluation.logits import check_positions
+from t2r.evaluation.perplexity import begun
 from t2r.generation.state import check_vocabulary
 from t2r.tasks.translation import shift_of
 
@@ -51,7 +52,7 @@ def of_text(
     check_vocabulary(own.model, read.token_ids.unique().tolist())
     window = _window(own, other, window, len(read.token_ids))
     words = min(window, words or max(1, window // 2))
-    samples = _windows(read.token_ids, window, limit)
+    samples = begun(_windows(read.token_ids, window, limit), read.bos)
     facts = {"text": str(text), "window": window, "words": words, "samples": len(samples), "tokens": samples.numel()}
     return Samples([{"input_ids": batch} for batch in samples.split(BATCH)], window, words, facts, read.string)
 

@@ -23,6 +23,7 @@ from t2r.generation.engine.softmax import on_the_engine
 from t2r.generation.engine.step import DecodeStep
 from t2r.graphs import CudaGraph
 from t2r.hub import synchronize
+from t2r.model.logits import last_only
 from t2r.model.modeling import T2RModel
 from t2r.model.windows import with_windows
 from t2r.ops.constants import constant_weights
@@ -52,9 +53,10 @@ class Reader:
 
     def read_until(self, length: int) -> None:
         """Read random tokens up to this length."""
+        options = last_only(self.model)
         while self.length < length:
             count = min(READ, length - self.length)
-            read = self.model(input_ids=self.tokens(count), past_key_values=self.cache, use_cache=True)
+            read = self.model(input_ids=self.tokens(count), past_key_values=self.cache, use_cache=True, **options)
             self.cache = getattr(read, "past_key_values", None)
             if self.cache is None:
                 raise T2RError(f"{self.name} has no cache, so its decoding cannot be measured")

@@ -15,6 +15,7 @@ from t2r.budgets.costs import Costs, Source, features_for, in_mib
 from t2r.budgets.descent import Descent
 from t2r.budgets.limited import Limited
 from t2r.budgets.text import Text, evenly
+from t2r.data.beginning import bos_of
 from t2r.data.fingerprint import digest, of_config, of_weights
 from t2r.errors import T2RError
 from t2r.evaluation.generation import recall_questions, recall_sentences, repeated_sentences
@@ -107,7 +108,9 @@ class Planner:
         kind = model.device.type
         self.limited = Limited(model, self.costs, given)
         self.measured = given.some(MEASURED.get(kind, MORE))
-        self.text = blocks.flatten().tolist() if isinstance(blocks, Tensor) else []
+        # What is between the sentences of a question: a block begins with BOS if texts do.
+        first = 0 if tokenizer is None or bos_of(tokenizer) is None else 1
+        self.text = blocks[:, first:].flatten().tolist() if isinstance(blocks, Tensor) else []
         self.questions = self.ask(QUESTIONS, self.context, seed=0)
         if self.questions is not None and (able := self.limited.right(*self.questions)) < KNOWN:
             logger.info("recall: the model itself answers %.0f %% of the questions: it is not asked", 100 * able)

@@ -35,9 +35,18 @@ class Blocks(Dataset[dict[str, Tensor]]):
     Documents are concatenated and continue across blocks, as in the paper. With `documents`, items also have
     `position_ids` that restart with each document, as from transformers' DataCollatorWithFlattening. The model then
     resets its state at each document, and the first token of a document is not predicted.
+
+    With `bos`, this token takes the place of the first of a block, or of each document in it: see `t2r.data.beginning`.
     """
 
-    def __init__(self, corpus: TokenCorpus | JoinedCorpus, block_size: int = BLOCK_SIZE, *, documents: bool = False):
+    def __init__(
+        self,
+        corpus: TokenCorpus | JoinedCorpus,
+        block_size: int = BLOCK_SIZE,
+        *,
+        documents: bool = False,
+        bos: int | None = None,
+    ):
         check_block_size(block_size, None)
         if len(corpus) < block_size:
             raise T2RError(
@@ -47,6 +56,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         self.corpus = corpus
         self.block_size = block_size
         self.documents = documents
+        self.bos = bos
 
     def __len__(self) -> int:
         return len(self.corpus) // self.block_size
@@ -62,5 +72,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         if self.documents:
             item["position_ids"] = torch.from_numpy(self.corpus.positions(start, stop))
             scored &= item["position_ids"] > 0
+        if self.bos is not None:
+            input_ids[item["position_ids"] == 0 if self.documents else 0] = self.bos
         item["labels"] = input_ids.masked_fill(~scored, IGNORED)
         return item

@@ -191,6 +191,7 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
         block_size: tokens per block.
         documents: whether to restart positions with each document, as in `Blocks`.
         apart: sources that are never concatenated with others.
+        bos: the first token of a block, as in `Blocks`.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
         *,
         documents: bool = False,
         apart: Sequence[str] = (),
+        bos: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.members = join_equal(sources, apart)
@@ -219,7 +221,7 @@ class MixedBlocks(Dataset[dict[str, Tensor]]):
                     f"{names} has {len(joined)} tokens, less than one block of {block_size}: give more text or use a "
                     f"smaller block_size{both if not own and alone.count(False) > 1 else ''}"
                 )
-            self.parts.append(Blocks(joined, block_size, documents=documents))
+            self.parts.append(Blocks(joined, block_size, documents=documents, bos=bos))
         shares = None
         if sources[0].share is not None:
             shares = [exact(sources[i].share) for (i,) in self.members]

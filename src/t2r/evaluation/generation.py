@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from t2r.data.beginning import bos_of
 from t2r.errors import T2RError
 from t2r.evaluation.inputs import encode
 from t2r.evaluation.logits import check_positions, evaluating, logits_by_slice
@@ -63,6 +64,8 @@ def repetition(
     coded = [_ids(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts or PROMPTS]
     if not all(coded):
         raise T2RError("a prompt is empty")
+    if (bos := bos_of(tokenizer)) is not None:
+        coded = [[bos, *ids] for ids in coded]
     check_positions(model, max(map(len, coded)) + new_tokens)
     # Sampling without filters, from the distribution of the model.
     ways: dict[str, dict[str, Any]] = {
@@ -204,7 +207,7 @@ def recall(
     """
     if trials < 1 or choices < 2 or min(distances, default=0) < 0:
         raise T2RError("recall requires at least 1 trial, 2 choices, and distances of 0 or more")
-    text, sentences = _ids(tokenizer, filler), recall_sentences(tokenizer)
+    text, sentences, bos = _ids(tokenizer, filler), recall_sentences(tokenizer), bos_of(tokenizer)
     results = []
     for distance in distances:
         rng = random.Random(seed)
@@ -214,7 +217,7 @@ def recall(
         check_positions(model, length + max(len(t.answer) for t in asked))
         if len(text) < length:
             raise T2RError(f"a text of {len(text)} tokens is too short for a distance of {distance}")
-        rows = [_context(trial, text, length, distance, rng) for trial in asked]
+        rows = [_context(trial, text, length, distance, rng, bos) for trial in asked]
         known, written = 0, 0
         rows_at_once = fitting_batch(model.device, length) if batch_size is None else batch_size
         with evaluating(model):
@@ -240,7 +243,8 @@ def recall_questions(
     distance = length - LEAD - max(len(t.key) + len(t.question) for t in asked)
     if distance < 0 or len(text) < length:
         raise T2RError(f"a text of {len(text)} tokens is too short for questions of {length} tokens")
-    rows = [_context(trial, text, length, distance, rng) for trial in asked]
+    bos = bos_of(tokenizer)
+    rows = [_context(trial, text, length, distance, rng, bos) for trial in asked]
     return torch.tensor(rows), torch.tensor([trial.choices for trial in asked])
 
 
@@ -263,9 +267,12 @@ def repeated_sentences(
         raise T2RError(f"a text of {min(length, len(text))} tokens is too short for sentences that are repeated")
     pairs = max(1, min(len(NAMES), slots // CROWDED))
     ids, asked = torch.empty(rows, length, dtype=torch.long), torch.zeros(rows, length, dtype=torch.bool)
+    bos = bos_of(tokenizer)
     for row in range(rows):
         start = rng.randrange(len(text) - length + 1)
         ids[row] = torch.tensor(text[start : start + length])
+        if bos is not None:
+            ids[row, 0] = bos
         free, names = set(range(slots)), rng.sample(NAMES, pairs)
         shares = [(pair * rows + row + rng.random()) / (pairs * rows) for pair in range(pairs)]
         # Half of the distances are even in their logarithms, and half in themselves: far words are asked for, too.
@@ -322,12 +329,15 @@ def _trial(tokenizer: Tokenizer, sentences: Sentences, rng: random.Random, choic
     return _Trial(key, question, answers[word], [first, *others])
 
 
-def _context(trial: _Trial, text: list[int], length: int, distance: int, rng: random.Random) -> list[int]:
-    """Return an excerpt of the text that contains the key, followed by the question."""
+def _context(
+    trial: _Trial, text: list[int], length: int, distance: int, rng: random.Random, bos: int | None
+) -> list[int]:
+    """Return an excerpt of the text that contains the key, followed by the question. It may begin with BOS."""
     lead = length - distance - len(trial.key) - len(trial.question)
     start = rng.randrange(len(text) - lead - distance + 1)
     piece = text[start : start + lead + distance]
-    return piece[:lead] + trial.key + piece[lead:] + trial.question
+    first = piece[:1] if bos is None else [bos]
+    return first + piece[1:lead] + trial.key + piece[lead:] + trial.question
 
 
 def recall_sentences(tokenizer: Tokenizer) -> Sentences:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from t2r.data.beginning import bos_of
 from t2r.data.text import find_sources
 from t2r.errors import T2RError
 from t2r.surgery.adapters import FAMILIES, family
@@ -37,6 +38,8 @@ class Text:
     token_ids: Tensor
     ends: list[int] | None
     """The end of each token in the string; None if the tokenizer does not provide offsets."""
+    bos: int | None = None
+    """The token that begins each window, in place of its own first (see `t2r.data.beginning`). None: its own."""
 
     def between(self, first: int, last: int) -> str | None:
         """Return the text of the tokens from `first` to `last` (exclusive)."""
@@ -46,12 +49,12 @@ class Text:
 
 
 def encode(tokenizer: Tokenizer, string: str) -> Text:
-    """Tokenize a whole text, without special tokens, because windows inside the text have none."""
+    """Tokenize a whole text, without special tokens: they belong to windows of it."""
     fast = bool(tokenizer.is_fast)
     # verbose=False suppresses the warning that the text is longer than the model's context.
     coded = tokenizer(string, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ends = [end for _, end in coded["offset_mapping"]] if fast else None
-    return Text(string, torch.tensor(coded["input_ids"], dtype=torch.long), ends)
+    return Text(string, torch.tensor(coded["input_ids"], dtype=torch.long), ends, bos_of(tokenizer))
 
 
 def refuse_seq2seq(config: Any, name: str) -> None:

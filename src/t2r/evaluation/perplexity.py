@@ -142,7 +142,7 @@ def perplexity(
 
     Args:
         model: a causal language model.
-        tokens: a `Text`, which also gives metrics per word and byte, or token ids.
+        tokens: a `Text`, which also gives metrics per word and byte, and the first token of each window, or token ids.
         window: tokens per window.
         stride: tokens by which the window advances, and that are scored in each window.
         batch_size: windows per batch. None: 8 on a CPU, otherwise chosen by the memory of the device.
@@ -163,6 +163,7 @@ def perplexity(
     ids = tokens.token_ids if isinstance(tokens, Text) else torch.as_tensor(tokens, dtype=torch.long)
     check_vocabulary(model, ids.unique().tolist())
     batch_size = fitting_batch(model.device, window) if batch_size is None else batch_size
+    bos = tokens.bos if isinstance(tokens, Text) else None
     batches = _batches(ids.to(model.device), window, stride, batch_size, limit, tail)
     windows = sum(map(len, batches))
 
@@ -176,6 +177,7 @@ def perplexity(
                 f"{readout.out_features}: they must be the same"
             )
         for batch in batches:
+            batch = begun(batch, bos)
             scores.append(_score(readout, reference, batch, window - stride))
             done += len(batch)
             if progress is not None:
@@ -210,6 +212,15 @@ def _batches(ids: Tensor, window: int, stride: int, batch_size: int, limit: int 
             f"the text has {len(ids)} tokens, less than one window of {window}: give a longer text or a smaller window"
         )
     return batches
+
+
+def begun(batch: Tensor, bos: int | None) -> Tensor:
+    """Return windows `[rows, time]` with this first token. It is not scored: every window begins with context."""
+    if bos is None:
+        return batch
+    batch = batch.clone()  # windows overlap in memory
+    batch[:, 0] = bos
+    return batch
 
 
 def _score(readout: Readout, reference: Readout | None, batch: Tensor, first: int) -> list[Tensor]:

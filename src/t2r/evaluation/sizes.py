@@ -21,15 +21,18 @@ class Memory(NamedTuple):
     """The memory of a model for one sequence.
 
     `state` is the size of the recurrent states in bytes, `token` that of the keys and values of one token in bfloat16,
-    and `tokens` the maximum number of tokens with keys and values (None: all)."""
+    and `tokens` the maximum number of tokens with keys and values (None: all). `sliding` has the same two numbers for
+    each layer that has a sliding window of its own."""
 
     state: int
     token: int
     tokens: int | None = None
+    sliding: tuple[tuple[int, int], ...] = ()
 
     def at(self, context: int) -> int:
         """Return the number of bytes for this number of tokens."""
-        return self.state + self.token * (context if self.tokens is None else min(context, self.tokens))
+        own = sum(token * min(context, tokens) for token, tokens in self.sliding)
+        return self.state + self.token * (context if self.tokens is None else min(context, self.tokens)) + own
 
 
 def memory_of(model: PreTrainedModel, variant: Variant | None = None) -> Memory | None:
@@ -61,6 +64,8 @@ def _filled(model: PreTrainedModel) -> Any:
 
 def _of_layers(layers: Iterable[Any], variant: Variant | None = None) -> Memory | None:
     state = token = 0
+    longest = None if variant is None or variant.window is None else variant.window + variant.sinks
+    sliding: list[tuple[int, int]] = []
     for layer in layers:
         ours = isinstance(layer, SiteLayer)
         held = [x for name in ("keys", "values") if (x := getattr(layer, name, None)) is not None]
@@ -71,14 +76,20 @@ def _of_layers(layers: Iterable[Any], variant: Variant | None = None) -> Memory 
                     state += x.numel() * (KEY_BYTES if x.is_floating_point() else x.element_size())
                 elif name != "seen":
                     state += x.numel() * (stored or x.element_size())
-        elif not held or (not ours and getattr(layer, "is_sliding", False)):
+        elif not held:
             return None
         else:
-            sizes = (token_size(x, variant) for x in held)
-            token += sum(sizes) // READ
-    if not state and not token:
+            size = sum(token_size(x, variant) for x in held) // READ
+            if not ours and getattr(layer, "is_sliding", False) and longest is None:
+                own = getattr(layer, "sliding_window", None)
+                if own is None:
+                    return None
+                sliding.append((size, own))
+            else:
+                token += size
+    if not state and not token and not sliding:
         return None
-    return Memory(state, token, None if variant is None or variant.window is None else variant.window + variant.sinks)
+    return Memory(state, token, longest, tuple(sliding))
 
 
 def token_size(x: torch.Tensor, variant: Variant | None) -> int:

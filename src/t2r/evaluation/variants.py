@@ -94,8 +94,12 @@ class Variant:
             if swap is not None and not swap.keeps_some():
                 raise T2RError(f"{self}: this model has no softmax attention to limit")
             text = config.get_text_config()
-            if swap is None and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
-                raise T2RError(f"{self}: this {text.model_type} model already has a sliding window")
+            own = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+            if swap is None and own and self.window > own:
+                raise T2RError(
+                    f"{self}: this {text.model_type} model already has a sliding window of {own:,} tokens: give a "
+                    "smaller one"
+                )
         elif swap is None:
             raise T2RError(f"{self}: this model has no recurrent state")
 

@@ -12,6 +12,10 @@ from typing import Any
 
 from t2r.experiments.experiment import MAKING
 
+BESIDE = ("novels", "speeches")
+"""Texts that are measured beside a main one."""
+TEACHER = "teacher"
+"""The name of a teacher, also of one that no step makes."""
 OF_ANALYSIS = ("euclidean", "jensen_shannon", "entropy")
 """Measures of `t2r analyze`, means over layers and heads."""
 
@@ -29,6 +33,8 @@ class Cell:
     """Tokens that it was trained on."""
     batch_tokens: int = 0
     """Tokens per optimizer step, if its command says so."""
+    peak: int | None = None
+    """The most memory of a GPU that a stage of its training needed, in bytes."""
     seconds: list[float] = field(default_factory=list)
     """Seconds of training, of each seed."""
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -66,13 +72,16 @@ def cells_of_record(record: Mapping[str, Any]) -> dict[str, Cell]:
     """Return the cells of a record by the name of the step that made them."""
     found: dict[str, Cell] = {}
     seen: set[tuple[str, str]] = set()
-    for part in record["steps"]:
-        words = shlex.split(part["command"])
+    commands = [shlex.split(part["command"]) for part in record["steps"]]
+    if any(words[1] == "convert" and words[2] == TEACHER for words in commands):
+        found[TEACHER] = Cell(TEACHER, {})  # it is given, unless a step makes it
+    for part, words in zip(record["steps"], commands, strict=True):
         if words[1] in MAKING:
             _trained(found, {"machine": record.get("machine"), **part}, words)
         elif "result" in part and words[1] == "evaluate":
             for row in part["result"]:
                 if (cell := found.get(base_name(row["model"]))) is not None and "variant" not in row:
+                    cell.labels = cell.labels or dict(part.get("cell", {}))
                     _evaluated(cell, row, seen)
         elif "result" in part and words[1] == "analyze":
             _analyzed(found, part["result"], words)
@@ -87,6 +96,7 @@ def base_name(name: str) -> str:
 def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) -> None:
     labels = {axis: label for axis, label in part.get("cell", {}).items() if axis != "seed"}
     cell = found.setdefault(base_name(part["name"]), Cell(base_name(part["name"]), labels))
+    cell.labels = labels
     cell.failed = cell.failed or part.get("failed", "")
     if words[1] != "pretrain" and base_name(words[2]) in found:
         cell.parent = base_name(words[2])
@@ -97,6 +107,7 @@ def _trained(found: dict[str, Cell], part: Mapping[str, Any], words: list[str]) 
     cell.tokens = sum(result.get("trained_tokens", {}).values())
     if words[1] != "swap" and (took := sum(result.get("seconds", {}).values()) or part.get("seconds")):
         cell.seconds.append(took)
+    cell.peak = max(result.get("peak_bytes", {}).values(), default=cell.peak)
     scores: Mapping[str, Any] = next(reversed(result.get("stages", {}).values()), {}) or {}  # None: not measured
     cell.add("trained", scores.get("perplexity"))
     cell.windows = scores.get("windows", cell.windows)
@@ -117,10 +128,13 @@ def _evaluated(cell: Cell, row: Mapping[str, Any], seen: set[tuple[str, str]]) -
     Args:
         seen: models with their seeds, and the names of texts they were measured on.
     """
-    for measured in row.get("measured") or [row]:
+    several = row.get("measured") or [row]
+    for measured in several:
         if "perplexity" not in measured:
             continue
         name = text_name(measured["text"])
+        if name in BESIDE and text_name(several[0]["text"]) in BESIDE:  # in windows of another kind
+            continue
         if (row["model"], name) not in seen:  # of several texts of one name, and of several windows, the first
             seen.add((row["model"], name))
             cell.add(name, measured["perplexity"])
@@ -146,5 +160,5 @@ def _analyzed(found: dict[str, Cell], result: Mapping[str, Any], words: list[str
 
 
 def text_name(text: str) -> str:
-    """Return `valid` for wikitext/valid or novels/valid.txt.xz."""
-    return PurePosixPath(text).name.split(".")[0]
+    """Return `valid` for wikitext/valid or novels/valid.txt.xz. The novels of a table about Wikipedia are `novels`."""
+    return "novels" if text == "novels/valid" else PurePosixPath(text).name.split(".")[0]

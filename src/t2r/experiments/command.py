@@ -52,6 +52,7 @@ def call(step: str, words: list[str], before: float, clock: Path, lock: IO[bytes
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stdout:
         process = subprocess.Popen(
             command,
+            stdin=subprocess.DEVNULL,  # `t2r generate` without a prompt would read it
             stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,

@@ -12,6 +12,8 @@ from t2r.experiments.markup import markdown
 MEASURES = {
     "valid": "perplexity, valid",
     "test": "perplexity, test",
+    "novels": "perplexity, novels",
+    "speeches": "perplexity, speeches",
     "trained": "perplexity after training",
     "bleu": "BLEU",
     "tokenized_bleu": "tokenized BLEU",
@@ -42,7 +44,7 @@ def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
         header += [_title(measure, cells), f"{PAPER.get(measure, measure)} in the paper"]
     header += ["tokens", "training", "with pretraining", "time against random", "GPU hours in the paper"]
     crossed = any(cell.cross is not None for cell in cells.values())
-    header += ["parameters", "state or cache, causal + cross" if crossed else "state or cache"]
+    header += ["peak, GiB", "parameters", "state or cache, causal + cross" if crossed else "state or cache"]
     rows = []
     for name, cell in cells.items():
         if not cell.values and not cell.seconds and not cell.failed:
@@ -54,7 +56,8 @@ def grid_table(experiment: Experiment, record: Mapping[str, Any]) -> str:
         if cell.failed and not cell.values:
             row[len(axes or [""])] = "failed"
         row += [count(cell.tokens), duration(cell), *with_pretraining(cells, cell), number(paper.get("hours"), 0)]
-        rows.append([*row, parameters(cells, cell), kept(cell)])
+        peak = "" if cell.peak is None else f"{cell.peak / 2**30:.1f}"
+        rows.append([*row, peak, parameters(cells, cell), kept(cell)])
     return markdown(header, rows) if rows else ""
 
 

@@ -19,7 +19,7 @@ from t2r.storage import LARGEST_YAML, kind_of, parse_yaml, read_text
 
 NAME = re.compile(r"\{(model|data|out|examples):([\w./-]+)\}")
 """A placeholder for a path in a command: a model, a text, the output folder of a step, or a file of the examples."""
-COMMANDS = ("analyze", "bench", "convert", "evaluate", "plan", "pretrain", "swap")
+COMMANDS = ("analyze", "bench", "convert", "evaluate", "generate", "plan", "pretrain", "swap")
 """The commands a step may run. All produce JSON, with --json or as results.json in their output folder."""
 TRAINING = ("convert", "pretrain")
 """Commands that save results.json in their output folder, and resume."""

@@ -330,7 +330,9 @@ class Grid:
         text = ended.output if (made := self.made(step)) is None else made.read_text(encoding="utf-8")
         if why is None:
             try:
-                result = json.loads(text)
+                # `t2r generate` prints an object for each prompt.
+                lines = text.splitlines() if step.command[0] == "generate" else None
+                result = json.loads(text) if lines is None else [json.loads(line) for line in lines]
             except ValueError:
                 why = "it printed no JSON"
         if why is not None:

@@ -17,6 +17,8 @@ TASKS = "--task-folder"
 """Tasks of lm-eval can contain code."""
 FOLDER = re.compile(r"\w[\w.-]{0,99}")
 """Names of folders that an experiment may make in the folder of the user."""
+ADDRESSES = ("http://", "https://")
+"""Beginnings of addresses of servers, to which `t2r generate` would send prompts, or the lines of a file."""
 RESERVED = ("data", "steps")
 """Folders in the working folder that are not outputs of steps."""
 MOST_STEPS = 10_000
@@ -37,6 +39,8 @@ def check_command(words: Sequence[str], where: str) -> None:
 
     Click takes the first words that are no options as arguments, and an option may take any word as its value: in
     front of the output folder there must be exactly one word, the model."""
+    if words[0] == "generate" and any(word.startswith(ADDRESSES) for word in words):
+        raise T2RError(f"{where}: an experiment generates on this machine only: give a model, not an address")
     for word in words:
         option = word.partition("=")[0]
         if option in WRITING:

@@ -14,6 +14,7 @@ from t2r.experiments.results import (
     analysis_table,
     decoding_table,
     evaluation_tables,
+    generated_table,
     memory_table,
     ops_table,
     serving_tables,
@@ -97,12 +98,15 @@ def record_tables(record: Mapping[str, Any]) -> list[str]:
         if "result" not in part:
             continue
         command, kind = (*part["command"].split(), "")[1:3]
-        if gridded and command != "bench" and not (command == "evaluate" and _compares(part["result"], cells)):
+        told = command in ("bench", "generate") or (command == "evaluate" and _compares(part["result"], cells))
+        if gridded and not told:
             continue
         if command == "evaluate":
             found += evaluation_tables(part["result"])
         elif command == "analyze":
             found.append(analysis_table(part["result"]))
+        elif command == "generate":
+            found.append(generated_table(part["name"], part["result"]))
         elif command == "bench" and isinstance(part["result"], list):
             found += [decoding_table(report) for report in part["result"]]
         elif command == "bench" and kind == "serve":

@@ -14,6 +14,7 @@ from t2r.attention.cache import T2RCache
 from t2r.attention.state_file import read_header
 from t2r.errors import T2RError
 from t2r.generation.turns import Transcript, opened, refuse_no_template, transcript_of
+from t2r.model.logits import last_only
 from t2r.model.modeling import T2RModel
 from t2r.options.entrance import entrance
 from t2r.surgery.adapters import family_of
@@ -68,8 +69,9 @@ def read_document(
             "positions of this model: use a model with rotary or computed positions"
         )
     cache: Any = model.make_cache() if state is None else state.fork()
+    options = last_only(model)  # the logits of a piece would be gigabytes
     for start in range(0, ids.shape[1], PIECE):
-        model(input_ids=ids[:, start : start + PIECE], past_key_values=cache, use_cache=True)
+        model(input_ids=ids[:, start : start + PIECE], past_key_values=cache, use_cache=True, **options)
         if on_tokens is not None:
             on_tokens(min(start + PIECE, ids.shape[1]), ids.shape[1])
     cache.chat = None if said is None else said.of_state(cache.get_seq_length())

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from t2r.data import fingerprint
+from t2r.data.beginning import bos_of
 from t2r.data.blocks import BLOCK_SIZE, check_block_size
 from t2r.data.corpus import JoinedCorpus, TokenCorpus
 from t2r.data.progress import progress_bar
@@ -93,13 +94,14 @@ def write_corpus(
     settings: list[Any] = [batches, length, batch_size, temperature, top_p, seed]
     if continues is not None:
         settings.append(continues.key)
+        settings += [] if (bos := bos_of(tokenizer)) is None else [bos]
     key = fingerprint.digest([fingerprint.of_model(model), fingerprint.of_tokenizer(tokenizer), settings])
     path = Path(folder or fingerprint.cache_folder("teacher")).expanduser() / f"{key}.jsonl"
 
     def start() -> Tensor:
         if continues is None:
             return first_tokens(tokenizer, batch_size)
-        return excerpts(continues, batch_size, min(CONTINUED, length // 2))
+        return excerpts(continues, batch_size, min(CONTINUED, length // 2), bos_of(tokenizer))
 
     size = batch_size * length
     with resumable_file(path, lines=batch_size) as resumed:
@@ -255,8 +257,11 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Tensor:
     return torch.randint(len(tokenizer), (batch_size, 1))
 
 
-def excerpts(corpus: TokenCorpus | JoinedCorpus, batch_size: int, length: int) -> Tensor:
-    """Return excerpts from random positions of a corpus, of shape [batch, length]."""
+def excerpts(corpus: TokenCorpus | JoinedCorpus, batch_size: int, length: int, bos: int | None = None) -> Tensor:
+    """Return excerpts from random positions of a corpus, of shape [batch, length], that may begin with BOS."""
     length = min(length, len(corpus))
     places = torch.randint(len(corpus) - length + 1, (batch_size,)).tolist()
-    return torch.from_numpy(np.stack([corpus.read(place, place + length) for place in places]))
+    found = torch.from_numpy(np.stack([corpus.read(place, place + length) for place in places]))
+    if bos is not None:
+        found[:, 0] = bos
+    return found

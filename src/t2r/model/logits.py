@@ -190,6 +190,11 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def last_only(model: Any) -> dict[str, int]:
+    """Return the argument with which a model computes the logits of the last position only, if it has one."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
 @contextmanager
 def evaluating(*models: Any) -> Iterator[None]:
     """Disable gradients and set evaluation mode. The training mode of each module is restored afterwards.

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data import TokenCorpus, check_block_size, tokenize_corpus
+from t2r.data.beginning import bos_of
 from t2r.data.blocks import IGNORED
 from t2r.data.corpus import Beginning, JoinedCorpus
 from t2r.data.fingerprint import digest, of_tokenizer
@@ -87,7 +88,7 @@ class LanguageModeling(Task):
         progress: bool = True,
         caching: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.bos = tokenizer, bos_of(tokenizer)
         self.mixed = parse_sources(train)
         self.sources = [entry.source for entry in self.mixed]
         self.valid, self.documents, self.teacher_tokens, self.limit = valid, documents, teacher_tokens, limit
@@ -114,7 +115,8 @@ class LanguageModeling(Task):
         return not self.documents
 
     def describe(self) -> dict[str, Any]:
-        return {
+        begins = {} if self.bos is None else {"bos": self.bos}
+        return begins | {
             "train": list(map(str, self.mixed)),
             "teacher_tokens": self.teacher_tokens if TEACHER in self.sources else None,
             "valid": "held out" if self.holds_out else self.valid,
@@ -162,7 +164,7 @@ class LanguageModeling(Task):
     def text_key(self) -> str | None:
         there = [entry for entry in self.mixed if entry.source in self.corpora]
         parts = [(str(e.readings), str(e.share), self.corpora[e.source].folder.name) for e in there]
-        return digest(parts) if parts else None
+        return digest([*parts, *([] if self.bos is None else [self.bos])]) if parts else None
 
     @property
     def partly_held(self) -> str:
@@ -274,7 +276,7 @@ class LanguageModeling(Task):
         """Return the blocks of the text available so far."""
         there = [entry for entry in self.mixed if entry.source in self.corpora]
         corpora = [self.corpora[entry.source] for entry in there]
-        return MixedBlocks(there, corpora, block_size, documents=self.documents, apart=self.apart)
+        return MixedBlocks(there, corpora, block_size, documents=self.documents, apart=self.apart, bos=self.bos)
 
     # --- Loss -----------------------------------------------------------------------------------------------
 
@@ -401,4 +403,4 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: NDArray[np.int64]) -> Text:
     string = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
     text = encode(tokenizer, string)
     tokens = torch.from_numpy(ids)
-    return text if torch.equal(text.token_ids, tokens) else Text(string, tokens, None)
+    return text if torch.equal(text.token_ids, tokens) else Text(string, tokens, None, text.bos)

@@ -127,7 +127,9 @@ class Family:
                 f"attention dropout ({dropout}) applies to softmax attention only: "
                 f"the {len(swapped)} recurrent sites do not use it"
             )
-        windows = [window for site in swapped if (window := sliding_window_of(config, site.layer)) is not None]
+        # A memory plan gives windows to the layers.
+        alone = [site for site in swapped if getattr(site.module, "window", None) is None]
+        windows = [window for site in alone if (window := sliding_window_of(config, site.layer)) is not None]
         if windows:
             count = len(windows)
             which = "its recurrent layers" if count == len(swapped) else f"{count} of its recurrent layers"

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from t2r.attention.recurrence import exact_attention, recurrent_sites
 from t2r.data.progress import progress_bar
-from t2r.model.logits import Readout, evaluating
+from t2r.model.logits import Readout, evaluating, logits_at_once
 from t2r.tasks import Task
 
 BLOCKS = 16
@@ -71,7 +71,10 @@ def loss_of(model: PreTrainedModel, task: Task, batches: list[dict[str, Any]]) -
     count: Any = 0
     for batch in batches:
         labels = task.labels(batch).flatten()
-        logits = readout(readout.states(task.inputs(batch))).flatten(0, 1).float()
-        total = total + cross_entropy(logits, labels, ignore_index=-100, reduction="sum").double()
+        states = readout.states(task.inputs(batch)).flatten(0, 1)
+        rows = max(1, logits_at_once(states.device) // readout.out_features)  # all logits of a batch may be gigabytes
+        for some, targets in zip(states.split(rows), labels.split(rows), strict=True):
+            logits = readout(some).float()
+            total = total + cross_entropy(logits, targets, ignore_index=-100, reduction="sum").double()
         count = count + (labels >= 0).sum()
     return float(total / count.clamp_min(1))

@@ -274,10 +274,15 @@ class Session:
     def train(self, model: PreTrainedModel, stage: Stage) -> PreTrainedModel:
         """Run a stage, or load its result if it is finished."""
         began = self.run.remember(f"{stage.name}.began", lambda: self.run.seconds)
+        on_gpu = self.place.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.place)
         with fast_sums(self.place), self.job.without_teacher(stage):
             limits = Limits(self.speeds, self.seconds_for(stage), self.threads)
             trained = run_stage(self.run, self.job, model, stage, limits)
         self.run.remember(f"{stage.name}.took", lambda: self.run.seconds - began)
+        if on_gpu:  # of a stage that was resumed, that of the rest
+            self.run.remember(f"{stage.name}.peak", lambda: torch.cuda.max_memory_allocated(self.place))
         return trained
 
     def most_sensitive(self, model: PreTrainedModel, block_size: int) -> list[list[Any]]:
@@ -297,6 +302,8 @@ class Session:
         number."""
         took = {stage.name: round(self.run.facts[f"{stage.name}.took"], 1) for stage in self.plan.stages}
         made = {"steps": self.steps(), "trained_tokens": self.read_tokens(), "seconds": took}
+        peaks = {name: self.run.facts[f"{name}.peak"] for name in took if f"{name}.peak" in self.run.facts}
+        made |= {"peak_bytes": peaks} if peaks else {}
         return made | ({} if self.threads is None else {"threads": torch.get_num_threads()})
 
     def logs(self) -> dict[str, Any]:

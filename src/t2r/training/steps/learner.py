@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from t2r import compat
 from t2r.data.teacher_logits import take_taught
 from t2r.errors import T2RError
-from t2r.model.logits import Readout
+from t2r.model.logits import Readout, last_only
 from t2r.model.top_k import TopK
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.job import Job
@@ -42,8 +41,7 @@ class Learner(compat.WrapsModel, nn.Module):
         self.own_loss = stage.objective == "task" and bool(getattr(student, "loss_without_logits", False))
         if self.own_loss and stage.label_smoothing:
             raise T2RError(f"stage {stage.name!r}: an adaptive softmax has no label smoothing")
-        takes_rows = "logits_to_keep" in inspect.signature(student.forward).parameters
-        self.without_logits = {"logits_to_keep": 1} if takes_rows else {}
+        self.without_logits = last_only(student)
 
     @property
     def wrapped(self) -> nn.Module:
