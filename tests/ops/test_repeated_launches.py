@@ -19,6 +19,8 @@ no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devi
 class Kernel:
     """Stands for a Triton kernel on a machine without a GPU. It records how it was launched."""
 
+    arg_names = ("x", "y", "first", "second", "SIZE", "KIND")
+
     def __init__(self):
         self.launches = []
 
@@ -45,7 +47,7 @@ def test_only_a_known_layout_of_aligned_tensors_is_launched_directly():
     x, shifted = memory[:8], memory[1:9]
 
     def launch(tensor, kind):
-        repeated.launch((tensor, None), kind, lambda: ((3,), (5, 7), {"SIZE": 8}))
+        repeated.launch((tensor, None), kind, lambda: ((3,), (5, 7), {"KIND": 9, "SIZE": 8}))
         return kernel.launches[-1][0]
 
     assert launch(shifted, "a") == "prepared"
@@ -53,7 +55,7 @@ def test_only_a_known_layout_of_aligned_tensors_is_launched_directly():
     assert launch(x, "a") == "direct"
     assert kernel.launches[-1][1] == (3, 1, 1)
     assert kernel.launches[-1][2][:2] == (x, x), "the first tensor stands for one that is not given"
-    assert kernel.launches[-1][2][2:] == (5, 7, 8)
+    assert kernel.launches[-1][2][2:] == (5, 7, 8, 9), "in the order of the kernel"
     assert launch(memory[:4], "a") == "prepared", "another shape"
     assert launch(memory[:16:2], "a") == "prepared", "other strides"
     assert launch(x.int(), "a") == "prepared", "another dtype"

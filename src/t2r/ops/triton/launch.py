@@ -16,24 +16,32 @@ ALIGNMENT = 16
 MOST = 1024
 """Layouts that are remembered. A program has few: they are forgotten only if something makes new ones all the time."""
 
-Arguments = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]
-"""The grid, the integers, and the constants by name."""
+Arguments = tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]
+"""The grid, the numbers, and the constants by name."""
 
 
 class Repeated:
-    """A Triton kernel whose arguments are tensors, then integers, then constants, in the order of its signature."""
+    """A Triton kernel whose arguments are tensors, then numbers, then constants."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.ready: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 
-    def launch(self, given: tuple[Tensor | None, ...], kind: Hashable, arguments: Callable[[], Arguments]) -> None:
+    def launch(
+        self,
+        given: tuple[Tensor | None, ...],
+        kind: Hashable,
+        arguments: Callable[[], Arguments],
+        *,
+        num_warps: int = 4,
+    ) -> None:
         """Launch the kernel on the current device.
 
         Args:
             given: the tensors. The first is also passed in place of each that is None, which the kernel does not read.
             kind: what `arguments` depend on, beside the layout of the tensors.
             arguments: returns the other arguments. Called for a new layout or kind only.
+            num_warps: depends on the kind.
         """
         first: Any = given[0]
         key, tensors, addresses = [kind, first.get_device()], [], 0
@@ -52,8 +60,9 @@ class Repeated:
             run(*tensors, *rest)
             return
         grid, integers, constants = arguments()
-        compiled = self.kernel[grid](*tensors, *integers, **constants, num_warps=4)
+        compiled = self.kernel[grid](*tensors, *integers, **constants, num_warps=num_warps)
         if aligned and compiled is not None:  # the interpreter compiles nothing
             if len(self.ready) >= MOST:
                 self.ready.clear()
-            self.ready[layout] = compiled[(*grid, 1, 1)[:3]], (*integers, *constants.values())
+            names = self.kernel.arg_names[len(given) + len(integers) :]
+            self.ready[layout] = compiled[(*grid, 1, 1)[:3]], (*integers, *(constants[name] for name in names))

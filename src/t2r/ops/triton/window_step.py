@@ -14,6 +14,7 @@ from torch import Tensor
 
 from t2r.ops.triton.blocks import block, inner, on_device, precision
 from t2r.ops.triton.decode import at_once
+from t2r.ops.triton.launch import Arguments, Repeated
 from t2r.ops.triton.window_kernel import BESIDE, step
 from t2r.ops.windows import Far
 
@@ -22,6 +23,7 @@ ROWS = 16
 JOINED = 8192
 """The numbers that are joined at a time: in registers."""
 PARTS_AT_ONCE = 32
+_step = Repeated(step)
 
 
 class Form(NamedTuple):
@@ -37,10 +39,9 @@ FORMS = {16: Form(128, 2), 8: Form(128, 2)}
 
 
 @lru_cache
-def parts_of(windows: tuple[int, ...], sinks: int, size: int) -> tuple[int, int]:
-    """Return how many programs each row has, and how many parts the largest head has, if blocks have this size."""
-    blocks = [-(-(own + sinks) // size) if own else 0 for own in windows]
-    return len(windows) + sum(blocks), 1 + max(blocks)
+def most_parts(windows: tuple[int, ...], sinks: int, size: int) -> int:
+    """Return how many parts the head with the longest ring has, if blocks have this size."""
+    return 1 + max(-(-(own + sinks) // size) if own else 0 for own in windows)
 
 
 class Step(NamedTuple):
@@ -94,10 +95,10 @@ def window_step(
     (rows, heads, _, dim), key_heads, value = q.shape, k.shape[1], v.shape[3]
     keys, values, *rest = held
     scales = rest[0] if rest else None
-    cos, sin = (q, q) if rotation is None else (inner(x.expand(rows, 1, dim)) for x in rotation)
+    cos, sin = (None, None) if rotation is None else (inner(x.expand(rows, 1, dim)) for x in rotation)
     form, group = FORMS[16 if scales is None else 8], heads // key_heads
-    total, most = parts_of(windows, sinks, form.block)
-    of_key, of_value = block(dim, 256), block(value, 256)
+    total, most = len(table), most_parts(windows, sinks, form.block)
+    of_value = block(value, 256)
     out = torch.empty(rows, heads, 1, value, dtype=v.dtype, device=q.device)
     logs = torch.empty(rows, heads, 1, dtype=torch.float32, device=q.device)
     work = torch.empty(rows * heads * most * (of_value + BESIDE.value), dtype=torch.float32, device=q.device)
@@ -105,53 +106,58 @@ def window_step(
     if leaves:
         valid = torch.empty(rows, key_heads, 1, dtype=torch.bool, device=q.device)
         left = (torch.empty_like(k), torch.empty_like(v), valid)
-    old_k, old_v, valid = (out, out, out) if left is None else (*left[:2], left[2].view(torch.uint8))
-    joined = min(max(1, JOINED // (PARTS_AT_ONCE * of_value)), triton.next_power_of_2(group))
-    tensors, strides, constants = of_states(far, logs)
-    feature: int = constants["FEATURE"]
+    gone = (None, None, None) if left is None else (*left[:2], left[2].view(torch.uint8))
     seed = 0 if far is None or far.draws is None else far.draws.seed
-    queries = at_once(group, block(feature, 256), dim, of_value) if far is not None else min(group_of(group), ROWS)
-    with on_device(q):
-        step[(rows * total,)](
-            q, k, v, cos, sin, keys, values, logs if scales is None else scales,
-            logs if scales is None else scales.view(torch.int32), seen, table, seen if places is None else places,
-            work, arrived, out, logs, old_k, old_v, valid, *tensors,
+
+    def arguments() -> Arguments:
+        together = int(triton.next_power_of_2(group))
+        joined = min(max(1, JOINED // (PARTS_AT_ONCE * of_value)), together)
+        strides, constants = of_states(far)
+        rows_of_map = constants["BF"] if far is not None else 1
+        queries = at_once(group, rows_of_map, dim, of_value) if far is not None else min(together, ROWS)
+        integers = (
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            0 if rotation is None else cos.stride(0),
+            0 if cos is None else cos.stride(0),
             *keys.stride()[:2], *values.stride()[:2], 0 if scales is None else scales.stride(0),
             *strides, key_heads, group, sinks, total, most, seed, scaling,
-            DIM=dim, VALUE=value, BD=of_key, BV=of_value, BN=form.block, BG=max(ROWS, group_of(group)),
-            BQ=queries, CHUNKS=-(-group // queries), BP=PARTS_AT_ONCE, BJ=joined,
-            JOINS=-(-group // joined), HOW=precision(q, keys) if scales is None else precision(q),
-            EIGHT=scales is not None, PLACED=places is not None, ROTATED=rotation is not None, LEAVES=leaves,
-            **constants, num_warps=form.warps,
         )  # fmt: skip
+        constants |= dict(
+            DIM=dim, VALUE=value, BD=block(dim, 256), BV=of_value, BN=form.block, BG=max(ROWS, together), BQ=queries,
+            CHUNKS=-(-group // queries), BP=PARTS_AT_ONCE, BJ=joined, JOINS=-(-group // joined),
+            HOW=precision(q, keys) if scales is None else precision(q), EIGHT=scales is not None,
+            PLACED=places is not None, ROTATED=rotation is not None, LEAVES=leaves,
+        )  # fmt: skip
+        return (rows * total,), integers, constants
+
+    pairs = None if scales is None else scales.view(torch.int32)
+    given = (q, k, v, cos, sin, keys, values, scales, pairs, seen, table, places, work, arrived, out, logs)
+    kind = (form, windows, sinks, scaling, seed, None if far is None else far.features[:4])
+    with on_device(q):
+        _step.launch((*given, *gone, *tensors_of(far)), kind, arguments, num_warps=form.warps)
     return Step(out, logs, left)
 
 
-def group_of(group: int) -> int:
-    return int(triton.next_power_of_2(group))
-
-
-def of_states(far: Far | None, unused: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
-    """Return the arguments of the kernel that states have: tensors, strides and constants."""
+def tensors_of(far: Far | None) -> tuple[Tensor | None, ...]:
+    """Return the tensors of states that the kernel has."""
     if far is None:
-        constants = dict(
-            FEATURE=1, BF=1, STATE=False, NUMBERED=False, SLOTTED=False, HAS_DECAY=False, HAS_BIAS=False,
-            ACTIVATION="", WEIGHS=False, WEIGHS_QUERIES=False, DRAWN=False, STATES=1,
-        )  # fmt: skip
-        return (unused,) * 11, (0,) * 6, constants
+        return (None,) * 11
+    at, new = (None, None) if far.slots is None else (far.slots.at, far.slots.new.view(torch.uint8))
+    decay = None if far.decay is None else inner(far.decay)
+    counts = None if far.draws is None else inner(far.draws.counts)
+    return far.state.s, far.state.z, decay, far.numbers, at, new, *far.features[4:], counts
+
+
+def of_states(far: Far | None) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the strides and constants of the kernel that states have."""
+    if far is None:
+        names = ("STATE", "NUMBERED", "SLOTTED", "HAS_DECAY", "HAS_BIAS", "WEIGHS", "WEIGHS_QUERIES", "DRAWN")
+        return (0,) * 6, dict.fromkeys(names, False) | {"FEATURE": 1, "BF": 1, "STATES": 1, "ACTIVATION": ""}
     s, z, how = far.state.s, far.state.z, far.features
-    at, new = (unused, unused) if far.slots is None else (far.slots.at, far.slots.new.view(torch.uint8))
-    counts = unused if far.draws is None else inner(far.draws.counts)
-    decay = unused if far.decay is None else inner(far.decay)
-    maps = tuple(unused if x is None else x for x in how[4:])
-    tensors = (s, z, decay, unused if far.numbers is None else far.numbers, at, new, *maps, counts)
-    strides = (*s.stride()[:3], *z.stride()[:2], 0 if far.decay is None else decay.stride(0))
+    strides = (*s.stride()[:3], *z.stride()[:2], 0 if far.decay is None else inner(far.decay).stride(0))
     constants = dict(
         FEATURE=how.size, BF=block(how.size, 256), STATE=True, NUMBERED=far.numbers is not None,
         SLOTTED=far.slots is not None, HAS_DECAY=far.decay is not None, HAS_BIAS=how.q_bias is not None,
         ACTIVATION=how.activation, WEIGHS=how.weighs_keys, WEIGHS_QUERIES=how.weighs_queries,
         DRAWN=far.draws is not None, STATES=s.shape[1],
     )  # fmt: skip
-    return tensors, strides, constants
+    return strides, constants
