@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class LanguageModeling(Task):
         progress: bool = True,
         caching: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.tokenizer, self.bos = tokenizer, bos_of(tokenizer)
+        self.tokenizer = tokenizer
         self.mixed = parse_sources(train)
         self.sources = [entry.source for entry in self.mixed]
         self.valid, self.documents, self.teacher_tokens, self.limit = valid, documents, teacher_tokens, limit
@@ -105,6 +106,11 @@ class LanguageModeling(Task):
         self.vocabulary: int | None = None
 
     # --- Data -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bos(self) -> int | None:
+        """The token that begins every block."""
+        return bos_of(self.tokenizer)
 
     @property
     def packed(self) -> bool:  # type: ignore[override]
