@@ -1,6 +1,5 @@
 """t2r bench ..."""
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -15,8 +14,7 @@ from t2r.cli.common import (
     Quiet,
     calm,
     flag,
-    print_json,
-    show,
+    show_report,
     swap_options,
 )
 from t2r.cli.stages import ShowsRecipe
@@ -77,10 +75,7 @@ def bench_ops(
         decay=decay,
         repeats=repeats,
     )
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show(ops.tables(report))
+    show_report(report, ops.tables, as_json)
 
 
 @app.command("decode")
@@ -146,10 +141,7 @@ def bench_decode(
             state_dtype=state_dtype,
             page=page,
         )
-    if as_json:
-        print_json([asdict(report) for report in reports])
-    else:
-        show([part for report in reports for part in decoding.tables(report)])
+    show_report(reports, decoding.tables, as_json)
 
 
 @app.command("translate")
@@ -201,10 +193,7 @@ def bench_translate(
             compiled=compile_,
             page=page,
         )
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show(translating.tables(report))
+    show_report(report, translating.tables, as_json)
 
 
 @app.command("memory")
@@ -256,10 +245,7 @@ def bench_memory(
             state_dtype=state_dtype,
             page=page,
         )
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show(memory.tables(report))
+    show_report(report, memory.tables, as_json)
 
 
 @app.command("requests")
@@ -310,10 +296,7 @@ def bench_requests(
             step_tokens=step_tokens,
             repeats=repeats,
         )
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show(running.tables(report))
+    show_report(report, running.tables, as_json)
 
 
 @app.command("train", cls=ShowsRecipe)
@@ -371,7 +354,4 @@ def bench_train(
             repeats=repeats,
             options=options,
         )
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show(training.tables(report))
+    show_report(report, training.tables, as_json)

@@ -1,12 +1,11 @@
 """t2r bench serve"""
 
 import os
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from t2r.cli.common import RUN, AsJson, Device, Dtype, Quiet, calm, print_json, show, shows_progress
+from t2r.cli.common import RUN, AsJson, Device, Dtype, Quiet, calm, show_report, shows_progress
 from t2r.errors import T2RError
 
 
@@ -85,7 +84,4 @@ def bench_serve(
             chosen += [] if rows is None else ["--rows", str(rows)]
             with serving.started(model, chosen, key) as address:
                 report = measured(address)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show(serving.tables(report))
+    show_report(report, serving.tables, as_json)

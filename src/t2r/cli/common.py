@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -204,6 +205,16 @@ def show(parts: "Iterable[Table | str]") -> None:
     console = Console(highlight=False, markup=False, emoji=False)  # a path such as out[v2] is shown as it is
     for part in parts:
         terminal.show(part, console)
+
+
+def show_report(report: Any, tables: "Callable[[Any], Iterable[Table | str]]", as_json: bool) -> None:
+    """Print a report, a dataclass or a list of them, as JSON or by its tables."""
+    reports = report if isinstance(report, list) else [report]
+    if as_json:
+        found = [asdict(each) for each in reports]
+        print_json(found if isinstance(report, list) else found[0])
+    else:
+        show([part for each in reports for part in tables(each)])
 
 
 def show_results(results: dict[str, Any], summary: Callable[..., Any], out: str, as_json: bool, quiet: bool) -> None:
