@@ -14,7 +14,7 @@ from families import PAD, batch, tiny
 from t2r.attention.state_file import fingerprint
 from t2r.generation.engine.step import DecodeStep
 from t2r.hub import refuse_not_finite
-from t2r.pipelines.continuation import refuse_quantized
+from t2r.pipelines.common import refuse_quantized
 
 HOW = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": PAD}
 

@@ -110,6 +110,12 @@ def other_activation():
     return model
 
 
+def quantized():
+    model = make_model("gpt2")
+    model.is_quantized = True  # as transformers marks it
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
@@ -119,6 +125,7 @@ def other_activation():
         ("rnn", {"softmax_layers": "auto:1"}, r"auto:1 chooses layers when a model is converted: .*rnn.* in \[1\]"),
         ("rnn", {"teacher": other_weights}, "has other weights than the model that .*rnn was converted from"),
         ("rnn", {"teacher": other_activation}, "has another activation_function than that of .*rnn: give the model"),
+        ("rnn", {"teacher": quantized}, "the model has quantized weights"),
         ("rnn", {"teacher": "rnn"}, "the teacher .*rnn is a t2r model"),
         ("rnn", {"teacher": "nowhere/at/all"}, "there is no folder"),
         ("gpt2", {"teacher": "gpt2"}, "a model is its own teacher"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data.mixture import parse_sources
@@ -16,6 +17,7 @@ from t2r.options import Sources
 from t2r.options.training import Training
 from t2r.reporting import environment
 from t2r.storage import finite
+from t2r.surgery.adapters import repaired
 from t2r.tasks import LanguageModeling, Task, Translation
 from t2r.tasks.base import max_positions
 from t2r.training.loop import processes
@@ -81,6 +83,37 @@ class Texts:
         return LanguageModeling(
             tokenizer, self.sources(plan), self.valid, documents=self.documents, **of_text, **common
         )
+
+
+def base_model(
+    given: str | Path | PreTrainedModel, place: torch.device, *, divided: bool = False, **hub: Any
+) -> PreTrainedModel:
+    """Return the base model of a conversion in float32: the given one, changed in place, or the one of a folder or hub
+    name. If it will be divided among processes, it is whole, on the CPU of the main one.
+
+    Raises T2RError if its weights are quantized."""
+    if isinstance(given, PreTrainedModel):
+        refuse_quantized(given)
+        return repaired(given.float().to(place))
+    if divided:
+        base = load_whole(str(given), **hub)
+    else:
+        base = load_model(str(given), dtype="float32", device=str(place), **hub)
+    refuse_quantized(base)
+    return base
+
+
+def refuse_quantized(model: PreTrainedModel) -> None:
+    """Raise T2RError if the weights of a model were quantized when it was loaded, as its folder says."""
+    if getattr(model, "is_quantized", False):
+        raise T2RError(
+            f"{name_of(model)} has quantized weights, which can be neither swapped nor trained: give the model without "
+            "quantization"
+        )
+
+
+def name_of(model: PreTrainedModel) -> str:
+    return model.config.name_or_path or "the model"
 
 
 def load_whole(source: str, **hub: Any) -> PreTrainedModel:

@@ -14,23 +14,12 @@ from transformers import PreTrainedModel
 from t2r.config import T2RConfig
 from t2r.data.fingerprint import config_differences, of_weights
 from t2r.errors import T2RError
-from t2r.hub import load_model
 from t2r.options import SwapOptions, options_of
-from t2r.pipelines.common import load_whole
+from t2r.pipelines.common import base_model, name_of
 from t2r.storage import kind_of
-from t2r.surgery.adapters import repaired
 from t2r.training.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
-
-
-def refuse_quantized(model: PreTrainedModel) -> None:
-    """Raise T2RError if the weights of a model were quantized when it was loaded, as its folder says."""
-    if getattr(model, "is_quantized", False):
-        raise T2RError(
-            f"{name_of(model)} has quantized weights, which can be neither swapped nor trained: give the model without "
-            "quantization"
-        )
 
 
 def origin_of(base: PreTrainedModel) -> dict[str, str | None]:
@@ -45,10 +34,6 @@ def remember_origin(config: T2RConfig, origin: Mapping[str, str | None]) -> None
     """Set the base model of a swapped model's configuration."""
     for name, value in origin.items():
         setattr(config, name, value)
-
-
-def name_of(model: PreTrainedModel) -> str:
-    return model.config.name_or_path or "the model"
 
 
 def check_continued(student: Any, options: Mapping[str, Any], softmax_layers: Any) -> None:
@@ -86,24 +71,18 @@ def load_teacher(
 
     Raises T2RError if the base model is not known or not found, or if the teacher has other weights."""
     config, name = student.t2r_config, name_of(student)
-    if isinstance(given, PreTrainedModel):
-        teacher = repaired(given.float().to(place))
-    else:
-        known = config.base_model if given is None else str(given)
-        if known is None:
-            raise T2RError(f"{name} does not say which model it was converted from: give it (--teacher, teacher=)")
-        try:
-            if divided:
-                teacher = load_whole(known, trust_remote_code=trust_remote_code)
-            else:
-                teacher = load_model(known, dtype="float32", device=str(place), trust_remote_code=trust_remote_code)
-        except T2RError as error:
-            if given is not None:
-                raise
-            raise T2RError(
-                f"{name} was converted from {known}, which cannot be loaded ({error}): if it has moved, say where "
-                "(--teacher, teacher=)"
-            ) from error
+    known = config.base_model if given is None else given
+    if known is None:
+        raise T2RError(f"{name} does not say which model it was converted from: give it (--teacher, teacher=)")
+    try:
+        teacher = base_model(known, place, divided=divided, trust_remote_code=trust_remote_code)
+    except T2RError as error:
+        if given is not None:
+            raise
+        raise T2RError(
+            f"{name} was converted from {known}, which cannot be loaded ({error}): if it has moved, say where "
+            "(--teacher, teacher=)"
+        ) from error
     if hasattr(teacher, "t2r_config"):
         raise T2RError(f"the teacher {name_of(teacher)} is a t2r model: give the base model of {name}")
     told = name_of(teacher)

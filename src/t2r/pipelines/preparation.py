@@ -19,18 +19,18 @@ from t2r.data.languages import set_languages
 from t2r.data.mixture import parse_sources
 from t2r.data.teacher_logits import TeacherLogits
 from t2r.errors import T2RError
-from t2r.hub import choose_device, load_model, load_tokenizer
+from t2r.hub import choose_device, load_tokenizer
 from t2r.model.modeling import T2RModel
 from t2r.model.swap import swap
 from t2r.options import Conversion, SwapOptions, parse_auto
 from t2r.pipelines import sharded, taught
 from t2r.pipelines.budget import MemoryBudget, check_kind
-from t2r.pipelines.common import Texts, frozen_copy, load_whole
-from t2r.pipelines.continuation import check_continued, continued_plan, load_teacher, origin_of, refuse_quantized
+from t2r.pipelines.common import Texts, base_model, frozen_copy
+from t2r.pipelines.continuation import check_continued, continued_plan, load_teacher, origin_of
 from t2r.pipelines.sharded import by_main
 from t2r.reporting.inspection_tables import EXACT_CROSS
 from t2r.storage import check_destination, refuse_deleting, refuse_replacing
-from t2r.surgery.adapters import family_of, repaired
+from t2r.surgery.adapters import family_of
 from t2r.tasks import Task
 from t2r.training.loop import processes
 from t2r.training.planning.plan import check_report_to, over, within
@@ -101,21 +101,11 @@ class Asked:
         """Load the model in float32, for training, and its tokenizer. If it will be divided among processes, only the
         main one loads its weights."""
         model, tokenizer = self.given.model, self.given.tokenizer
+        hub: dict[str, Any] = {"revision": self.given.revision, "trust_remote_code": self.given.trust_remote_code}
+        # The model first: a wrong name then fails at the first request, not after one for each tokenizer file.
+        base = base_model(model, self.place, divided=self.divided, **hub)
         if isinstance(model, str | Path):
-            hub: dict[str, Any] = {
-                "revision": self.given.revision,
-                "trust_remote_code": self.given.trust_remote_code,
-            }
-            # The model first: a wrong name then fails at the first request, not after one for each tokenizer file.
-            if self.divided:
-                base = load_whole(str(model), **hub)
-            else:
-                base = load_model(str(model), dtype="float32", device=str(self.place), **hub)
             tokenizer = tokenizer or load_tokenizer(str(model), **hub)
-            refuse_quantized(base)
-        else:
-            refuse_quantized(model)
-            base = repaired(model.float().to(self.place))
         if tokenizer is None:
             raise T2RError("the model has no tokenizer: give one")
         return base, tokenizer
@@ -223,12 +213,12 @@ def prepare(given: Conversion) -> Start:
             options["cross_feature_size"] = planned.cross_features
         config = T2RConfig(**options, plan=planned.plan.to_dict())
     followed = base if teacher is None else teacher
-    origin = by_main(lambda: origin_of(followed), asked.divided)
+    origin, weights = by_main(lambda: (origin_of(followed), of_model(base)), asked.divided)
     if asked.logits is not None:
         taught.check(asked.logits, given, plan, followed, origin["base_weights"])
     facts = {
         "model": base.config.name_or_path,
-        "weights": by_main(lambda: of_model(base), asked.divided),
+        "weights": weights,
         "swap": options,
         "softmax_layers": given.softmax_layers,
     }

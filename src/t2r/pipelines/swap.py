@@ -9,7 +9,8 @@ from t2r.errors import T2RError
 from t2r.hub import copy_processor, load_model, load_tokenizer
 from t2r.model.swap import swap
 from t2r.options import SwapOptions, check
-from t2r.pipelines.continuation import origin_of, refuse_quantized, remember_origin
+from t2r.pipelines.common import refuse_quantized
+from t2r.pipelines.continuation import origin_of, remember_origin
 from t2r.reporting.inspection import Inspection, inspect_model
 from t2r.storage import refuse_deleting, refuse_replacing, whole_folder
 from t2r.training.planning.plan import over
