@@ -34,10 +34,13 @@ MAKES = {"name": "s", "command": "t2r swap {model:m} {out:s}"}
         ("generate {model:server} --file {examples:README.md}", "give a model, not an address"),
         ("generate --file {examples:README.md} https://example.org", "give a model, not an address"),
         ("generate {model:m} --save-state ../x", "leave out --save-state"),
+        ("bench serve --url {model:server}", "an experiment measures its own servers only: leave out --url"),
+        ("bench serve {model:m} --url=https://example.org", "leave out --url"),
+        ("bench serve --u{model:rl} https://example.org", "leave out --url"),
     ],
 )
 def test_commands_write_in_the_working_folder_only(command, says):
-    models = {"m": "x/y", "option": "--revision", "page": "--page=/tmp/x", "ge": "ge", "server": "http://example.org"}
+    models = {"m": "x/y", "option": "--revision", "page": "--page=/tmp/x", "ge": "ge", "rl": "rl", "server": "http://example.org"}
     with pytest.raises(T2RError, match=re.escape(says)):
         make_experiment({"models": models, "steps": [{"name": "one", "command": f"t2r {command}"}]}, "test")
 

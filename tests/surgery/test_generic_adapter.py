@@ -157,18 +157,33 @@ def test_layers_without_a_rotation_need_the_stock_rotation():
 GEMMA4 = DECODER | {"num_hidden_layers": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0}
 GEMMA4 |= {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY}
+SHARED = {"num_hidden_layers": 4, "layer_types": GEMMA4["layer_types"] * 2, "num_kv_shared_layers": 2}
+"""The last layers read the keys and values of earlier ones, as in Gemma 4 E2B."""
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
-@pytest.mark.parametrize("options", [{}, {"softmax_layers": [1]}], ids=["recurrent", "kept"])
-def test_heads_of_different_sizes_are_saved(options, tmp_path):
-    model = t2r.swap(build("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4), feature_size=4, **options)
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [({}, {}), ({"softmax_layers": [1]}, {}), ({}, SHARED)],
+    ids=["recurrent", "kept", "shared keys"],
+)
+def test_heads_of_different_sizes_are_saved(options, fields, tmp_path):
+    model = t2r.swap(build("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4 | fields), feature_size=4, **options)
     model.save_pretrained(tmp_path)
     loaded = t2r.load(str(tmp_path)).eval()
     ids = PADDING["input_ids"]
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(t2r.Engine(loaded).generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
+def test_a_model_that_cannot_run_is_one_line():
+    """The last layer shares the keys of an earlier layer of its kind, and there is none."""
+    model = build("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4 | {"num_kv_shared_layers": 1})
+    with pytest.raises(t2r.T2RError, match=r"its own forward fails \(KeyError: 'full_attention'\)") as caught:
+        t2r.swap(model, feature_size=4)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["cannot be written", "changes"])

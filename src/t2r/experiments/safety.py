@@ -19,6 +19,8 @@ FOLDER = re.compile(r"\w[\w.-]{0,99}")
 """Names of folders that an experiment may make in the folder of the user."""
 ADDRESSES = ("http://", "https://")
 """Beginnings of addresses of servers, to which `t2r generate` would send prompts, or the lines of a file."""
+URL = "--url"
+"""The address to which `t2r bench serve` would send requests, with the user's key."""
 RESERVED = ("data", "steps")
 """Folders in the working folder that are not outputs of steps."""
 MOST_STEPS = 10_000
@@ -43,6 +45,8 @@ def check_command(words: Sequence[str], where: str) -> None:
         raise T2RError(f"{where}: an experiment generates on this machine only: give a model, not an address")
     for word in words:
         option = word.partition("=")[0]
+        if option == URL:
+            raise T2RError(f"{where}: an experiment measures its own servers only: leave out {option}")
         if option in WRITING:
             raise T2RError(f"{where}: an experiment writes in its working folder only: leave out {option}")
         if re.search(r"\{examples:[^}]*\.\.", word):

@@ -49,8 +49,12 @@ def install_checked(model: PreTrainedModel, config: T2RConfig) -> list[Site]:
     if family.tested or model.device.type == "meta":
         return install(model, config)
     inputs = small_batch(model)
-    with evaluating(model):
-        expected = model(**inputs, use_cache=False).logits
+    try:
+        with evaluating(model):
+            expected = model(**inputs, use_cache=False).logits
+    except Exception as error:  # a configuration may be accepted, and describe a model that cannot run
+        reason = f"its own forward fails ({type(error).__name__}: {error})".replace("\n", " ")
+        raise refusal(family.model_type, reason) from error
     swapped = install(model, config)
     with evaluating(model):
         doubt = misunderstanding(model, inputs, expected)
