@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2ForSequenceClassification
 
 import t2r
@@ -109,6 +110,11 @@ def made(tmp_path_factory) -> Path:
     shard(copy("index-cut"), '{"weight_map": {')
     shard(copy("index-missing"), {"weight_map": dict.fromkeys(keys, "gone.safetensors")})
     words(200).save_pretrained(copy("many-words"))
+    begins = words(200)  # and it begins every text with a token beyond the vocabulary
+    begins.add_special_tokens({"bos_token": "<s>"})
+    marks = [("<s>", begins.convert_tokens_to_ids("<s>"))]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=marks)
+    begins.save_pretrained(copy("begins", "llama"))
     for name, template in {"syntax": "{% if", "call": "{{ messages.nothing() }}", "type": "{{ 1 + 'a' }}"}.items():
         broken = words()
         broken.chat_template = template
@@ -235,6 +241,11 @@ CASES = [
     (f"{EVALUATE} --teacher {{m}}/other", "must have the same vocabulary size"),
     ("generate {m}/many-words --file {m}/words.txt", "the model's vocabulary ends at 96"),
     ("evaluate {m}/many-words --text {m}/words.txt --window 8", "vocabulary ends at 96"),
+    *((f"{command}", "vocabulary ends at 96") for command in (
+        "evaluate {m}/begins --text {m}/text.txt --window 8", "analyze {m}/begins --text {m}/text.txt --window 8",
+        "convert {m}/begins {o} --train {m}/text.txt", "teach {m}/begins {o} --train {m}/text.txt --block-size 16",
+        "plan {m}/begins --train {m}/text.txt --memory 6KiB --context 32", "generate {m}/begins the",
+    )),
     ("generate {m}/template-syntax --chat the", "the chat template rejects"),
     ("generate {m}/template-call --chat the", "the chat template rejects"),
     ("generate {m}/template-type --chat the", "the chat template rejects"),

@@ -85,6 +85,9 @@ def test_train_with_the_windows_of_a_converted_model(tmp_path):
     assert [row["step"] for row in report["rows"]][1:3] == ["converted, transfer", "converted, distill"]
     run = CliRunner().invoke(app, ["bench", "train", teacher, "--like", teacher, *small])
     assert "is not a converted model" in str(run.exception)
+    t2r.swap(tiny("llama", torch.float32), feature_size=2).save_pretrained(tmp_path / "other")
+    run = CliRunner().invoke(app, ["bench", "train", "random:tiny-mt", "--like", str(tmp_path / "other"), *small])
+    assert json.loads(run.stdout)["settings"]["recipe"] == "distill-mt"  # the kind is that of the model
 
 
 def test_train_with_random_weights(caplog):

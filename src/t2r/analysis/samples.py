@@ -49,7 +49,7 @@ def of_text(
 ) -> Samples:
     """Return windows of a text."""
     read = encode(tokenizer, read_text(text, tokenizer))
-    check_vocabulary(own.model, read.token_ids.unique().tolist())
+    check_vocabulary(own.model, read.read)
     window = _window(own, other, window, len(read.token_ids))
     words = min(window, words or max(1, window // 2))
     samples = begun(_windows(read.token_ids, window, limit), read.bos)

@@ -96,12 +96,12 @@ def train(
         settings: those of `training.run`.
     """
     given = dict(options or {})
-    if like is not None:
-        config = load_config(like)
+    config = None if like is None else load_config(like)
+    if config is not None:
         if not isinstance(config, T2RConfig):
             raise T2RError(f"{like} is not a converted model")
         given = {key: getattr(config, key) for key in SWAP} | given
-        if recipe is None:
-            recipe = default_recipe(bool(config.is_encoder_decoder), memory=config.plan is not None)
     (model,) = load([name], dtype="float32", device=device).values()
+    if config is not None and recipe is None:
+        recipe = default_recipe(bool(model.config.is_encoder_decoder), memory=config.plan is not None)
     return training.run(model, recipe=recipe, options=given, **settings)

@@ -41,6 +41,11 @@ class Text:
     bos: int | None = None
     """The token that begins each window, in place of its own first (see `t2r.data.beginning`). None: its own."""
 
+    @property
+    def read(self) -> list[int]:
+        """The tokens that a model reads, each once."""
+        return [*self.token_ids.unique().tolist(), *([] if self.bos is None else [self.bos])]
+
     def between(self, first: int, last: int) -> str | None:
         """Return the text of the tokens from `first` to `last` (exclusive)."""
         if self.ends is None:

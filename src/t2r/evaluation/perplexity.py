@@ -161,7 +161,7 @@ def perplexity(
         if reader is not None:
             check_positions(reader, window)
     ids = tokens.token_ids if isinstance(tokens, Text) else torch.as_tensor(tokens, dtype=torch.long)
-    check_vocabulary(model, ids.unique().tolist())
+    check_vocabulary(model, tokens.read if isinstance(tokens, Text) else ids.unique().tolist())
     batch_size = fitting_batch(model.device, window) if batch_size is None else batch_size
     bos = tokens.bos if isinstance(tokens, Text) else None
     batches = _batches(ids.to(model.device), window, stride, batch_size, limit, tail)

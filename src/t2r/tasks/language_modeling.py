@@ -143,9 +143,11 @@ class LanguageModeling(Task):
         for size in block_sizes:
             check_block_size(size, max_positions(model))
         self.vocabulary, self.span = model.config.get_text_config().vocab_size, self.window(model)
+        if self.bos is not None:
+            check_vocabulary(model, [self.bos])
         if self.valid is not None:
             self.text = encode(self.tokenizer, read_text(self.valid, self.tokenizer))
-            check_vocabulary(model, self.text.token_ids.tolist())
+            check_vocabulary(model, self.text.read)
             tokens, window = len(self.text.token_ids), self.window(model)
             if tokens < window:
                 raise T2RError(
