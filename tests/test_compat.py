@@ -356,3 +356,12 @@ def test_a_tokenizer_whose_copy_differs_is_called_itself(lean_calls):
     assert expected != stock(tokenizer, text=LINES)
     assert compat.encode(tokenizer, text_target=LINES) == expected
     assert lean_calls == [compat.COMPARED[0]]
+
+
+def test_hidden_states_of_a_new_class_are_recorded():
+    model, ids = tiny("llama", torch.float32), torch.tensor([[5, 6]])
+    body = model.model
+    new = type("Other", (type(body),), {})
+    compat.record_outputs_as(new, type(body))
+    body.__class__ = new
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 4

@@ -40,7 +40,14 @@ MAKES = {"name": "s", "command": "t2r swap {model:m} {out:s}"}
     ],
 )
 def test_commands_write_in_the_working_folder_only(command, says):
-    models = {"m": "x/y", "option": "--revision", "page": "--page=/tmp/x", "ge": "ge", "rl": "rl", "server": "http://example.org"}
+    models = {
+        "m": "x/y",
+        "option": "--revision",
+        "page": "--page=/tmp/x",
+        "ge": "ge",
+        "rl": "rl",
+        "server": "http://example.org",
+    }
     with pytest.raises(T2RError, match=re.escape(says)):
         make_experiment({"models": models, "steps": [{"name": "one", "command": f"t2r {command}"}]}, "test")
 

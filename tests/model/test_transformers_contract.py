@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import t2r
+from families import FAMILIES as ALL
 from families import PAD, VOCABULARY, batch, is_seq2seq, tiny
 
 FAMILIES = ["gpt2", "llama", "marian"]
@@ -266,6 +267,19 @@ def test_outputs_as_a_tuple_and_as_embeddings(model_type):
     if is_seq2seq(model_type):
         embeds = embeds * model.get_encoder().embed_scale
     torch.testing.assert_close(model(inputs_embeds=embeds, **embedded).logits, expected.logits)
+
+
+@pytest.mark.parametrize("family", ALL)
+@torch.no_grad()
+def test_hidden_states_are_those_that_the_base_model_returns(family):
+    """transformers records them by the classes of modules, and returns None for a class that it does not know."""
+    base, inputs = tiny(family, ALL[family].dtype, layers=2), batch(family) | {"output_hidden_states": True}
+    expected = base(**inputs)
+    found = t2r.swap(base, feature_size=4)(**inputs)
+    for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+        states = [getattr(out, name, None) for out in (expected, found)]
+        shapes = [None if each is None else [x.shape for x in each] for each in states]
+        assert shapes[0] == shapes[1], name
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -13,10 +13,12 @@ from transformers import AutoModelForSeq2SeqLM
 import t2r
 from t2r.errors import T2RError
 from t2r.generation.translation import translate, write_translations
+from t2r.pipelines.common import Texts
 from t2r.pipelines.convert import convert, summary
 from t2r.tasks import translation
 from t2r.training.loop.trainer import StageTrainer
 from t2r.training.planning.timing import Cost, Speeds
+from t2r.training.recipes.recipe import load_recipe
 from t2r.training.sessions import session as sessions
 from t2r.training.steps.order import Order
 from translating import make_model, make_tokenizer, sentences, write_pairs
@@ -54,6 +56,14 @@ def run(world, out, overrides=(), **options):
 
 def weights(folder):
     return {name: x for path in Path(folder).glob("*.safetensors") for name, x in load_file(path).items()}
+
+
+def test_a_forward_pass_reads_one_block(caplog):
+    """Several blocks would be padded to the width of the widest."""
+    plan = load_recipe("distill-mt", ["device_tokens=100000"])
+    fitted = Texts(source=("a",), target=("b",)).fitted(plan, make_model())
+    assert all(stage.device_tokens == stage.block_size for stage in fitted.stages)
+    assert "device_tokens 100000 has no effect" in caplog.text
 
 
 def test_the_whole_way(world, tmp_path):

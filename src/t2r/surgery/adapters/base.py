@@ -10,6 +10,7 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from t2r import compat
 from t2r.attention.interface import InterfaceAttention
 from t2r.attention.merged import Mergeable
 from t2r.attention.softmax import sliding_window_of
@@ -159,6 +160,7 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> None:
     if hook is not None:
         remove_hook_from_module(module)
         vars(module).pop("forward", None)
+    compat.record_outputs_as(new, type(module))
     module.__class__ = new
     if hook is not None:
         add_hook_to_module(module, hook)
