@@ -10,6 +10,7 @@ from t2r.cli import app
 from t2r.errors import T2RError
 from t2r.experiments import command, load_experiment, reproduce, run
 from t2r.experiments.experiment import make_experiment
+from t2r.experiments.results import generated_table
 from t2r.experiments.run import read_record
 
 MAKES = {"name": "s", "command": "t2r swap {model:m} {out:s}"}
@@ -199,3 +200,10 @@ def test_seeds_of_a_record_are_limited(tmp_path):
     for seeds in (0, 10**9):
         with pytest.raises(T2RError, match="seeds must be at least 1 and at most 1,000"):
             reproduce("ops-cpu", out=tmp_path / "out", seeds=seeds)
+
+
+def test_generated_texts_are_no_markdown():
+    """No links, no images, and no ends of lines that would end the row of a table."""
+    text = "![a](http://x/y.png)\r| <b>\u2028# [c](javascript:d)"
+    (row,) = generated_table("one", [{"prompt": "p", "text": text}]).splitlines()[2:]
+    assert row == "| p | one | !&#91;a](http://x/y.png)<br>&#124; &lt;b><br># &#91;c](javascript:d) |"
