@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from t2r.attention.layers import SiteLayer
 from t2r.attention.memories import BUFFERS, Memory
+from t2r.attention.memories.window import table_of
 from t2r.attention.recurrence import Inputs, Recurrence
 from t2r.feature_maps import AffineMap, FeatureMap
 from t2r.ops import Slots, State
@@ -71,6 +72,8 @@ class PagedSite(Recurrence, MambaBase):
         """Give the site the windows and states of its heads, as tensors on a device."""
         if self.site.window is not None:
             self.give_window(self.site.window, device)
+            if device.type == "cuda":  # before vLLM captures steps
+                self.table = table_of(self.site.window, device)
         if len(self.site.states) < self.site.heads.keys:
             self.give_states(self.site.states, self.site.heads.keys, device)
 

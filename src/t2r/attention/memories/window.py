@@ -18,6 +18,13 @@ BUFFERS = ("keys", "values", "scales")
 """The names of what is stored of tokens. Only windows in 8 bits have scales."""
 
 
+def table_of(shape: Shape, device: torch.device) -> Tensor:
+    """Return what the programs of a step in one kernel have. It is made of numbers, which captured calls cannot do."""
+    from t2r.ops.triton.window_step import FORMS
+
+    return shape.programs(FORMS[shape.nbits].block, device)
+
+
 class WindowMemory(Memory):
     """The windows of a layer. `keys` and `values` are `[rows, slots, dim]`, one ring after the other. Those in 8 bits
     have `scales [rows, slots, 2]`.
@@ -149,11 +156,11 @@ class WindowMemory(Memory):
         """Store one token and attend to the window in one kernel, also to the states of what has left it.
 
         `rotation` are cosines and sines by which queries and keys are rotated first."""
-        from t2r.ops.triton.window_step import FORMS, window_step
+        from t2r.ops.triton.window_step import window_step
 
         assert self.keys is not None and self.seen is not None
         if self.table is None or self.table.device != self.keys.device:  # not in a capture, which runs steps before
-            self.table = self.shape.programs(FORMS[self.shape.nbits].block, self.keys.device)
+            self.table = table_of(self.shape, self.keys.device)
         count = q.shape[0] * k.shape[1]
         if self.arrived is None or self.arrived.shape[0] < count or self.arrived.device != q.device:
             self.arrived = torch.zeros(count, dtype=torch.int32, device=q.device)
