@@ -231,6 +231,8 @@ class Recurrence(nn.Module):
         rule = self.feature_map.rule(inputs.hidden_states)
         if memory is None or memory.state is None or features is None or not isinstance(rule, ops.Sum):
             return None
+        if memory.state[0].device != inputs.q.device or not memory.overwrites(memory.state):
+            return None
         heads = inputs.k.shape[1] if self.stateful is None else len(self.stateful)
         numbers = None if self.stateful is None else self.state_numbers
         far = ops.Far(memory.state, features, rule.decay, numbers, memory.slots, memory.draws)

@@ -68,8 +68,7 @@ class StateMemory(Memory):
             state = state.map(lambda x: x.to(q.device))
         out: Tensor | Sums
         if time == 1 and state is not None and starts is None:
-            inplace = self.fixed or (may_overwrite(state[0]) and not self.recording)
-            how: dict[str, Any] = {"features": features, "normalized": normalized, "inplace": inplace}
+            how: dict[str, Any] = {"features": features, "normalized": normalized, "inplace": self.overwrites(state)}
             how |= {} if beside is None else {"beside": beside}
             how |= {} if self.draws is None else {"draws": self.draws}
             out, state = rule.step(q, k, v, state, mask=mask, **how)
@@ -79,6 +78,10 @@ class StateMemory(Memory):
             out, state = rule.parallel(q, k, v, state=state, mask=mask, starts=starts, normalized=normalized)
         self.store(state, Added(k, v, mask, rule))
         return out
+
+    def overwrites(self, state: State) -> bool:
+        """Return whether a step writes into this state."""
+        return self.fixed or (may_overwrite(state[0]) and not self.recording)
 
     def can_step(self) -> bool:
         """Return whether `advance` needs the features of one token for nothing but its step."""

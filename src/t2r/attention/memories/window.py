@@ -71,6 +71,11 @@ class WindowMemory(Memory):
         return tuple(x for x in (self.keys, self.values, self.scales) if x is not None)
 
     @property
+    def overwrites(self) -> bool:
+        """Whether a step writes into the buffers."""
+        return self.keys is not None and (self.fixed or (may_overwrite(self.keys) and not self.recording))
+
+    @property
     def seen(self) -> Tensor | None:
         """The number of tokens of each row, `[rows]`. None before the first token."""
         if self.lengths is None:
@@ -95,7 +100,7 @@ class WindowMemory(Memory):
             self.hold(self.shape.empty(k, v))
             self.counted = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
         assert self.keys is not None
-        how = how._replace(inplace=self.fixed or (may_overwrite(self.keys) and not self.recording))
+        how = how._replace(inplace=self.overwrites)
         if self.recording:
             if not self.added:
                 self.before = dict(self.tensors())
@@ -139,8 +144,7 @@ class WindowMemory(Memory):
 
     def steps_at_once(self, q: Tensor, v: Tensor, how: How) -> bool:
         """Return whether one kernel computes a step of all windows, which writes into the buffers."""
-        inplace = self.fixed or (may_overwrite(self.keys) and not self.recording) if self.keys is not None else False
-        return inplace and steps_at_once(q, v, how.softcap)
+        return self.overwrites and steps_at_once(q, v, how.softcap)
 
     def step_at_once(
         self,
