@@ -251,7 +251,8 @@ def check(case, seed=0):
         torch.testing.assert_close(own, x, rtol=0, atol=0, equal_nan=True)  # nothing else was written
     if after is not None:
         for own, other, before in zip(state[:2], after[:2], kept[:2], strict=True):
-            apart = near_enough | ({"rtol": 2.0**-7} if case.half else {})  # the next number of bfloat16
+            # The next number of bfloat16, or the one after if what leaves differs by a bit already.
+            apart = near_enough | ({"rtol": 2.0**-6 if DEVICE == "cpu" and bit else 2.0**-7} if case.half else {})
             torch.testing.assert_close(own[places], other, **apart)
             own[places] = before[places]
             torch.testing.assert_close(own, before, rtol=0, atol=0, equal_nan=True)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from t2r.ops import stored as numbers_in_bits
-from t2r.ops.triton.decode_kernel import FASTEST, LARGEST, features, group_affine, group_features
+from t2r.ops.triton.decode_kernel import FASTEST, LARGEST, features
 from t2r.ops.triton.math import FLOOR, dot, key_of, saturate, stored
 from t2r.ops.triton.softmax_step import rows_of
 
@@ -18,7 +18,7 @@ MOST, LEAST, MOST_SCALE = map(
 )
 BESIDE = tl.constexpr(4)
 """Numbers after each partial average: the largest score, the sum of weights, and room that keeps rows aligned."""
-SIZES = ["key_heads", "group", "sinks", "total", "most", "seed"]
+SIZES = ["key_heads", "group", "sinks", "most", "seed"]
 
 
 @triton.jit
@@ -35,11 +35,19 @@ def numbers_of(x, scale):
 
 
 @triton.jit
-def store_part(here, ok, e, e_ok, acc, peak, weights, BV: tl.constexpr):
-    """Store the sums of the query heads of a part. Those without weight are zeros."""
-    tl.store(here[:, None] + e[None, :], acc, mask=ok[:, None] & e_ok[None, :])
-    tl.store(here + BV, peak, mask=ok)
-    tl.store(here + BV + 1, weights, mask=ok)
+def within(d, size: tl.constexpr, block: tl.constexpr):
+    """Return which of the numbers of a block there are. The mask of all is constant."""
+    if size == block:
+        return tl.full([block], 1, tl.int1)
+    else:
+        return d < size
+
+
+@triton.jit
+def arrive(counter, adds):
+    """Count a program whose part is stored, and return what was counted before."""
+    tl.debug_barrier()  # all threads have stored theirs before one of them counts the program
+    return tl.atomic_add(counter, adds, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
@@ -77,98 +85,93 @@ def join(
 
 
 @triton.jit
-def affine_rows(
-    weight, bias, row, ok, d, DIM: tl.constexpr, HAS_BIAS: tl.constexpr
-):  # fmt: skip
-    """Load rows `[heads, rows]` of affine maps, and what is added to their products."""
-    rows = tl.load(
-        weight + row[:, :, None].to(tl.int64) * DIM + d[None, None, :],
-        mask=ok[:, :, None] & (d < DIM)[None, None, :], other=0.0,
-    )  # fmt: skip
-    shift = tl.load(bias + row, mask=ok, other=0.0) if HAS_BIAS else rows
-    return rows, shift
+def vector_of(x, cos, sin, d, DIM: tl.constexpr, ROTATED: tl.constexpr):
+    """Load a query or key, and rotate it as `rows_of` does."""
+    d_ok = d < DIM
+    y = tl.load(x + d, mask=d_ok, other=0.0)
+    if ROTATED:
+        low = d < DIM // 2
+        z = tl.load(x + tl.where(low, d + DIM // 2, d - DIM // 2), mask=d_ok, other=0.0).to(tl.float32)
+        c = tl.load(cos + d, mask=d_ok, other=0.0).to(tl.float32)
+        s = tl.load(sin + d, mask=d_ok, other=0.0).to(tl.float32)
+        turned = (y.to(tl.float32) * c).to(y.dtype).to(tl.float32)
+        turned += (tl.where(low, -z, z) * s).to(y.dtype).to(tl.float32)
+        y = turned.to(y.dtype)
+    return y
 
 
 @triton.jit
-def of_queries(
-    q, q_h, cos, sin, weight, bias, i, ok, state, f, f_ok, d,
-    FEATURE: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, STATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    WEIGHS_QUERIES: tl.constexpr,
+def map_of(
+    weight, bias, f, f_ok, d, DIM: tl.constexpr, FEATURE: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHS: tl.constexpr
 ):  # fmt: skip
-    """Load some query heads of a key head, and what maps them to the features of a state: rows `f` of the map of each,
-    and the last row, the logarithm of the factor of its sums. `state` is the number of the first query head among
-    those that have a state."""
-    query = rows_of(q, i.to(tl.int64) * q_h, ok, cos, sin, d, DIM, ROTATED)
-    rows, shift, last, last_shift = query, query, query, query
-    if STATE:
-        first = (state + i) * (FEATURE + (1 if WEIGHS_QUERIES else 0))
-        rows, shift = affine_rows(
-            weight, bias, first[:, None] + f[None, :], ok[:, None] & f_ok[None, :], d, DIM, HAS_BIAS
-        )
-        if WEIGHS_QUERIES:
-            one = tl.zeros([1], tl.int32)
-            last, last_shift = affine_rows(
-                weight, bias, (first + FEATURE)[:, None] + one[None, :], ok[:, None] & (one == 0)[None, :], d,
-                DIM, HAS_BIAS,
-            )  # fmt: skip
-    return query, rows, shift, last, last_shift
+    """Load the map to the features of a state, and what is added. The last row is the logarithm of a weight."""
+    d_ok = d < DIM
+    rows = tl.load(weight + f[:, None] * DIM + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0)
+    shift = tl.load(bias + f, mask=f_ok, other=0.0) if HAS_BIAS else rows
+    last, last_shift = d, 0.0
+    if WEIGHS:
+        last = tl.load(weight + FEATURE * DIM + d, mask=d_ok, other=0.0)
+        last_shift = tl.load(bias + FEATURE).to(tl.float32) if HAS_BIAS else 0.0
+    return rows, shift, last, last_shift
+
+
+@triton.jit
+def slot_of(count, sinks, size):
+    """Return the slot of the next token of a ring with `count` tokens: after the sinks, each is written in turn."""
+    since, size = count - sinks, tl.maximum(size, 1)
+    if since < 2147483648:  # a division of numbers of 64 bits takes ten times as long
+        turn = since.to(tl.int32) % size
+    else:
+        turn = (since % size).to(tl.int32)
+    return tl.where(since < 0, count.to(tl.int32), sinks + turn)
 
 
 @triton.jit
 def attend_token(
-    q, k, v, cos, sin, keys, values, scales, work, old_k, old_v, valid, s, z, decay,
+    q, k, v, cos, sin, keys, values, scales, work, counter, old_k, old_v, valid, s, z, decay,
     q_weight, q_bias, k_weight, k_bias, counts, seed,
-    q_h, keys_t, values_t, s_f, group, state, held, count, at, room, most, scaling,
+    keys_t, values_t, s_f, group, state, held, count, sinks, size, room, scaling,
     DIM: tl.constexpr, VALUE: tl.constexpr, FEATURE: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    BF: tl.constexpr, BQ: tl.constexpr, CHUNKS: tl.constexpr, EIGHT: tl.constexpr, ROTATED: tl.constexpr,
+    BF: tl.constexpr, EIGHT: tl.constexpr, ROTATED: tl.constexpr,
     LEAVES: tl.constexpr, STATE: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr, WEIGHS_QUERIES: tl.constexpr, STATES: tl.constexpr,
-    DRAWN: tl.constexpr,
+    DRAWN: tl.constexpr, TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Store the token of a key head in its ring, advance the state by what it replaces, and attend to both.
+    """Attend with one query head to the token of its key head, and to the state that what the token replaces has
+    entered. Returns how many programs of the key head were counted before.
 
     All pointers are those of the row and head. `state` is the number of the state, negative for none; it is `held` if
     the sequence has one already. Everything is loaded before anything is computed, because a load does not move before
-    a reduction or a store."""
-    d, e, f, g = tl.arange(0, BD), tl.arange(0, BV), tl.arange(0, BF), tl.arange(0, BQ)
+    a reduction or a store. Each query head of a group advances the state for itself. The last one stores it and the
+    token, when all others have read what they replace."""
+    d, e, f = tl.arange(0, BD), tl.arange(0, BV), tl.arange(0, BF)
     d_ok, e_ok, f_ok = d < DIM, e < VALUE, f < tl.where(state >= 0, FEATURE, 0)
     has, full = room > 0, (room > 0) & (count >= room)  # otherwise no token of this sequence is there yet
-    one = tl.zeros([1], tl.int64)
-    new_k = rows_of(k, one, one == 0, cos, sin, d, DIM, ROTATED)
+    at = slot_of(count, sinks, size)
+    new_k = vector_of(k, cos, sin, d, DIM, ROTATED)
     new_v = tl.load(v + e, mask=e_ok, other=0.0)
     k_here, v_here = keys + at * keys_t + d, values + at * values_t + e
     gone_k = tl.load(k_here, mask=d < tl.where(full, DIM, 0), other=0.0)
     gone_v = tl.load(v_here, mask=e < tl.where(full, VALUE, 0), other=0.0)
     if EIGHT:
-        gone_k_scale = tl.load(scales + at * 2 + one, mask=one < tl.where(full, 1, 0), other=0.0).to(tl.float32)
-        gone_v_scale = tl.load(scales + at * 2 + 1 + one, mask=one < tl.where(full, 1, 0), other=0.0).to(tl.float32)
-    query, q_map, q_add, q_last, q_last_add = of_queries(
-        q, q_h, cos, sin, q_weight, q_bias, g, g < group, state * group, f, f_ok, d,
-        FEATURE, DIM, ROTATED, STATE, HAS_BIAS, WEIGHS_QUERIES,
-    )  # fmt: skip
+        gone_k_scale = tl.load(scales + at * 2, mask=full, other=0.0).to(tl.float32)
+        gone_v_scale = tl.load(scales + at * 2 + 1, mask=full, other=0.0).to(tl.float32)
+    query = vector_of(q, cos, sin, d, DIM, ROTATED)
     if STATE:
-        key_rows: tl.constexpr = FEATURE + (1 if WEIGHS else 0)
-        here = state * key_rows + f
-        k_map = tl.load(
-            k_weight + here[:, None].to(tl.int64) * DIM + d[None, :], mask=f_ok[:, None] & d_ok[None, :], other=0.0
-        )
-        k_add = tl.load(k_bias + here, mask=f_ok, other=0.0) if HAS_BIAS else k_map
+        k_map, k_add, k_last, k_last_add = map_of(k_weight, k_bias, f, f_ok, d, DIM, FEATURE, HAS_BIAS, WEIGHS)
+        q_map, q_add, q_last, q_last_add = map_of(q_weight, q_bias, f, f_ok, d, DIM, FEATURE, HAS_BIAS, WEIGHS_QUERIES)
         there = tl.where((state >= 0) & held, FEATURE, 0)
         s_here = s + f[:, None] * s_f + e[None, :]
         before = tl.load(s_here, mask=(f < there)[:, None] & e_ok[None, :], other=0.0)
         sum_k = tl.load(z + f, mask=f < there, other=0.0).to(tl.float32)
-        if WEIGHS:
-            last = state * key_rows + FEATURE
-            w_map = tl.load(k_weight + last.to(tl.int64) * DIM + d, mask=d < tl.where(state >= 0, DIM, 0), other=0.0)
-            w_add = tl.load(k_bias + last + one, mask=one < tl.where(state >= 0, 1, 0), other=0.0) if HAS_BIAS else one
         if HAS_DECAY:
             rate = tl.load(decay + f, mask=f_ok, other=0.0).to(tl.float32)
-        drawn = one.to(tl.uint32)
+        drawn = tl.zeros([1], tl.uint32)
         if DRAWN:
+            one = tl.zeros([1], tl.int64)
             drawn = key_of(tl.load(counts + one), seed + one)
 
     # What is stored is rounded as the buffers are, and so is what the new token sees of itself.
-    new_k = tl.sum(new_k.to(tl.float32), 0)  # of one row
     if EIGHT:
         k_scale, v_scale = scale_of(new_k, scales), scale_of(new_v, scales)
         kept_k, kept_v = numbers_of(new_k, k_scale), numbers_of(new_v, v_scale)
@@ -181,16 +184,16 @@ def attend_token(
     gone_k = tl.where(has, gone_k.to(tl.float32), seen_k).to(k.dtype.element_ty)
     gone_v = tl.where(has, gone_v.to(tl.float32), seen_v).to(v.dtype.element_ty)
     leaves = full | (room == 0)
-    if LEAVES:
-        tl.store(old_k + d, gone_k, mask=d_ok)
-        tl.store(old_v + e, gone_v, mask=e_ok)
-        tl.store(valid + one, (leaves & (one == 0)).to(tl.uint8))
+    score = tl.sum(query.to(tl.float32) * seen_k, 0) * scaling
+    score = tl.where(has, score, float("-inf"))
+    peak = tl.maximum(score, LOWEST)
+    acc, weights = tl.exp(score - peak) * seen_v, tl.exp(score - peak)
     if STATE:
-        log = tl.zeros([1], tl.float32)
+        log, far_log = 0.0, 0.0
         if WEIGHS:
-            log = tl.sum(w_map.to(tl.float32) * gone_k.to(tl.float32), 0) + log
-            if HAS_BIAS:
-                log += w_add.to(tl.float32)
+            log = tl.sum(k_last.to(tl.float32) * gone_k.to(tl.float32), 0) + k_last_add
+        if WEIGHS_QUERIES:
+            far_log = tl.sum(q_last.to(tl.float32) * query.to(tl.float32), 0) + q_last_add
         key = features(gone_k, k_map, k_add, f_ok, True, HAS_BIAS, ACTIVATION)
         key = tl.where(leaves, key * tl.exp(tl.minimum(tl.maximum(log, -LARGEST), LARGEST)), 0.0)
         fade = tl.full([BF], 1.0, tl.float32)
@@ -198,81 +201,77 @@ def attend_token(
             fade = tl.where(leaves, tl.exp(-tl.minimum(tl.maximum(rate, 0.0), FASTEST)), 1.0)
         sum_k = sum_k * fade + key
         after = before.to(tl.float32) * fade[:, None] + key[:, None] * gone_v.to(tl.float32)[None, :]
-
-    for chunk in tl.static_range(CHUNKS):
-        i = chunk * BQ + g
-        ok = i < group
-        if chunk > 0:
-            query, q_map, q_add, q_last, q_last_add = of_queries(
-                q, q_h, cos, sin, q_weight, q_bias, i, ok, state * group, f, f_ok, d,
-                FEATURE, DIM, ROTATED, STATE, HAS_BIAS, WEIGHS_QUERIES,
-            )  # fmt: skip
-        score = tl.sum(query.to(tl.float32) * seen_k[None, :], 1) * scaling
-        score = tl.where(has, score, float("-inf"))
-        peak = tl.maximum(score, LOWEST)
-        weights = tl.exp(score - peak)
-        acc = weights[:, None] * seen_v[None, :]
+        read = features(query, q_map, q_add, f_ok, True, HAS_BIAS, ACTIVATION)
+        far, den = tl.sum(read[:, None] * after, 0), tl.sum(read * sum_k, 0)
+        bounded = tl.maximum(den, FLOOR)
+        far_log = tl.where(den > 0, tl.log(bounded) + far_log, float("-inf"))
+        peak = tl.maximum(peak, far_log)
+        of_far, of_new = tl.exp(far_log - peak), tl.exp(score - peak)
+        acc, weights = of_new * seen_v + (of_far / bounded) * far, of_new + of_far
+    tl.store(work + e, acc, mask=e_ok)
+    tl.store(work + BV, peak)
+    tl.store(work + BV + 1, weights)
+    counted = arrive(counter, TOKEN + 1)
+    if counted // TOKEN == group - 1:
+        if LEAVES:
+            tl.store(old_k + d, gone_k, mask=d_ok)
+            tl.store(old_v + e, gone_v, mask=e_ok)
+            tl.store(valid, leaves.to(tl.uint8))
         if STATE:
-            read = group_features(query, q_map, q_add, f_ok, True, HAS_BIAS, ACTIVATION)
-            far = tl.sum(read[:, :, None] * after[None, :, :], 1)
-            den = tl.sum(read * sum_k[None, :], 1)
-            far_log = tl.zeros([BQ], tl.float32)
-            if WEIGHS_QUERIES:
-                far_log = tl.sum(group_affine(query, q_last, q_last_add, True, HAS_BIAS), 1)
-            bounded = tl.maximum(den, FLOOR)
-            far_log = tl.where(den > 0, tl.log(bounded) + far_log, float("-inf"))
-            peak = tl.maximum(peak, far_log)
-            of_far = tl.exp(far_log - peak)
-            weights = tl.exp(score - peak)
-            acc = weights[:, None] * seen_v[None, :] + (of_far / bounded)[:, None] * far
-            weights += of_far
-        store_part(work + i * (most * (BV + BESIDE)), ok, e, e_ok, acc, peak, weights, BV)
-    if STATE:
-        own = (state * FEATURE + f[:, None]) * VALUE + e[None, :]  # places in the states of all heads, as in `decode`
-        kept = stored(after, s.dtype.element_ty, drawn[:, None], own, DRAWN)
-        tl.store(s_here, kept, mask=f_ok[:, None] & e_ok[None, :])
-        own = STATES * FEATURE * VALUE + state * FEATURE + f
-        tl.store(z + f, stored(sum_k, z.dtype.element_ty, drawn, own, DRAWN), mask=f_ok)
-    tl.debug_barrier()  # what the token replaces was read by all threads
-    tl.store(k_here, kept_k, mask=d < tl.where(has, DIM, 0))
-    tl.store(v_here, kept_v, mask=e < tl.where(has, VALUE, 0))
-    if EIGHT:
-        of = tl.arange(0, 2)
-        both = tl.where(of == 0, k_scale, v_scale).to(scales.dtype.element_ty)
-        tl.store(scales + at * 2 + of, both, mask=of < tl.where(has, 2, 0))
+            own = (state * FEATURE + f[:, None]) * VALUE + e[None, :]  # in the states of all heads, as in `decode`
+            kept = stored(after, s.dtype.element_ty, drawn[:, None], own, DRAWN)
+            tl.store(s_here, kept, mask=f_ok[:, None] & e_ok[None, :])
+            own = STATES * FEATURE * VALUE + state * FEATURE + f
+            tl.store(z + f, stored(sum_k, z.dtype.element_ty, drawn, own, DRAWN), mask=f_ok)
+        tl.store(k_here, kept_k, mask=d < tl.where(has, DIM, 0))
+        tl.store(v_here, kept_v, mask=e < tl.where(has, VALUE, 0))
+        if EIGHT:
+            tl.store(scales + at * 2, k_scale.to(scales.dtype.element_ty), mask=has)
+            tl.store(scales + at * 2 + 1, v_scale.to(scales.dtype.element_ty), mask=has)
+    return counted % TOKEN
 
 
 @triton.jit
 def attend_block(
-    q, cos, sin, keys, values, pairs, work, q_h, keys_t, values_t, group, start, held, at, most, scaling,
+    q, cos, sin, keys, values, pairs, work, counter, q_h, keys_t, values_t, group, start, held, count, sinks, size,
+    most, scaling,
     DIM: tl.constexpr, VALUE: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
-    HOW: tl.constexpr, EIGHT: tl.constexpr, ROTATED: tl.constexpr,
+    HOW: tl.constexpr, EIGHT: tl.constexpr, ROTATED: tl.constexpr, TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a block of a ring, without what the token replaces. All pointers are those of the row and head."""
+    """Attend to a block of a ring, without what the token replaces. Returns how many programs were counted before.
+
+    All pointers are those of the row and head."""
     d, e, n, g = tl.arange(0, BD), tl.arange(0, BV), tl.arange(0, BN), tl.arange(0, BG)
-    d_ok, e_ok, g_ok = d < DIM, e < VALUE, g < group
     t = start + n
-    t_ok = (t < held) & (t != at)
-    key = tl.load(keys + t[:, None] * keys_t + d[None, :], mask=t_ok[:, None] & d_ok[None, :], other=0.0)
-    value = tl.load(values + t[:, None] * values_t + e[None, :], mask=t_ok[:, None] & e_ok[None, :], other=0.0)
+    here = tl.minimum(t, held - 1)  # always a token, so that loads have no mask: the weight of a wrong one is zero
+    key = tl.load(keys + here[:, None] * keys_t + d[None, :], mask=within(d, DIM, BD)[None, :], other=0.0)
+    value = tl.load(values + here[None, :] * values_t + e[:, None], mask=within(e, VALUE, BV)[:, None], other=0.0)
     if EIGHT:
-        pair = tl.load(pairs + t, mask=t_ok, other=0)
+        pair = tl.load(pairs + here)
+    g_ok = g < group
     query = rows_of(q, g.to(tl.int64) * q_h, g_ok, cos, sin, d, DIM, ROTATED)
+    t_ok = (t < held) & (t != slot_of(count, sinks, size))
     if EIGHT:
-        key, value = key.to(tl.float32), value.to(tl.float32)  # whole numbers up to 127 are exact in any dtype
         k_scales = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         v_scales = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        found = dot(query, tl.trans(key.to(q.dtype.element_ty)), HOW) * (k_scales * scaling)[None, :]
+        if HOW != "bf16":  # which has a fast way from 8 bits
+            key, value = key.to(tl.float32), value.to(tl.float32)
+        found = dot(key, tl.trans(query), HOW) * (k_scales * scaling)[:, None]
     else:
-        found = dot(query, tl.trans(key), HOW) * scaling
-    found = tl.where(t_ok[None, :], found, float("-inf"))
-    peak = tl.maximum(tl.max(found, 1), LOWEST)
-    weight = tl.exp(found - peak[:, None])
+        found = dot(key, tl.trans(query), HOW) * scaling
+    found = tl.where(t_ok[:, None], found, float("-inf"))
+    peak = tl.maximum(tl.max(found, 0), LOWEST)
+    weight = tl.exp(found - peak[None, :])
     if EIGHT:
-        acc = dot(weight * v_scales[None, :], value.to(q.dtype.element_ty), HOW)
+        acc = dot(value, weight * v_scales[:, None], HOW)
     else:
-        acc = dot(weight, value, HOW)
-    store_part(work + g * (most * (BV + BESIDE)), g_ok, e, e_ok, acc, peak, tl.sum(weight, 1), BV)
+        acc = dot(value, weight, HOW)
+    total = tl.sum(weight, 0)
+    here = work + g * (most * (BV + BESIDE))
+    tl.store(here[None, :] + e[:, None], acc, mask=g_ok[None, :] & within(e, VALUE, BV)[:, None])
+    tl.store(here + BV, peak, mask=g_ok)
+    tl.store(here + BV + 1, total, mask=g_ok)
+    return arrive(counter, 1) % TOKEN
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -280,21 +279,21 @@ def step(
     q, k, v, cos, sin, keys, values, scales, pairs, seen, table, places, work, arrived, out, logs, old_k, old_v, valid,
     s, z, decay, numbers, slots, fresh, q_weight, q_bias, k_weight, k_bias, counts,
     q_b, q_h, k_b, k_h, v_b, v_h, cos_b, keys_b, keys_t, values_b, values_t, scales_b,
-    s_b, s_h, s_f, z_b, z_h, decay_h, key_heads, group, sinks, total, most, seed, scaling,
+    s_b, s_h, s_f, z_b, z_h, decay_h, key_heads, group, sinks, most, seed, scaling,
     DIM: tl.constexpr, VALUE: tl.constexpr, FEATURE: tl.constexpr, STATES: tl.constexpr,
     BD: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
-    BQ: tl.constexpr, CHUNKS: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr, JOINS: tl.constexpr,
+    BP: tl.constexpr, BJ: tl.constexpr, JOINS: tl.constexpr,
     HOW: tl.constexpr, EIGHT: tl.constexpr, PLACED: tl.constexpr, ROTATED: tl.constexpr, LEAVES: tl.constexpr,
     STATE: tl.constexpr, NUMBERED: tl.constexpr, SLOTTED: tl.constexpr, HAS_DECAY: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHS: tl.constexpr, WEIGHS_QUERIES: tl.constexpr,
-    DRAWN: tl.constexpr,
+    DRAWN: tl.constexpr, TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Run `total` programs per sequence, of which `table` says what they have: part 0 of each key head is the token
-    (`attend_token`), and the others are BN places of its ring (`attend_block`).
+    """Run the programs of each sequence: first one for each query head, which attends to the token and to the state
+    (`attend_token`), then those of the second and later parts of `table`, with BN places of a ring (`attend_block`).
 
-    Each stores the sums of its part in `work` and counts itself in `arrived`. All know from the number of tokens how
-    many parts of a head, at most `most`, have something to do. The last one joins them and sets the count back to
-    zero, for the next step.
+    Each stores the sums of its part in `work` and counts itself in `arrived` with its key head, those of tokens also as
+    TOKEN. All know from the number of tokens how many parts of a head, at most `most`, have something to do. The last
+    program of a key head joins the parts and sets the count back to zero, for the next step.
 
     ROTATED, queries and keys are rotated first. PLACED, sequence number b has the buffers number `places[b]`. EIGHT,
     keys and values are stored in 8 bits, with two scales for each token, and are multiplied by them after the products;
@@ -302,20 +301,23 @@ def step(
     With STATE, heads have states; NUMBERED, key head h has the state `numbers[h]`, or none if that is negative.
     SLOTTED, the states of sequence b are at the place `slots[b]`, and are zero if `fresh[b]`. DRAWN, states are rounded
     at random when they are stored, as in `decode_kernel.decode`."""
-    b = (tl.program_id(0) // total).to(tl.int64)
-    own = table + (tl.program_id(0) % total) * 4
+    b, i = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    tokens = key_heads * group
+    own = table + tl.where(i < tokens, i // group, i - tokens + key_heads) * 4
     h, part, first, size = tl.load(own), tl.load(own + 1), tl.load(own + 2).to(tl.int64), tl.load(own + 3)
     count = tl.load(seen + b)
     place = tl.load(places + b).to(tl.int64) if PLACED else b
     room = tl.where(size > 0, size + sinks, 0)
-    at = tl.where(count < sinks, count, sinks + (count - sinks) % tl.maximum(size, 1))
     held = tl.minimum(count, room).to(tl.int32)
     live = 1 + tl.cdiv(held, BN)
+    if part >= live:
+        return
     head = h.to(tl.int64) * group
-    row = b * key_heads * group + head
-    q_here, cos_here, sin_here = q + (b * q_b + head * q_h), cos + b * cos_b, sin + b * cos_b
+    row = b * tokens + head
+    cos_here, sin_here = cos + b * cos_b, sin + b * cos_b
     keys_here, values_here = keys + (place * keys_b + first * keys_t), values + (place * values_b + first * values_t)
-    work_here = work + (row * most + part) * (BV + BESIDE)
+    counter = arrived + (b * key_heads + h)
+    before = live
     if part == 0:
         ring = b * key_heads + h
         state, at_state, has_state = h, b, True
@@ -323,29 +325,31 @@ def step(
             state = tl.load(numbers + h).to(tl.int32)
         if SLOTTED:
             at_state, has_state = tl.load(slots + b).to(tl.int64), tl.load(fresh + b) == 0
-        of_state = tl.maximum(state, 0).to(tl.int64)
-        attend_token(
-            q_here, k + (b * k_b + h.to(tl.int64) * k_h), v + (b * v_b + h.to(tl.int64) * v_h), cos_here, sin_here,
-            keys_here, values_here, scales + (place * scales_b + first * 2), work_here,
+        of_state, of_query = tl.maximum(state, 0).to(tl.int64), i - h * group
+        k_row = of_state * (FEATURE + (1 if WEIGHS else 0))
+        q_row = (of_state * group + of_query) * (FEATURE + (1 if WEIGHS_QUERIES else 0))
+        before = attend_token(
+            q + (b * q_b + i.to(tl.int64) * q_h), k + (b * k_b + h.to(tl.int64) * k_h),
+            v + (b * v_b + h.to(tl.int64) * v_h), cos_here, sin_here,
+            keys_here, values_here, scales + (place * scales_b + first * 2),
+            work + (row + of_query) * most * (BV + BESIDE), counter,
             old_k + ring * DIM, old_v + ring * VALUE, valid + ring,
             s + (at_state * s_b + of_state * s_h), z + (at_state * z_b + of_state * z_h), decay + of_state * decay_h,
-            q_weight, q_bias, k_weight, k_bias, counts + b, seed,
-            q_h, keys_t, values_t, s_f, group, state, has_state, count, at, room, most, scaling,
-            DIM, VALUE, FEATURE, BD, BV, BF, BQ, CHUNKS, EIGHT, ROTATED, LEAVES, STATE, HAS_DECAY, HAS_BIAS,
-            ACTIVATION, WEIGHS, WEIGHS_QUERIES, STATES, DRAWN,
+            q_weight + q_row * DIM, q_bias + q_row, k_weight + k_row * DIM, k_bias + k_row, counts + b, seed,
+            keys_t, values_t, s_f, group, state, has_state, count, sinks, size, room, scaling,
+            DIM, VALUE, FEATURE, BD, BV, BF, EIGHT, ROTATED, LEAVES, STATE, HAS_DECAY, HAS_BIAS,
+            ACTIVATION, WEIGHS, WEIGHS_QUERIES, STATES, DRAWN, TOKEN,
         )  # fmt: skip
-    elif part < live:
-        attend_block(
-            q_here, cos_here, sin_here, keys_here, values_here, pairs + (place * (scales_b // 2) + first), work_here,
-            q_h, keys_t, values_t, group, (part - 1) * BN, held, at, most, scaling,
-            DIM, VALUE, BD, BV, BN, BG, HOW, EIGHT, ROTATED,
+    else:
+        before = attend_block(
+            q + (b * q_b + head * q_h), cos_here, sin_here, keys_here, values_here,
+            pairs + (place * (scales_b // 2) + first), work + (row * most + part) * (BV + BESIDE),
+            counter, q_h, keys_t, values_t, group, (part - 1) * BN, held, count, sinks, size, most, scaling,
+            DIM, VALUE, BD, BV, BN, BG, HOW, EIGHT, ROTATED, TOKEN,
         )  # fmt: skip
-    if part < live:
-        tl.debug_barrier()  # all threads have stored theirs before one of them counts the program
-        counter = arrived + (b * key_heads + h)
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == live - 1:
-            tl.store(counter, 0)
-            join(
-                work + row * most * (BV + BESIDE), out + row * VALUE, logs + row, live, most, group,
-                VALUE, BV, BP, BJ, JOINS,
-            )  # fmt: skip
+    if before == group + live - 2:
+        tl.store(counter, 0)
+        join(
+            work + row * most * (BV + BESIDE), out + row * VALUE, logs + row, live, most, group,
+            VALUE, BV, BP, BJ, JOINS,
+        )  # fmt: skip

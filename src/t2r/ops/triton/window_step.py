@@ -1,7 +1,7 @@
 """One decoding step of the windows of a layer, and of the states of what has left them, in one kernel launch.
 
 The time of such a step is the longest way of one program, so rings are divided into blocks, with a program for each. A
-program for each head has the new token and the state. The last program of a head joins the parts."""
+program for each query head has the new token and the state. The last program of a key head joins the parts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import triton
 from torch import Tensor
 
 from t2r.ops.triton.blocks import block, inner, on_device, precision
-from t2r.ops.triton.decode import at_once
 from t2r.ops.triton.launch import Arguments, Repeated
 from t2r.ops.triton.window_kernel import BESIDE, step
 from t2r.ops.windows import Far
 
-ROWS = 16
-"""The fewest rows of a matrix product, so the fewest query heads of a program. Missing ones are zeros."""
+COLUMNS = 8
+"""The fewest columns of a matrix product, so the fewest query heads of a program. Missing ones are zeros."""
 JOINED = 8192
 """The numbers that are joined at a time: in registers."""
-PARTS_AT_ONCE = 32
+PARTS_AT_ONCE = 16
+"""Parts that are joined at a time: few models have more."""
+TOKEN = 1 << 16
+"""A program with a token is counted by this number more, in the same count. A key head has fewer programs."""
 _step = Repeated(step)
 
 
@@ -97,7 +99,7 @@ def window_step(
     scales = rest[0] if rest else None
     cos, sin = (None, None) if rotation is None else (inner(x.expand(rows, 1, dim)) for x in rotation)
     form, group = FORMS[16 if scales is None else 8], heads // key_heads
-    total, most = len(table), most_parts(windows, sinks, form.block)
+    most = most_parts(windows, sinks, form.block)
     of_value = block(value, 256)
     out = torch.empty(rows, heads, 1, value, dtype=v.dtype, device=q.device)
     logs = torch.empty(rows, heads, 1, dtype=torch.float32, device=q.device)
@@ -113,21 +115,19 @@ def window_step(
         together = int(triton.next_power_of_2(group))
         joined = min(max(1, JOINED // (PARTS_AT_ONCE * of_value)), together)
         strides, constants = of_states(far)
-        rows_of_map = constants["BF"] if far is not None else 1
-        queries = at_once(group, rows_of_map, dim, of_value) if far is not None else min(together, ROWS)
         integers = (
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             0 if cos is None else cos.stride(0),
             *keys.stride()[:2], *values.stride()[:2], 0 if scales is None else scales.stride(0),
-            *strides, key_heads, group, sinks, total, most, seed, scaling,
+            *strides, key_heads, group, sinks, most, seed, scaling,
         )  # fmt: skip
         constants |= dict(
-            DIM=dim, VALUE=value, BD=block(dim, 256), BV=of_value, BN=form.block, BG=max(ROWS, together), BQ=queries,
-            CHUNKS=-(-group // queries), BP=PARTS_AT_ONCE, BJ=joined, JOINS=-(-group // joined),
+            DIM=dim, VALUE=value, BD=block(dim, 256), BV=of_value, BN=form.block, BG=max(COLUMNS, together),
+            BP=PARTS_AT_ONCE, BJ=joined, JOINS=-(-group // joined),
             HOW=precision(q, keys) if scales is None else precision(q), EIGHT=scales is not None,
-            PLACED=places is not None, ROTATED=rotation is not None, LEAVES=leaves,
+            PLACED=places is not None, ROTATED=rotation is not None, LEAVES=leaves, TOKEN=TOKEN,
         )  # fmt: skip
-        return (rows * total,), integers, constants
+        return (heads + len(table) - key_heads, rows), integers, constants
 
     pairs = None if scales is None else scales.view(torch.int32)
     given = (q, k, v, cos, sin, keys, values, scales, pairs, seen, table, places, work, arrived, out, logs)
