@@ -390,14 +390,14 @@ def test_the_base_model_is_not_modified():
 # --- Conversions ----------------------------------------------------------------------------------------------
 
 
-def budget_of(share):
-    costs = Costs.of(make_model("llama"), CONTEXT)
+def budget_of(share, nbits=8):
+    costs = Costs.of(make_model("llama"), CONTEXT, nbits=nbits)
     return int(costs.least + share * (costs.whole - costs.least))
 
 
 @pytest.mark.parametrize(("recipe", "nbits"), [(None, 16), ("none", 16), (None, 8)])
 def test_a_conversion_to_a_budget(world, tmp_path, recipe, nbits):
-    memory, out = budget_of(0.4), tmp_path / "rnn"
+    memory, out = budget_of(0.4, nbits), tmp_path / "rnn"
     results = convert(
         str(world / "llama"),
         str(out),

@@ -56,7 +56,7 @@ def longest(world, side):
 
 def costs_of(world, features=0):
     source = Source(longest(world, "src"), features)
-    return Costs.of(make_model(), longest(world, "tgt"), source=source)
+    return Costs.of(make_model(), longest(world, "tgt"), source=source, nbits=8)
 
 
 def budget_of(world, share, features=0):
@@ -239,7 +239,7 @@ def test_a_plan_that_keeps_everything_translates_as_the_teacher(world, tmp_path)
     """In batches of different lengths, also of sources that are longer than planned."""
     whole = Costs.of(make_model(), 64, source=Source(longest(world, "src"))).whole
     results = convert(
-        str(world / "marian"), str(tmp_path / "rnn"), **pairs(world), memory=whole, context=64, recipe="none"
+        str(world / "marian"), str(tmp_path / "rnn"), **pairs(world), memory=whole, context=64, recipe="none", nbits=16
     )
     assert results["planned"]["divergence"] < 1e-6
     teacher, rnn = (AutoModelForSeq2SeqLM.from_pretrained(x) for x in (world / "marian", tmp_path / "rnn"))

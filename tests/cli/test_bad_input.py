@@ -244,7 +244,7 @@ CASES = [
     *((f"{command}", "vocabulary ends at 96") for command in (
         "evaluate {m}/begins --text {m}/text.txt --window 8", "analyze {m}/begins --text {m}/text.txt --window 8",
         "convert {m}/begins {o} --train {m}/text.txt", "teach {m}/begins {o} --train {m}/text.txt --block-size 16",
-        "plan {m}/begins --train {m}/text.txt --memory 6KiB --context 32", "generate {m}/begins the",
+        "plan {m}/begins --train {m}/text.txt --memory 6KiB --nbits 16 --context 32", "generate {m}/begins the",
     )),
     ("generate {m}/template-syntax --chat the", "the chat template rejects"),
     ("generate {m}/template-call --chat the", "the chat template rejects"),

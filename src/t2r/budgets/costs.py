@@ -134,9 +134,13 @@ class Costs(NamedTuple):
                 "it needs no budget"
             )
         wrong = f"a memory of {human(memory)} is not possible: the smallest plan of this model needs"
+        eight = self.nbits != AS_THEY_ARE
+        whole = f"{human(self.whole)}{f' in {self.nbits} bits' if eight else ''}"
+        if eight and memory > self.whole:
+            whole += f"; --nbits {AS_THEY_ARE} stores them as they are"
         if self.source is None:
             raise T2RError(
-                f"{wrong} {human(self.least)}, and all keys and values of {self.context:,} tokens {human(self.whole)}"
+                f"{wrong} {human(self.least)}, and all keys and values of {self.context:,} tokens {whole}"
             )
         exact = not self.source.features
         kept = f"the keys and values of {self.source.tokens:,} source tokens" if exact else "the states of the source"
@@ -147,7 +151,7 @@ class Costs(NamedTuple):
         )
         raise T2RError(
             f"{wrong} {human(self.least)}, of which {kept} are {human(self.cross)}; with all keys and values of "
-            f"{self.context:,} target tokens it is {human(self.whole)}{less}"
+            f"{self.context:,} target tokens it is {whole}{less}"
         )
 
     def of_windows(self, windows: Sequence[Sequence[int]]) -> int:

@@ -30,7 +30,7 @@ from t2r.data.parallel.lines import parse_pairs
 from t2r.errors import T2RError
 from t2r.hub import choose_device, load_model, load_tokenizer
 from t2r.model.modeling import T2RModel
-from t2r.ops.stored import AS_THEY_ARE
+from t2r.ops.stored import EIGHT
 from t2r.options import CAUSAL, CROSS, RunOptions, SwapOptions
 from t2r.options.entrance import entrance
 from t2r.pipelines.common import Texts
@@ -64,7 +64,7 @@ class MemoryBudget:
         self, memory: str | int, context: int | None = None, source_tokens: int | None = None, nbits: int | None = None
     ) -> None:
         self.memory, self.context, self.source_tokens = parse_memory(memory), context, source_tokens
-        self.nbits = AS_THEY_ARE if nbits is None else nbits
+        self.nbits = EIGHT if nbits is None else nbits
         check_nbits(self.nbits)
         if context is not None and (type(context) is not int or context < LEAST):
             raise T2RError(f"context must be a whole number of tokens, at least {LEAST}; got {context!r}")
@@ -218,8 +218,8 @@ def plan_memory(
         context: the number of tokens that windows are planned for. None: the positions, at most 2,048; of an
             encoder-decoder, the longest target of the text.
         source_tokens: the tokens of a source whose keys and values count. None: those of the longest source.
-        nbits: 8 for keys and values in 8 bits, with a scale for each, so that windows are almost twice as long. None:
-            16, as they are.
+        nbits: bits of the keys and values in windows: 8, with a scale for each, so that windows are almost twice as
+            long, or 16, as they are. None: 8.
         recurrent: `both` for states of the source too, instead of its keys and values.
         states: plan states too, which have to be trained. Otherwise: windows only.
     """
