@@ -201,8 +201,8 @@ class Conversion(Training):
     )
     nbits: int | None = option(
         None,
-        help="With --memory: bits of the numbers of keys and values in windows: 8, with a scale for each key and value, "
-        "or 16, as they are. With 16 windows are half as long, and a step on a CPU takes less time.",
+        help="With --memory: bits of the numbers of keys and values in windows: 8, with a scale for each key and "
+        "value, or 16, as they are. With 16 windows are half as long, and a step on a CPU takes less time.",
         minimum=8,
         maximum=16,
         unset="8",
