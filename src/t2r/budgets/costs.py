@@ -139,9 +139,7 @@ class Costs(NamedTuple):
         if eight and memory > self.whole:
             whole += f"; --nbits {AS_THEY_ARE} stores them as they are"
         if self.source is None:
-            raise T2RError(
-                f"{wrong} {human(self.least)}, and all keys and values of {self.context:,} tokens {whole}"
-            )
+            raise T2RError(f"{wrong} {human(self.least)}, and all keys and values of {self.context:,} tokens {whole}")
         exact = not self.source.features
         kept = f"the keys and values of {self.source.tokens:,} source tokens" if exact else "the states of the source"
         less = (
