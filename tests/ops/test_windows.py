@@ -14,7 +14,7 @@ from t2r.errors import T2RError
 from t2r.ops import State, Sums, Windows, registry, windows
 from t2r.ops.rings import How, Ring
 from t2r.ops.stored import MOST, read, rounded, stored, token_bytes, whole_numbers
-from t2r.ops.windows import delayed, in_blocks
+from t2r.ops.windows import Left, delayed, in_blocks
 
 MISSING = registry.BACKENDS["triton"].missing()
 SCALING = 0.4
@@ -178,7 +178,9 @@ def test_a_ring_is_a_window(case, data, nbits):
         end = min(q.shape[2], start + data.draw(st.integers(1, 6)))
         part = slice(start, end)
         if end - start == 1:
-            ring, sums, gone = ring.step(q[:, :, part], k[:, :, part], v[:, :, part], seen, None, how)
+            new = stored(k[:, :, part], v[:, :, part], nbits)
+            ring, sums, old, valid = ring.step(q[:, :, part], new, v.dtype, seen, None, how)
+            gone = Left(*read(old, k.dtype), valid)
             parts = [sums]
         else:
             origin = -seen[:, None].expand(-1, end - start)
@@ -200,7 +202,7 @@ def test_padding_is_not_stored_in_a_ring():
     q, k, v = (torch.randn(2, 1, 1, 3, dtype=torch.float64) for _ in range(3))
     ring = Ring(tuple(torch.randn(2, 1, 5, 3, dtype=torch.float64) for _ in range(2)), 4, 1)
     seen = torch.tensor([3, 7])
-    padded, sums, _ = ring.step(q, k, v, seen, torch.tensor([[True], [False]]), How(SCALING))
+    padded, sums, *_ = ring.step(q, (k, v), v.dtype, seen, torch.tensor([[True], [False]]), How(SCALING))
     assert torch.equal(padded.held[0][1], ring.held[0][1])
     assert not torch.equal(padded.held[0][0], ring.held[0][0])
     unchanged = ring.attend(q, torch.tensor([3, 7]) - torch.tensor([0, 1]), How(SCALING))

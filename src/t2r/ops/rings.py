@@ -7,6 +7,7 @@ each has read. Padding is not stored, so a ring needs no mask.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,26 +42,23 @@ class Ring(NamedTuple):
         return torch.where(slot < seen[:, None], latest, -1)
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, mask: Tensor | None, how: How
-    ) -> tuple[Ring, Sums, Left]:
-        """Store one token, and attend to the window with it. Returns what it replaced."""
+        self, q: Tensor, new: Sequence[Tensor], dtype: torch.dtype, seen: Tensor, mask: Tensor | None, how: How
+    ) -> tuple[Ring, Sums, tuple[Tensor, ...], Tensor]:
+        """Store one token, given as it is stored, and attend to the window with it. `dtype` is that of values.
+
+        Returns also what was in its slot, as it was stored, and whether that has left the window."""
         at = self.slot(seen)[:, None, None, None]
         old = tuple(x.gather(2, at.expand(-1, x.shape[1], 1, x.shape[3])) for x in self.held)
-        new = [x.to(before.dtype) for x, before in zip(stored(k, v, self.nbits), old, strict=True)]
+        new = [x.to(before.dtype) for x, before in zip(new, old, strict=True)]
         if mask is not None:  # padding is not stored
             new = [torch.where(mask[:, None, :, None], x, before) for x, before in zip(new, old, strict=True)]
         held = tuple(write(x, at.expand_as(y), y, how.inplace) for x, y in zip(self.held, new, strict=True))
         count = seen + (1 if mask is None else mask[:, 0].long())
         filled = torch.arange(held[0].shape[2], device=seen.device) < count[:, None]
         keys, values = read(held, q.dtype)
-        out, lse = softmax_sums(q, keys, values.to(v.dtype), filled[:, None, None], how.scaling, how.softcap)
-        valid = (seen >= self.sinks + self.size)[:, None, None].expand(-1, k.shape[1], 1)
-        gone_k, gone_v = read(old, k.dtype)
-        return (
-            self._replace(held=held),
-            Sums(out, torch.ones_like(lse), peak=lse),
-            Left(gone_k, gone_v.to(v.dtype), valid),
-        )
+        out, lse = softmax_sums(q, keys, values.to(dtype), filled[:, None, None], how.scaling, how.softcap)
+        valid = (seen >= self.sinks + self.size)[:, None, None].expand(-1, held[0].shape[1], 1)
+        return self._replace(held=held), Sums(out, torch.ones_like(lse), peak=lse), old, valid
 
     def attend(self, q: Tensor, seen: Tensor, how: How) -> Sums:
         """Attend with new queries `[rows, heads, time, dim]` to the tokens that are stored before them."""

@@ -12,6 +12,7 @@ from t2r.attention.memories.base import Memory, may_overwrite
 from t2r.attention.memories.shape import Shape
 from t2r.ops import Far, Sums, Windows, window_attention
 from t2r.ops.rings import How, Ring
+from t2r.ops.stored import read, stored
 from t2r.ops.windows import Left, steps_at_once
 
 BUFFERS = ("keys", "values", "scales")
@@ -132,15 +133,16 @@ class WindowMemory(Memory):
             sums, left = self.step_at_once(q, k, v, how, leaves=True)
             assert left is not None
             return sums, left
-        made, sums_of, left_of = [], [], []
+        new = stored(k, v, self.shape.nbits)  # of all heads at once, as what leaves is read: operations are the time
+        steps = []
         for ring, heads in self.rings():
-            own_q, own_k, own_v = (self.of_heads(x, heads) for x in (q, k, v))
-            new, own, gone = ring.step(own_q, own_k, own_v, self.seen, mask, how)
-            made.append(new)
-            sums_of.append(own)
-            left_of.append(gone)
+            own = [self.of_heads(x, heads) for x in new]
+            steps.append(ring.step(self.of_heads(q, heads), own, v.dtype, self.seen, mask, how))
+        made, sums_of, old, valid = zip(*steps, strict=True)
         self.store(made, how)
-        return self.whole(sums_of), self.all_left(left_of, *self.shape.rounded(k, v))
+        gone_k, gone_v = read(tuple(self.joined(parts) for parts in zip(*old, strict=True)), k.dtype)
+        left = Left(gone_k, gone_v.to(v.dtype), self.joined(valid))
+        return self.whole(sums_of), left if all(self.shape.sizes) else self.also_at_once(left, *read(new, k.dtype))
 
     def steps_at_once(self, q: Tensor, v: Tensor, how: How) -> bool:
         """Return whether one kernel computes a step of all windows, which writes into the buffers."""
@@ -206,13 +208,11 @@ class WindowMemory(Memory):
     def leaving(self, k: Tensor, v: Tensor) -> Left:
         assert self.seen is not None
         left = [ring.leaving(self.of_heads(k, hs), self.of_heads(v, hs), self.seen) for ring, hs in self.rings()]
-        return self.all_left(left, k, v)
-
-    def all_left(self, left: list[Left], k: Tensor, v: Tensor) -> Left:
-        """Join what leaves all rings. Tokens of heads without a window leave at once."""
         gone = Left(*(self.joined(parts) for parts in zip(*left, strict=True)))
-        if 0 not in self.shape.sizes:
-            return gone
+        return gone if all(self.shape.sizes) else self.also_at_once(gone, k, v)
+
+    def also_at_once(self, gone: Left, k: Tensor, v: Tensor) -> Left:
+        """Add the tokens of heads without a window, which leave at once."""
         at_once = torch.tensor([size == 0 for size in self.shape.sizes], device=k.device)[None, :, None]
         return Left(
             torch.where(at_once[..., None], k, gone.k), torch.where(at_once[..., None], v, gone.v), gone.valid | at_once
@@ -229,7 +229,7 @@ class WindowMemory(Memory):
             how,
         )
 
-    def store(self, made: list[Ring], how: How) -> None:
+    def store(self, made: Sequence[Ring], how: How) -> None:
         if not how.inplace:  # otherwise the rings are views of the buffers
             buffers = zip(*(ring.held for ring in made), strict=True)
             self.hold([torch.cat([x.flatten(1, 2) for x in parts], dim=1) for parts in buffers])
@@ -245,7 +245,7 @@ class WindowMemory(Memory):
             start = end
         return found
 
-    def whole(self, sums: list[Sums]) -> Sums:
+    def whole(self, sums: Sequence[Sums]) -> Sums:
         """Join the sums of all rings. Heads without a window have no weight."""
         numerators, denominators, _, peaks = zip(*sums, strict=True)
         return Sums(self.joined(numerators), self.joined(denominators), peak=self.joined(peaks, -torch.inf))
