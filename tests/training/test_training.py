@@ -430,6 +430,21 @@ def test_layers_with_different_windows_are_compiled_once():
     assert made[0] == made[-1] > 0
 
 
+def test_compiled_layers_with_different_windows_are_compiled_once():
+    """The layers themselves, as in a distillation: each of thirty would take as long as the first."""
+    model = t2r.swap(tiny("llama"), feature_size=4, plan={"windows": [[4, 8], [16, 2], [5, 40]], "sinks": 2}).train()
+    given, layers = [], model.model.layers
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, *inputs: given.append(inputs), with_kwargs=True)
+    model(input_ids=Rows().ids[:2], use_cache=False)
+    torch._dynamo.reset()
+    for i, (layer, (inputs, named)) in enumerate(zip(layers, given, strict=True)):
+        layer._forward_pre_hooks.clear()
+        layer.compile(backend="eager", dynamic=False)
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):  # the second has inputs with a gradient
+            layer(*inputs, **named)
+
+
 def test_sensitivity_ranks_layers_by_their_increase_in_loss():
     student, _ = pair()
     rows = Rows(20)

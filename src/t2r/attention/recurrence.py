@@ -171,10 +171,6 @@ class Recurrence(nn.Module):
 
     # --- A window, and a state of what has left it ----------------------------------------------------------
 
-    def windows(self) -> ops.Windows:
-        assert self.window is not None
-        return ops.Windows(self.window_sizes, self.window.sinks, max(self.window.sizes))
-
     def attend_window(self, inputs: Inputs, layer: Any) -> Tensor:
         """Attend to the window, and with the state to what has left it. Both have one denominator."""
         if self.window_sizes.is_floating_point():
@@ -208,8 +204,10 @@ class Recurrence(nn.Module):
         if self.has_map or rows.origin is not None:
             raise T2RError("windows with soft edges require one document in each row, and no states")
         q, k, v = map(rows.packed, inputs[:3])
+        assert self.window is not None
+        windows = ops.Windows(self.window_sizes, self.window.sinks, max(self.window.sizes))
         scaling, softcap = inputs.scaling, inputs.softcap
-        return rows.unpacked(ops.soft_window_attention(q, k, v, self.windows(), scaling=scaling, softcap=softcap))
+        return rows.unpacked(ops.soft_window_attention(q, k, v, windows, scaling=scaling, softcap=softcap))
 
     def step_at_once(self, inputs: Inputs, layer: Any) -> Tensor | None:
         """Attend with one token to the windows and the states in one kernel. None: it takes more than one."""
@@ -253,11 +251,12 @@ class Recurrence(nn.Module):
         mask = None if cached and layer.only_real_tokens else inputs.mask
         rows = Rows.of(*padding_and_starts(mask, time, layer.position if cached else None))
         q, k, v = map(rows.packed, inputs[:3])
-        windows, how = self.windows(), How(inputs.scaling, inputs.softcap)
+        assert self.window is not None
+        # The tensor of sizes, not the numbers: layers with different windows would then be compiled one by one.
+        windows, how = ops.Windows(self.window_sizes, self.window.sinks), How(inputs.scaling, inputs.softcap)
         if cached:
             near, left = layer.window.attend(q, k, v, windows, rows.mask, how, leaves=self.has_map)
             return near, left, rows
-        assert self.window is not None
         k, v = self.window.rounded(k, v)
         near = [ops.window_attention(q, k, v, windows, scaling=how.scaling, origin=rows.origin, softcap=how.softcap)]
         return near, delayed(k, v, windows, rows.origin) if self.has_map else None, rows
@@ -265,7 +264,6 @@ class Recurrence(nn.Module):
     def attend_far(self, q: Tensor, left: Left | None, inputs: Inputs, rows: Rows, layer: Any) -> ops.Sums:
         """Return what the state says about tokens that have left the window."""
         assert left is not None
-        # Not the sizes themselves: layers with different windows would then be compiled one by one.
         heads, total = self.stateful, self.window_sizes.shape[0]
         if heads is not None:
             q, left = of_heads(q, heads, total), Left(*(of_heads(x, heads, total) for x in left))
