@@ -19,6 +19,7 @@ from processes import same_threads
 from t2r import compat
 from t2r.budgets.costs import Costs
 from t2r.errors import T2RError
+from t2r.ops.stored import EIGHT
 from t2r.pipelines.preparation import make_plan
 from t2r.training.loop import processes
 from t2r.training.loop.checkpoints import COMPLETE
@@ -90,7 +91,7 @@ def launch(world, calls, killed=None):
 
 def memory():
     """Return a budget of bytes with windows of several sizes."""
-    costs = Costs.of(make_model("llama"), 64)
+    costs = Costs.of(make_model("llama"), 64, nbits=EIGHT)
     return int(costs.least + 0.7 * (costs.whole - costs.least))
 
 
