@@ -17,6 +17,7 @@ import t2r
 from t2r import cli
 from t2r.cli.common import calm, checked_output, print_json, show
 from t2r.cli.stages import stage_overrides
+from t2r.errors import TOLD_BY_ANY
 from t2r.training.recipes.recipe import load_recipe
 
 
@@ -125,8 +126,10 @@ def test_only_the_first_of_several_processes_prints(rank, count, told, monkeypat
     with calm(quiet=False, info=True):
         logging.getLogger("t2r.training").warning("a batch is smaller")
         logging.getLogger("t2r.training").error("it went wrong")
+        logging.getLogger("t2r.training").warning("interrupted", extra={TOLD_BY_ANY: True})
     written = capsys.readouterr().err
     assert ("a batch is smaller" in written) == told
+    assert "interrupted" in written  # by the process that is the first to end, which may be any
     assert "it went wrong" in written
 
 

@@ -1,10 +1,14 @@
 """Conversions by two processes that share one model (FSDP 2, gloo, on a CPU), compared with those by one process."""
 
+import ast
 import json
+import logging
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +19,12 @@ from processes import same_threads
 from t2r import compat
 from t2r.budgets.costs import Costs
 from t2r.errors import T2RError
+from t2r.ops.stored import EIGHT
+from t2r.pipelines.preparation import make_plan
+from t2r.training.loop import processes
+from t2r.training.loop.checkpoints import COMPLETE
+from t2r.training.recipes.recipe import Recipe
+from t2r.training.sessions.run_stage import agreed_checkpoint
 
 SIZE = 2
 KEPT = {"softmax_layers": "auto:1", "merged": True, "overrides": (*SHORT, "distill.task_weight=1")}
@@ -25,7 +35,9 @@ DONE = "distill.checkpoints"
 # step after a checkpoint in a given folder, rank 1 kills itself.
 CALLS = """
 import ast, os, pathlib, signal, sys
+import torch
 from transformers.trainer_callback import DefaultFlowCallback
+from transformers.utils import logging
 from t2r import cli
 from t2r.pipelines.convert import convert
 
@@ -37,7 +49,15 @@ def kill(*args, **options):
 
 if killed is not None:
     DefaultFlowCallback.on_step_begin = kill
-cli.app = lambda *args, **options: [convert(source, out, **how) for source, out, how in calls] and 0
+def app(*args, **options):
+    for source, out, how in calls:
+        convert(source, out, **how)
+        found = [torch.rand(3).tolist(), logging.get_verbosity()]
+        pathlib.Path(f"{out}.left-{os.environ['RANK']}").write_text(repr(found))
+    return 0
+
+cli.app = app
+logging.set_verbosity_error()
 cli.main()
 """
 
@@ -71,7 +91,7 @@ def launch(world, calls, killed=None):
 
 def memory():
     """Return a budget of bytes with windows of several sizes."""
-    costs = Costs.of(make_model("llama"), 64)
+    costs = Costs.of(make_model("llama"), 64, nbits=EIGHT)
     return int(costs.least + 0.7 * (costs.whole - costs.least))
 
 
@@ -104,6 +124,11 @@ def _own_cache(world, monkeypatch):
 
 def results_of(folder):
     return json.loads((folder / "results.json").read_text())
+
+
+def left(out):
+    """Return what each process left after a conversion: its next random numbers, and the verbosity of libraries."""
+    return [ast.literal_eval(Path(f"{out}.left-{rank}").read_text()) for rank in range(SIZE)]
 
 
 def assert_close(one, other, atol=1e-5):
@@ -149,6 +174,16 @@ def test_two_processes_make_the_model_of_one(world, sharded):
     assert loaded.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
 
 
+def test_processes_draw_other_random_numbers(world, sharded):
+    """Rows of a batch have their own dropout and noise, also if they are in several processes."""
+    (first, _), (second, _) = left(world / "kept")
+    assert first != second
+
+
+def test_libraries_print_no_more_in_other_processes_than_in_the_first(world, sharded):
+    assert [verbosity for _, verbosity in left(world / "again")] == [logging.ERROR] * SIZE
+
+
 def test_one_process_resumes_the_checkpoint_of_two(world, killed):
     results = run(world, world / "cut", "llama", **options(world))
     straight = run(world, world / "straight", "llama", **options(world))
@@ -186,6 +221,29 @@ def test_a_conversion_is_continued(world, sharded):
     again = results_of(world / "again")
     assert results["before"]["perplexity"] == pytest.approx(again["stages"]["distill"]["perplexity"], rel=1e-4)
     assert results["teacher"]["perplexity"] == pytest.approx(again["teacher"]["perplexity"], rel=1e-5)
+
+
+def test_a_plan_is_made_by_the_main_process_also_without_sharding(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(processes, "is_main", lambda: False)
+    monkeypatch.setattr(processes, "agreed", lambda value: "the plan of the main process" if value is None else value)
+    asked = SimpleNamespace(plan=Recipe("short", ()), given=SimpleNamespace(progress=False), divided=False)
+    budget = SimpleNamespace(plan=lambda *args, **options: "another plan")
+    task = SimpleNamespace(read=lambda: None)
+    assert make_plan(budget, asked, None, None, task, {}) == "the plan of the main process"
+
+
+def test_a_checkpoint_that_only_the_main_process_sees_is_refused(tmp_path, monkeypatch):
+    """Machines that share no folder: the first one would resume, and wait for the others, which begin again."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(processes, "is_main", lambda: False)
+    monkeypatch.setattr(processes, "everywhere", lambda holds: holds)
+    monkeypatch.setattr(processes, "agreed", lambda value: value or tmp_path / "checkpoint-2")
+    with pytest.raises(T2RError, match=r"not all processes see .*checkpoint-2, which the first one resumes"):
+        agreed_checkpoint(tmp_path)
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / COMPLETE).write_text("damaged here, but only the main process reads it")
+    assert agreed_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from t2r.errors import T2RError
+from t2r.errors import TOLD_BY_ANY, T2RError
 from t2r.options import Conversion, Option, RunOptions, SwapOptions, options_of
 from t2r.storage import json_text
 
@@ -242,13 +242,15 @@ def calm(quiet: bool, info: bool = False) -> Iterator[None]:
     """Keep stderr clean: libraries log errors only, and show progress only in a terminal.
 
     Warnings of t2r are printed one per line unless `quiet`; with `info`, its info messages too. With several processes,
-    only the first prints them."""
+    only the first prints them, except what one tells for all."""
     from transformers.utils import logging as of_transformers
 
     ours, hub = logging.getLogger("t2r"), logging.getLogger("huggingface_hub")
     notes = logging.StreamHandler(sys.stderr)
     notes.setFormatter(logging.Formatter("t2r: note: %(message)s"))
-    notes.setLevel(logging.ERROR if quiet or not is_first_process() else logging.NOTSET)
+    notes.setLevel(logging.ERROR if quiet else logging.NOTSET)
+    first = is_first_process()
+    notes.addFilter(lambda record: first or record.levelno >= logging.ERROR or hasattr(record, TOLD_BY_ANY))
     before = of_transformers.get_verbosity(), hub.level, of_transformers.is_progress_bar_enabled()
     level = ours.level
     if info:

@@ -242,8 +242,8 @@ def make_plan(
     task: Task,
     options: dict[str, Any],
 ) -> Planned:
-    """Return the plan of a memory budget. If the model will be divided among processes, the main one makes it, with the
-    whole model on its device."""
+    """Return the plan of a memory budget. Of several processes the main one makes it, since measurements on another
+    device can differ in their last bits; if they will share the model, with the whole model on its device."""
     trains, shown = bool(asked.plan.stages), asked.given.progress
 
     def made() -> Planned:
@@ -251,7 +251,7 @@ def make_plan(
             return budget.plan(base, tokenizer, task, options, trains=trains, progress=shown)
 
     task.read()  # all processes read the text: the main one first
-    return by_main(made, asked.divided)
+    return by_main(made)
 
 
 def check_auto(count: int | None, plan: Recipe, config: T2RConfig, model: PreTrainedModel) -> None:

@@ -21,7 +21,16 @@ FILE = "deadline.json"
 FASTER = 8
 """The number of steps is limited to this multiple of the plan."""
 AGREE = 10
-"""Several processes synchronize their clocks once in this many steps."""
+"""Several processes synchronize their clocks at least once in this many steps."""
+ENOUGH = 1.0
+"""They do so after every step that takes this many seconds: an exchange takes milliseconds."""
+
+
+def next_agreement(each: float) -> int:
+    """Return after how many steps, of `each` seconds, several processes synchronize their clocks again.
+
+    All of them must get the same `each`."""
+    return max(1, min(AGREE, int(ENOUGH / each))) if each > 0 else AGREE
 
 
 class Deadline(TrainerCallback):
@@ -39,6 +48,8 @@ class Deadline(TrainerCallback):
         self.step = self.first = 0
         """The last step, and the first step of this process."""
         self.before = 0.0
+        self.due = 0
+        """The step after which several processes synchronize their clocks."""
 
     @property
     def done(self) -> float:
@@ -46,22 +57,27 @@ class Deadline(TrainerCallback):
         return min(1.0, self.elapsed / self.seconds) if self.seconds > 0 else 1.0
 
     @property
+    def each(self) -> float:
+        """The mean seconds of a step of this process."""
+        made = self.step - self.first
+        return (self.elapsed - self.before) / made if made else 0.0
+
+    @property
     def over(self) -> bool:
         """Whether less than half of another step fits into the time."""
-        made = self.step - self.first
-        each = (self.elapsed - self.before) / made if made else 0.0
-        return self.elapsed + each / 2 >= self.seconds
+        return self.elapsed + self.each / 2 >= self.seconds
 
     def planned_step(self, step: int) -> float:
         """Return the planned step that corresponds to the time elapsed after `step` steps."""
         if step != self.step:  # the scheduler calls this once per parameter group
             self.step = step
-            if self.began is not None and (processes.count() == 1 or step % AGREE == 0):
+            if self.began is not None and (processes.count() == 1 or step >= self.due):
                 self.elapsed = processes.agreed(self.before + time.monotonic() - self.began)
+                self.due = step + next_agreement(self.each)
         return self.done * self.steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.step = self.first = state.global_step
+        self.step = self.first = self.due = state.global_step
         self.before, self.began = self.elapsed, time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

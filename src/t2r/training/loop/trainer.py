@@ -23,6 +23,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    set_seed,
 )
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
@@ -35,7 +36,7 @@ from t2r.surgery.adapters import Family
 from t2r.training.loop import processes, shards
 from t2r.training.loop.averaging import Average, averaging_points
 from t2r.training.loop.checkpoints import COMPLETE, last_checkpoint, seal
-from t2r.training.loop.deadline import AGREE, FASTER, Deadline
+from t2r.training.loop.deadline import FASTER, Deadline, next_agreement
 from t2r.training.loop.progress import Bar, Notes
 from t2r.training.recipes.recipe import Stage
 from t2r.training.steps.capture import CapturedStep
@@ -96,6 +97,8 @@ class StageTrainer(compat.TrainerHooks, Trainer):
             callbacks=[x for x in (Intervals(), Watch(), self.deadline, saves, self.average) if x is not None],
         )
         self.replace_callbacks(logs)
+        if processes.count() > 1 and not skips_layers(model):  # all of them must skip the same layers
+            self.add_callback(OwnNumbers())
         self.sharded = is_sharded(model)
         if self.sharded and self.average is not None:
             raise T2RError(f"stage {stage.name!r}: average is not supported with fsdp_size")
@@ -283,6 +286,7 @@ def training_arguments(
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
         disable_tqdm=not settings.progress,
+        log_level_replica="passive",  # by default, Trainer lets all processes but the first print warnings
         dataloader_num_workers=0,
         dataloader_pin_memory=torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
@@ -315,15 +319,21 @@ class Clock(TrainerCallback):
     """Requests a checkpoint every SAVE_SECONDS."""
 
     def __init__(self) -> None:
-        self.saved = time.monotonic()
+        self.began = self.saved = time.monotonic()
+        self.first = self.due = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.saved = time.monotonic()
+        self.began = self.saved = time.monotonic()
+        self.first = self.due = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if processes.count() > 1 and state.global_step % AGREE:
+        step = state.global_step
+        if processes.count() > 1 and step < self.due:
             return
-        if processes.agreed(time.monotonic() - self.saved >= SAVE_SECONDS):
+        now = time.monotonic()
+        since, total = processes.agreed((now - self.saved, now - self.began))
+        self.due = step + next_agreement(total / max(1, step - self.first))
+        if since >= SAVE_SECONDS:
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -339,6 +349,14 @@ class EverySteps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.steps == 0:
             control.should_save = True
+
+
+class OwnNumbers(TrainerCallback):
+    """Lets each of several processes draw random numbers of its own, for dropout and token noise. Trainer gives all of
+    them the same seed. A resumed process then reads its state from the checkpoint, if it wrote one."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        set_seed((args.seed + processes.rank()) % (1 << 32))
 
 
 class Intervals(TrainerCallback):

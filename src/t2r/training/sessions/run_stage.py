@@ -9,8 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
 
+from t2r.errors import T2RError
 from t2r.training.loop import processes
-from t2r.training.loop.checkpoints import last_checkpoint, remove_incomplete
+from t2r.training.loop.checkpoints import COMPLETE, last_checkpoint, remove_incomplete
 from t2r.training.loop.interruption import Interrupted, Interruption
 from t2r.training.loop.preparation import prepared, with_lora
 from t2r.training.loop.threads import Threads
@@ -75,7 +76,7 @@ def run_stage(
             remove_incomplete(folder)
         processes.wait()
         with Interruption(anywhere=model.device.type == "cpu") as interruption:
-            train_or_resume(trainer, last_checkpoint(folder), interruption)
+            train_or_resume(trainer, agreed_checkpoint(folder), interruption)
     if stage.train == "lora":
         model = trained.merge_and_unload()
     record(run, trainer)
@@ -116,6 +117,19 @@ def steps_and_batch(job: Job, model: PreTrainedModel, stage: Stage, limits: Limi
     if made.batch_tokens < stage.batch_tokens and not told:
         logger.warning("%s, to fit into its minutes", smaller_batch(stage, made.batch_tokens))
     return max(1, made.steps), made.batch_tokens
+
+
+def agreed_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint that the main process finds, or None. It reads all of its files, so the others do not.
+
+    Raises T2RError if another process does not see it: it would train from the beginning."""
+    found: Path | None = processes.agreed(last_checkpoint(folder) if processes.is_main() else None)
+    if found is not None and not processes.everywhere((found / COMPLETE).exists()):
+        raise T2RError(
+            f"not all processes see {found}, which the first one resumes: several machines need a folder that all "
+            "of them share"
+        )
+    return found
 
 
 def train_or_resume(trainer: StageTrainer, checkpoint: Path | None, interruption: Interruption) -> None:

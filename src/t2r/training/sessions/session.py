@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from t2r.data.teacher_logits import TeacherLogits
-from t2r.errors import T2RError
+from t2r.errors import TOLD_BY_ANY, T2RError
 from t2r.options import options_of
 from t2r.storage import whole_folder
 from t2r.tasks import TASKS, Task
@@ -118,7 +118,9 @@ class Session:
             if processes.first_to_tell():
                 ended = ", as torchrun does if another process has ended" if processes.count() > 1 else ""
                 logger.warning(
-                    "interrupted%s: the same command resumes this run, with --restart it starts again", ended
+                    "interrupted%s: the same command resumes this run, with --restart it starts again",
+                    ended,
+                    extra={TOLD_BY_ANY: True},
                 )
         if self.threads is not None:
             torch.set_num_threads(self.threads)
