@@ -85,7 +85,7 @@ class PagedWindow(WindowMemory):
     def missing(self) -> Tensor:
         """Return which slots have no token of their row, `[rows, slots]`.
 
-        A step in one kernel leaves there what another sequence had. A weight of zero does not remove what is not finite.
+        A step in one kernel leaves there what another sequence had. A weight of zero does not remove NaN.
         """
         assert self.lengths is not None
         each = [
