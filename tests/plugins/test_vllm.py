@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import BartConfig, LlamaConfig
 
 import t2r
 from t2r.attention.memories import Shape, WindowMemory
@@ -18,6 +21,7 @@ from t2r.ops import Slots, State, Sum, Windows, combine
 from t2r.ops.rings import How
 
 pytest.importorskip("t2r_vllm", reason="the source distribution has no plugins")
+import t2r_vllm
 from t2r_vllm.layout import Heads, Layout, layer_types, sites
 from t2r_vllm.memories import PagedState, PagedWindow
 
@@ -41,6 +45,34 @@ def test_versions_agree():
     assert re.search(r'__version__ = "(.+)"', source)[1] == project["version"]
     tested = re.search(r"VERSIONS = \((.+)\)", source)[1]
     assert all(line.split("==")[1] in tested for extra in project["optional-dependencies"].values() for line in extra)
+
+
+def stand_in(monkeypatch, name, **members):
+    """Put a module without anything else in the place of one of vLLM."""
+    module = ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_another_version_is_refused_before_its_names_are_looked_up(monkeypatch):
+    stand_in(monkeypatch, "vllm", __version__="0.9.1+cpu")
+    with pytest.raises(T2RError, match=r"tested with vLLM .* only, and 0\.9\.1 is installed"):
+        t2r_vllm.register()
+
+
+def test_a_model_that_is_not_served_is_refused_for_what_it_is(monkeypatch):
+    """Also if its plan has the layers of the decoder, of which the encoder has more."""
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.models"):
+        stand_in(monkeypatch, name)
+    stand_in(monkeypatch, "vllm.model_executor.models.config", VerifyAndUpdateConfig=object)
+    monkeypatch.delitem(sys.modules, "t2r_vllm.configuration", raising=False)
+    configuration = importlib.import_module("t2r_vllm.configuration")
+    monkeypatch.delitem(sys.modules, "t2r_vllm.configuration")  # the next one gets its own, not one of stand-ins
+    base = BartConfig(d_model=32, encoder_layers=3, decoder_layers=1, encoder_attention_heads=2, vocab_size=64)
+    given = configuration.ServedConfig(base_config=base, plan={"windows": [[8, 8]]})
+    assert getattr(given, "layer_types", None) is None  # vLLM reads them first
+    with pytest.raises(T2RError, match="it is an encoder-decoder; use `t2r serve`"):
+        configuration.refuse_model(given)
 
 
 def test_types_of_layers():
@@ -72,6 +104,32 @@ def test_heads_that_cannot_be_divided():
         Heads.of(config(), 3)
     with pytest.raises(T2RError, match="2 key heads cannot be divided among 4"):
         Heads.of(config(plan=PLAN), 4)
+
+
+@pytest.mark.parametrize("heads", [{"num_key_value_heads": 3}, {"num_key_value_heads": -2}, {"head_dim": -8}])
+def test_heads_that_are_none(heads):
+    given = config()
+    for name, value in heads.items():
+        setattr(given.base_config, name, value)
+    with pytest.raises(T2RError, match=r"config\.json is damaged"):
+        sites(given)
+
+
+def test_a_map_with_negative_features_beside_windows():
+    with pytest.raises(T2RError, match="'rfa' has negative features"):
+        Layout.of(config(plan=PLAN, feature_map="rfa"), 1, torch.float32)
+
+
+def test_keys_are_rounded_whoever_has_the_windows():
+    k, v = torch.rand(2, 2, 1, 3, 8)
+    expected = Shape((8,), 0, 8).rounded(k, v)
+    assert not torch.equal(expected[0], k)
+    layers = {
+        number: [sites(config(plan=PLAN | {"nbits": 8}), 2, rank)[number] for rank in (0, 1)] for number in (1, 2)
+    }
+    assert all(map(torch.equal, layers[1][0].rounded(k, v), expected))  # its windows are those of the other process
+    for site in (layers[1][1], *layers[2]):  # has windows, which round them; a layer without any
+        assert all(map(torch.equal, site.rounded(k, v), (k, v)))
 
 
 @pytest.mark.parametrize("nbits", [8, 16])
@@ -137,3 +195,21 @@ def test_windows_in_pages_continue(nbits):
         seen += time
     for page, x in zip(pages, before, strict=True):
         torch.testing.assert_close(page[[0, 2, 4]], x[[0, 2, 4]], equal_nan=True)
+
+
+@torch.no_grad()
+def test_a_window_does_not_read_what_another_sequence_left():
+    """A prompt whose first piece is one token, which is a step in one kernel and leaves other slots as they were."""
+    shape, how = Shape((4,), 1), How(0.5)
+    windows = Windows(torch.tensor(shape.sizes), shape.sinks)
+    q, k, v = (torch.rand(1, heads, 4, 4) for heads in (2, 1, 1))
+    own, slots = WindowMemory(shape), Slots(torch.tensor([1]), torch.tensor([False]))
+    own.attend(*(x[:, :, :1] for x in (q, k, v)), windows, None, how, leaves=False)
+    pages = tuple(torch.full((2, *x.shape[1:]), torch.nan) for x in own.held)
+    for page, x in zip(pages, own.held, strict=True):
+        page[1, 0] = x[0, 0]
+    paged = PagedWindow(shape, pages, None, slots, torch.tensor([1]))
+    (found, _), (expected, _) = (
+        m.attend(*(x[:, :, 1:] for x in (q, k, v)), windows, None, how, leaves=True) for m in (paged, own)
+    )
+    torch.testing.assert_close(combine(found, v.dtype), combine(expected, v.dtype))

@@ -23,6 +23,11 @@ class ServedConfig(T2RConfig):
 
     @property
     def layer_types(self) -> list[str]:
+        try:
+            refuse_model(self)
+        except T2RError as error:
+            # vLLM may read this before it asks `Checks`, which says why. There are the types of the base model, if any.
+            raise AttributeError(str(error)) from error
         return layer_types(self)
 
 

@@ -12,7 +12,7 @@ from t2r.attention.memories import BUFFERS, Shape
 from t2r.config import T2RConfig
 from t2r.errors import T2RError
 from t2r.feature_maps import AffineMap, FeatureMap, make_feature_map
-from t2r.ops.stored import AS_THEY_ARE, stored
+from t2r.ops.stored import AS_THEY_ARE, rounded, stored
 from t2r.plans import MemoryPlan
 
 ALIGNMENT = 16
@@ -38,6 +38,10 @@ class Heads(NamedTuple):
         queries = base.num_attention_heads
         keys = getattr(base, "num_key_value_heads", None) or queries
         size = getattr(base, "head_dim", None) or base.hidden_size // queries
+        if min(queries, keys, size) < 1 or queries % keys:
+            raise T2RError(
+                f"{queries} query heads cannot share {keys} key heads of {size} numbers: config.json is damaged"
+            )
         divisible = keys % processes == 0 or (processes % keys == 0 and config.plan is None)
         if queries % processes or not divisible:
             raise T2RError(
@@ -70,11 +74,20 @@ class Site(NamedTuple):
     """Whether any head of any process has a window. Queries then have weights."""
     sliding: int | None = None
     """The window of all heads of all processes, if vLLM's attention with a sliding window computes the layer."""
+    nbits: int = AS_THEY_ARE
+    """Bits of keys and values in the windows of the layer, also if those are all of other processes."""
 
     @property
     def slots(self) -> int:
         """The tokens of all windows together."""
         return 0 if self.window is None else self.window.slots
+
+    def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as the states read them. Windows round their own, also those of heads without one: a
+        process that has only such heads must do the same, or answers depend on the number of processes."""
+        if self.window is not None or not self.beside:
+            return k, v
+        return rounded(k, self.nbits), rounded(v, self.nbits)
 
     def make_map(self, config: T2RConfig) -> FeatureMap | None:
         """Create the feature map. None: no head has a state."""
@@ -118,7 +131,7 @@ def planned(plan: MemoryPlan, layer: int, index: int, heads: Heads) -> Site:
     if not states and not plan.sinks and len(set(every)) == 1 and plan.nbits == AS_THEY_ARE:
         return Site(index, heads, (), share, beside=True, sliding=every[0])
     window = Shape(every[first:last], plan.sinks, plan.nbits) if any(every[first:last]) else None
-    return Site(index, heads, own, share, window, beside=any(every))
+    return Site(index, heads, own, share, window, beside=any(every), nbits=plan.nbits)
 
 
 def layer_types(config: T2RConfig) -> list[str]:
@@ -165,6 +178,10 @@ class Layout(NamedTuple):
         most = max(every, key=lambda site: len(site.states))
         with torch.device("meta"):
             if (made := most.make_map(config)) is not None:
+                if made.signed and config.plan is not None:
+                    raise T2RError(
+                        f"feature map {config.feature_map!r} has negative features: it cannot be used beside a window"
+                    )
                 state = made.empty_state(1, made.head_dim, torch.float32, "meta")
                 held = [(name, x) for name, x in zip(STATE, state, strict=True) if x is not None]
                 parts = [Part(name, tuple(x.shape[1:]), x.dtype) for name, x in held]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from t2r.attention.memories import Shape, StateMemory, WindowMemory
@@ -12,9 +13,9 @@ from t2r.ops.rings import How
 from t2r.ops.windows import Left
 
 
-def copied(pages: Tensor, slots: Slots) -> Tensor:
-    """Return what the rows have in these pages, and zeros for rows that are new."""
-    return pages[slots.at].masked_fill(slots.new.view(-1, *[1] * (pages.dim() - 1)), 0)
+def copied(pages: Tensor, at: Tensor, missing: Tensor) -> Tensor:
+    """Return what the rows have in these pages, and zeros for what they have not: rows, or slots of them."""
+    return pages[at].masked_fill(missing.view(*missing.shape, *[1] * (pages.dim() - missing.dim())), 0)
 
 
 class PagedState(StateMemory):
@@ -44,7 +45,7 @@ class PagedState(StateMemory):
             how: dict[str, Any] = {"features": features, "beside": beside, "normalized": normalized}
             out, _ = rule.step(q, k, v, self.state, mask=mask, inplace=True, slots=self.slots, **how)
             return out
-        rows = self.state.map(lambda x: copied(x, self.slots))
+        rows = self.state.map(lambda x: copied(x, self.slots.at, self.slots.new))
         out, rows = rule.parallel(q, k, v, state=rows, mask=mask, starts=starts, normalized=normalized)
         for pages, x in zip(self.state, rows, strict=True):
             if pages is not None and x is not None:
@@ -74,8 +75,22 @@ class PagedWindow(WindowMemory):
     ) -> tuple[list[Sums], Left | None]:
         if k.shape[2] == 1 and mask is None and self.steps_at_once(q, v, how):
             return super().attend(q, k, v, windows, mask, how, leaves=leaves)
-        self.hold([copied(x, self.slots) for x in self.pages])
+        missing = self.missing()
+        self.hold([copied(x, self.slots.at, missing) for x in self.pages])
         found = super().attend(q, k, v, windows, mask, how, leaves=leaves)
         for pages, x in zip(self.pages, self.held, strict=True):
             pages[self.slots.at] = x
         return found
+
+    def missing(self) -> Tensor:
+        """Return which slots have no token of their row, `[rows, slots]`.
+
+        A step in one kernel leaves there what another sequence had. A weight of zero does not remove NaN.
+        """
+        assert self.lengths is not None
+        each = [
+            torch.arange(size + self.shape.sinks, device=self.lengths.device)
+            for size, heads in self.shape.rings
+            for _ in heads
+        ]
+        return torch.cat(each) >= self.lengths[:, None]

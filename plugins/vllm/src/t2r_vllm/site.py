@@ -134,7 +134,8 @@ class PagedSite(Recurrence, MambaBase):
         """Attend with new tokens `[rows, heads, time, size]` of some sequences, and advance what is in their pages.
 
         `mask [rows, time]` is false for padding after the new tokens."""
-        slots, (q, k, v) = Slots(*(x[which] for x in batch.slots)), rows
+        slots, q = Slots(*(x[which] for x in batch.slots)), rows[0]
+        k, v = self.site.rounded(*rows[1:])
         memories: list[Memory] = []
         if self.window is not None:
             pages = tuple(self.pages[name] for name in BUFFERS if name in self.pages)
