@@ -96,7 +96,7 @@ ENGLISH = [
 
 
 @pytest.mark.parametrize(
-    ("recurrent", "memory"), [("causal", "1MiB"), pytest.param("both", "0.8MiB", marks=pytest.mark.slow)]
+    ("recurrent", "memory"), [("causal", "0.8MiB"), pytest.param("both", "0.6MiB", marks=pytest.mark.slow)]
 )
 def test_a_translator_within_a_memory_budget(teachers, tmp_path, monkeypatch, recurrent, memory):
     """Planned, trained for a step, saved and loaded. It translates a batch in the engine as in `generate`."""
