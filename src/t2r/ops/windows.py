@@ -20,6 +20,8 @@ from t2r.ops.rounding import Draws
 
 LARGEST_STATE = 16384
 """The most numbers of the state of a head that a step in one kernel advances."""
+MOST_ROWS = 65535
+"""The most sequences of a step in one kernel: a GPU's limit for the second dimension of a launch."""
 BLOCK = 256
 """Queries that are computed at once. Their keys are those of a block and of the largest window before it."""
 
@@ -72,6 +74,7 @@ def steps_at_once(q: Tensor, v: Tensor, softcap: float | None) -> bool:
         return False
     triton = BACKENDS["triton"]
     preferred = triton.name in PREFERENCE.get(q.device.type, ()) and triton.missing() is None
+    preferred = preferred and q.shape[0] <= MOST_ROWS
     return preferred and q.dtype in triton.abilities.dtypes and max(q.shape[3], v.shape[3]) <= 256
 
 

@@ -133,7 +133,8 @@ class WindowMemory(Memory):
             sums, left = self.step_at_once(q, k, v, how, leaves=True)
             assert left is not None
             return sums, left
-        new = stored(k, v, self.shape.nbits)  # of all heads at once, as what leaves is read: operations are the time
+        # What enters is rounded for all heads together, and what leaves is read together: fewer operations are faster.
+        new = stored(k, v, self.shape.nbits)
         steps = []
         for ring, heads in self.rings():
             own = [self.of_heads(x, heads) for x in new]
@@ -142,7 +143,7 @@ class WindowMemory(Memory):
         self.store(made, how)
         gone_k, gone_v = read(tuple(self.joined(parts) for parts in zip(*old, strict=True)), k.dtype)
         left = Left(gone_k, gone_v.to(v.dtype), self.joined(valid))
-        return self.whole(sums_of), left if all(self.shape.sizes) else self.also_at_once(left, *read(new, k.dtype))
+        return self.whole(sums_of), left if all(self.shape.sizes) else self.with_windowless(left, *read(new, k.dtype))
 
     def steps_at_once(self, q: Tensor, v: Tensor, how: How) -> bool:
         """Return whether one kernel computes a step of all windows, which writes into the buffers."""
@@ -209,9 +210,9 @@ class WindowMemory(Memory):
         assert self.seen is not None
         left = [ring.leaving(self.of_heads(k, hs), self.of_heads(v, hs), self.seen) for ring, hs in self.rings()]
         gone = Left(*(self.joined(parts) for parts in zip(*left, strict=True)))
-        return gone if all(self.shape.sizes) else self.also_at_once(gone, k, v)
+        return gone if all(self.shape.sizes) else self.with_windowless(gone, k, v)
 
-    def also_at_once(self, gone: Left, k: Tensor, v: Tensor) -> Left:
+    def with_windowless(self, gone: Left, k: Tensor, v: Tensor) -> Left:
         """Add the tokens of heads without a window, which leave at once."""
         at_once = torch.tensor([size == 0 for size in self.shape.sizes], device=k.device)[None, :, None]
         return Left(
